@@ -69,6 +69,9 @@ def intersection(a: Box, b: Box) -> Box | None:
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the elements ``start:stop`` of a flattened tensor as a list of boxes, in order.
 
+    They are at most the end of a row, some whole rows, and the start of a row; within a row of more than one dim, the
+    same once more.
+
     >>> boxes_of_interval((4, 5), 3, 10)  # the end of row 0, and row 1
     [Box(offsets=(0, 3), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(1, 5))]
     """
@@ -79,16 +82,18 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     row_numel = prod(shape[1:])
     first_row, head = divmod(start, row_numel)
     last_row, tail = divmod(stop, row_numel)
+    # 1. All elements are in one row.
     if first_row == last_row:
         return _boxes_in_row(shape, first_row, head, tail)
+    # 2. The end of the first row, whole rows, and the start of the last row, or nothing.
     boxes: list[Box] = []
-    if head:  # the end of the first row
+    if head:
         boxes += _boxes_in_row(shape, first_row, head, row_numel)
         first_row += 1
-    if first_row < last_row:  # whole rows
+    if first_row < last_row:
         zeros = (0,) * (len(shape) - 1)
         boxes.append(Box((first_row, *zeros), (last_row - first_row, *shape[1:])))
-    boxes += _boxes_in_row(shape, last_row, 0, tail)  # the start of the last row, or nothing
+    boxes += _boxes_in_row(shape, last_row, 0, tail)
     return boxes
 
 
@@ -103,10 +108,13 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     >>> cover((4,), [Box((0,), (3,))])
     'hold 3 elements of 4'
     """
+    # 1. Each box is inside the tensor.
     whole = Box((0,) * len(shape), tuple(shape))
     for box in boxes:
-        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or not whole.contains(box):
+        has_all_dims = len(box.offsets) == len(shape) and len(box.sizes) == len(shape)
+        if not has_all_dims or not whole.contains(box):
             return "go beyond its sides"
+    # 2. Without overlaps, they contain all elements if they have the same number of elements.
     numel = numel_of(boxes)
     if numel < whole.numel:
         return f"hold {numel} elements of {whole.numel}"
@@ -117,17 +125,24 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _do_overlap(boxes: list[Box]) -> bool:
-    """Return True if two of some nonempty boxes have an element in common."""
+    """Return True if two of some nonempty boxes have an element in common.
+
+    A sweep along one dim compares each box only with those that are still open where it begins. For rows ``0:2``,
+    ``1:3`` and ``4:5`` of a matrix, the third is compared with none.
+
+    >>> _do_overlap([Box((0,), (2,)), Box((1,), (2,)), Box((4,), (1,))])
+    True
+    """
     if len(boxes) < 2:
         return False
     # Sweep along the dim with the most distinct offsets, where the fewest boxes overlap at a time.
     offsets_of_dims = zip(*[box.offsets for box in boxes], strict=True)
     counts = [len(set(offsets)) for offsets in offsets_of_dims]
     dim = counts.index(max(counts))
-    active: list[Box] = []
+    open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        active = [earlier for earlier in active if earlier.ends[dim] > box.offsets[dim]]
-        if any(intersection(box, earlier) for earlier in active):
+        open_boxes = [earlier for earlier in open_boxes if earlier.ends[dim] > box.offsets[dim]]
+        if any(intersection(box, earlier) for earlier in open_boxes):
             return True
-        active.append(box)
+        open_boxes.append(box)
     return False

@@ -238,7 +238,7 @@ class OnMesh(Cut):
         placement ``Shard`` split 8 indices into halves, and these into quarters: the coordinates ``(1, 0)`` have the
         range ``(4, 6)``.
         """
-        if not coordinates:
+        if not coordinates:  # no mesh dim splits this dim
             return ((0, self.shape[dim]),)
         *outer, part = coordinates
         parts = self._parts_of(dim, tuple(outer))
@@ -315,14 +315,19 @@ def _require_shard_or_replicate(name: str, placements: Sequence[Placement]) -> N
 
 
 def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
-    """Return a dict of partitions by parameter name: all parameters of a dtype form one buffer, split equally."""
+    """Return a dict of partitions by parameter name: all parameters of a dtype form one buffer, split equally.
+
+    For "v" with 4 elements and "w" with 8 on two ranks, the buffer has 12 elements: rank 0 holds "v" and the first 2
+    elements of "w".
+    """
     names_of: dict[torch.dtype, list[str]] = {}
     for name, spec in specs.items():
         names_of.setdefault(spec.dtype, []).append(name)
     cut_of: dict[str, Cut] = {}
     for names in names_of.values():
         starts = one_behind_another(specs, names)
-        ends = _equal_cuts(sum(prod(specs[name].shape) for name in names), size)
+        numel_of_buffer = sum(prod(specs[name].shape) for name in names)
+        ends = _equal_cuts(numel_of_buffer, size)
         for name in names:
             cut_of[name] = Intervals(specs[name].shape, starts[name], ends)
     return {name: cut_of[name] for name in specs}  # in the order of the parameters
@@ -339,7 +344,7 @@ def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
 
 def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:
-    """Return where to cut a buffer into equal intervals. The last one may extend beyond the end.
+    """Return where to cut a buffer of `numel` elements into `size` equal intervals. The last may extend beyond the end.
 
     >>> _equal_cuts(10, 4)
     (0, 3, 6, 9, 12)

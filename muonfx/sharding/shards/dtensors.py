@@ -86,20 +86,28 @@ def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
         position = layout.position(name)
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
-        if is_dtensor(leaf):
-            # Its local shape depends on its placements. Under Partial, for example, it is the shape of the parameter.
-            whole_shape = layout.specs[name].shape
-            if tuple(leaf.shape) != whole_shape:
-                raise _wrong_shape(name, leaf.shape, whole_shape)
-            if name not in layout.dtensors and position.shape != whole_shape:
-                raise _wrong_placements(layout, name, leaf)  # it cannot be converted to the part that this rank holds
-            if not _are_equal(leaf._spec, layout.dtensors.get(name)):
-                unplaced.append(name)
-                continue
+        if is_dtensor(leaf) and _has_other_placements(layout, name, leaf):
+            unplaced.append(name)
+            continue
         local = local_of(leaf)
         if not position.fits(local):
             raise _wrong_shape(name, local.shape, position.shape)
     return unplaced
+
+
+def _has_other_placements(layout: ShardTable, name: str, leaf: DTensor) -> bool:
+    """Return True if a DTensor has other placements than its parameter. Raise if it cannot be converted to them.
+
+    The whole shapes are compared, because the local shape depends on the placements. Under Partial, for example, it is
+    the shape of the parameter.
+    """
+    whole_shape = layout.specs[name].shape
+    if tuple(leaf.shape) != whole_shape:
+        raise _wrong_shape(name, leaf.shape, whole_shape)
+    is_plain_parameter = name not in layout.dtensors
+    if is_plain_parameter and layout.position(name).shape != whole_shape:
+        raise _wrong_placements(layout, name, leaf)  # it cannot be converted to the part that this rank holds
+    return not _are_equal(leaf._spec, layout.dtensors.get(name))
 
 
 def _fits_at_first_sight(layout: ShardTable, name: str, leaf: Any) -> bool:
@@ -121,6 +129,7 @@ def _are_equal(spec: DTensorSpec, expected: DTensorSpec | None) -> bool:
 
 
 def _wrong_placements(layout: ShardTable, name: str, leaf: Any) -> ShardingError:
+    """Return an error for a DTensor that has other placements than its parameter, or whose parameter is no DTensor."""
     expected = "a plain tensor"
     advice = "pass this rank's shard, or create a layout with from_dtensors"
     if name in layout.dtensors:
@@ -145,12 +154,14 @@ def outside_transforms(operation: str, *values: PyTree) -> Generator[Exception |
     """Suspend the transforms of torch.func, such as `grad`, in a ``with`` block, so that tensors in it are plain.
 
     Yield an error if a leaf of some trees is inside such a transform, else None. Ranks raise it together, after the
-    first collective. `operation` is its name in the error, such as "layout.gather".
+    first collective: ``with outside_transforms("layout.gather", local) as problem:``. `operation` is its name in the
+    error.
     """
     problem: Exception | None = None
     if functorch_is_active():
-        local_leaves = map(local_of, tree.leaves(values))
-        if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in local_leaves):
+        local_leaves = [local_of(leaf) for leaf in tree.leaves(values)]
+        is_in_transform = any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in local_leaves)
+        if is_in_transform:
             problem = ShardingError(
                 f"{operation}: found a tensor of a torch.func transform (grad, vjp, jvp, vmap), expected a plain "
                 f"tensor, because {operation} has no derivative and no batching rule: call it outside the transform; "
@@ -193,7 +204,7 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor, old: object = No
 
     If `old` is a DTensor of the same tensor, which was then updated in place, return it: a new one takes time.
     """
-    if is_dtensor(leaf):
+    if is_dtensor(leaf):  # nothing to build
         return leaf
     if is_dtensor(old) and old._local_tensor is leaf:
         return old
@@ -210,7 +221,11 @@ def _spec_of(layout: ShardTable, name: str, dtype: torch.dtype) -> DTensorSpec:
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, old: PyTree = None) -> PyTree:
-    """Turn each shard of a DTensor parameter into a DTensor. If `old` has one of the same tensor, return that."""
+    """Turn each shard of a DTensor parameter into a DTensor. If `old` has one of the same tensor, return that.
+
+    With the layout of FSDP2, the local update of shape (2, 8) becomes a DTensor of shape (4, 8) with the mesh and the
+    placements of its parameter. An update of a plain parameter stays as it is.
+    """
     old_leaf_of = dict(tree.named_leaves(old))
 
     def to_dtensor(name: str, leaf: Tensor) -> Tensor:

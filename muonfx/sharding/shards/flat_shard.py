@@ -135,7 +135,10 @@ class FlatShard:
     # ------------------------------------------------------------- the protocol of torch.distributed._checkpointable
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """List the rectangular parts of the shard for torch.distributed.checkpoint, which saves each of them."""
+        """List the rectangular parts of the shard for torch.distributed.checkpoint, which saves each of them.
+
+        torch.distributed.checkpoint calls this by name. ``fqn`` is the name of the whole tensor in the checkpoint.
+        """
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -186,16 +189,20 @@ class FlatShardTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply a copy, a conversion or a fill to the values of the shard. Raise for every other operation."""
+        """Apply a copy, a conversion or a fill to the values of the shard. Raise for every other operation.
+
+        torch calls this for each operation on a tensor of this class, such as ``tensor.to(torch.bfloat16)``.
+        """
         first = args[0]
         if func not in _ON_VALUES:
             raise _not_possible(func, first)
-        # Replace each tensor by the values of its shard. All must have the same elements of the whole tensor.
+        # 1. Replace each tensor by the values of its shard. All must have the same elements of the whole tensor.
         local_arguments: list[Any] = []
         for argument in args:
             if isinstance(argument, Tensor) and not _are_same_elements(first, argument):
                 raise _not_possible(func, first)
             local_arguments.append(argument.shard.data if isinstance(argument, cls) else argument)
+        # 2. The operation on these values, and its result as a shard again.
         values = func(*local_arguments, **kwargs or {})
         if values is first.shard.data:  # the operation was in place
             return first

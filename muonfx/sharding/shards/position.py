@@ -39,7 +39,11 @@ class ShardView(NamedTuple):
     """The arguments (dim, start, length) of each call of `torch.narrow` that selects the box."""
 
     def of(self, local: Tensor) -> Tensor:
-        """Return this box of a shard, given as the tensor `local`, as a view."""
+        """Return this box of a shard, given as the tensor `local`, as a view.
+
+        In a 1-d shard, the box is a part of an interval: ``local[start : start + numel]`` is viewed as a matrix, of
+        which some rows and columns are selected.
+        """
         if self.interval is not None:
             start, numel = self.interval
             if numel != local.numel():
@@ -50,8 +54,11 @@ class ShardView(NamedTuple):
         return local
 
     def of_each(self, stack: Tensor) -> tuple[Tensor, ...]:
-        """Return this box of each of several shards of one shape, which are stacked along dim 0, as views."""
-        # A few calls for the whole stack take less time than `of` for each shard.
+        """Return this box of each of several shards of one shape, which are stacked along dim 0, as views.
+
+        The result is that of ``[self.of(shard) for shard in stack]``. A few calls for the whole stack take less time
+        than a few for each shard.
+        """
         if self.interval is not None:
             start, numel = self.interval
             stack = stack.narrow(1, start, numel).view(len(stack), *self.sizes)
@@ -101,12 +108,14 @@ class ShardPosition(NamedTuple):
     def grid(cls, spans: Sequence[Sequence[Span]]) -> ShardPosition:
         """Return the position of some indices of each dim. `spans` lists index ranges (start, end) for each dim.
 
+        The shard has the elements at all combinations of these indices.
+
         >>> ShardPosition.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
         """
         spans_by_dim = tuple(map(_nonempty, spans))
         shape = tuple(map(_count, spans_by_dim))
-        boxes = tuple(map(Box.of_spans, product(*spans_by_dim)))
+        boxes = tuple([Box.of_spans(spans_of_box) for spans_of_box in product(*spans_by_dim)])
         return cls(shape, boxes, None, spans_by_dim)
 
     def interval_of_shard(self, start: int, stop: int) -> ShardPosition:
@@ -168,7 +177,12 @@ class ShardPosition(NamedTuple):
             box.of(whole).copy_(self.view(box).of(local))
 
     def overlaps(self, boxes: Sequence[Box]) -> list[Box]:
-        """Return the overlaps of this shard with some boxes of the whole tensor, also as boxes."""
+        """Return the overlaps of this shard with some boxes of the whole tensor, also as boxes.
+
+        >>> rows = ShardPosition.grid([[(0, 2)], [(0, 5)]])  # rows 0 and 1 of a matrix with 5 columns
+        >>> rows.overlaps([Box((1, 0), (2, 3))])  # of rows 1 and 2, columns 0 to 2
+        [Box(offsets=(1, 0), sizes=(1, 3))]
+        """
         overlaps: list[Box] = []
         for shard_box in self.boxes:
             for box in boxes:
@@ -193,10 +207,11 @@ class ShardPosition(NamedTuple):
             if not shard_box.contains(box):
                 start += shard_box.numel
                 continue
-            if self.spans:  # an n-d shard: the box begins behind the indices of the shard that are lower, in each dim
+            # 1. An n-d shard: the box begins behind the indices of the shard that are lower, in each dim.
+            if self.spans:
                 local_offsets = tuple(map(_count_before, self.spans, box.offsets))
                 return ShardView(None, self.shape, _narrowed(Box(local_offsets, box.sizes), self.shape))
-            # A 1-d shard: the elements of `shard_box` are viewed in its shape, and narrowed to the box.
+            # 2. A 1-d shard: the elements of `shard_box` are viewed in its shape, and narrowed to the box.
             offsets = [offset - first for offset, first in zip(box.offsets, shard_box.offsets, strict=True)]
             narrowed = _narrowed(Box(tuple(offsets), box.sizes), shard_box.sizes)
             return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
@@ -218,7 +233,7 @@ def _count_before(spans: Sequence[Span], offset: int) -> int:
 
 
 def _one_by_one(spans: Sequence[Span]) -> list[Span]:
-    """Return a span for each index.
+    """Split spans (start, exclusive end) into a span for each index.
 
     >>> _one_by_one([(0, 2), (5, 6)])
     [(0, 1), (1, 2), (5, 6)]
@@ -232,6 +247,8 @@ def _one_by_one(spans: Sequence[Span]) -> list[Span]:
 
 def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
     """Return the spans of indices that a dim of a shard has from ``offset`` on, for ``size`` indices of the shard.
+
+    The shard below has the indices 0, 1, 6, 7, 8 of the whole tensor. Those at 1, 2 and 3 in the shard are 1, 6, 7:
 
     >>> _spans_within([(0, 2), (6, 9)], 1, 3)
     [(1, 2), (6, 8)]
