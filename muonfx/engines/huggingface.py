@@ -86,7 +86,7 @@ class MuonFactory:
 def _deepspeed_config(args: TrainingArguments) -> Mapping[str, Any] | None:
     """Return the configuration of DeepSpeed if it will shard the parameters, else None.
 
-    Raise ValueError if the configuration replaces the optimizer.
+    Raise ValueError if the configuration replaces the optimizer, for example by ``{"optimizer": {"type": "Adam"}}``.
     """
     if args.deepspeed_plugin is None:  # it is also set if ``accelerate launch`` selects DeepSpeed
         return None

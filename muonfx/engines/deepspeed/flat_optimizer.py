@@ -54,6 +54,7 @@ class FlatOptimizer:
         """The hyperparameters in the last step."""
         self._current_tx = tx
         """The transform with these hyperparameters."""
+        # A new state gives the structure, and is stored unless there is a loaded one.
         params = flat.params()
         new_state = self._transform().init(self._with_all_names(params))
         self._treedef = tree.flatten(new_state)[1]
@@ -154,7 +155,8 @@ class FlatOptimizer:
         """Return the state of the transform as a tree, built from the tensors in ``states`` (``optimizer.state``).
 
         The leaves share memory with these tensors, so a step may update them in place. In a flat state tensor, a leaf
-        is a view of the part that belongs to one parameter.
+        is a view of the part that belongs to one parameter: the momentum of "fc.weight" is a part of the tensor at
+        ``states[flat_tensor]["momentum.trace"]``.
         """
         first_tensor = self.flat.tensors[0]
         leaves: list[Tensor | None] = []

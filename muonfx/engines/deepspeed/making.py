@@ -70,16 +70,23 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
 
 
 def require_own_step(config: Mapping[str, Any]) -> None:
-    """Raise if DeepSpeed, under this configuration, would replace the optimizer that is passed to it."""
+    """Raise if DeepSpeed, under this configuration, would replace the optimizer that is passed to it.
+
+    It does so for ``{"optimizer": {"type": "Adam"}}``, and for an optimizer that is offloaded to the CPU, unless
+    ``"zero_force_ds_cpu_optimizer"`` is false.
+    """
+    # 1. An optimizer in the configuration.
     if "optimizer" in config:
         raise ValueError(
             f'DeepSpeed\'s config: found an "optimizer" of the type {config["optimizer"].get("type")!r}, which would '
             'step in place of Muon: leave "optimizer" out of the config'
         )
+    # 2. Offload, for which DeepSpeed has its own Adam.
     offload_config = config.get("zero_optimization", {}).get("offload_optimizer") or {}
     device = offload_config.get("device", "none")
+    is_offloaded = device not in (None, "none")
     is_forced = config.get("zero_force_ds_cpu_optimizer", True)
-    if device not in (None, "none") and is_forced:
+    if is_offloaded and is_forced:
         raise ValueError(
             f'DeepSpeed\'s config: found "offload_optimizer" with the device {device!r} and '
             f'"zero_force_ds_cpu_optimizer" true (its default), so that DeepSpeedCPUAdam would step in place of Muon: '
@@ -115,6 +122,7 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **more:
     """
     if not isinstance(config, Mapping):
         return initialize(model, json.loads(Path(config).read_text()), **more)
+    # The entry "optimizer" is for this function; DeepSpeed gets the other entries.
     options: dict[str, Any] = dict(config)
     entry: dict[str, Any] = options.pop("optimizer", {})
     if entry.get("type") != CONFIG_TYPE:

@@ -204,7 +204,8 @@ class ZeroOptimizer(Optimizer):
     def all_flat_optimizers(self) -> list[FlatOptimizer]:
         """Return the `FlatOptimizer` (parameters and their state) of each flat tensor that DeepSpeed steps on.
 
-        Before the first step, this method creates them. All ranks must call it together.
+        A checkpoint needs all of them. Before the first step, this method creates them. All ranks must call it
+        together.
         """
         self._require_same_trained()
         optimizers: list[FlatOptimizer] = []
@@ -220,14 +221,17 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def update_working_copy(self) -> None:
-        """Copy the full-precision parameters into the model's parameters, and round them to the dtype of the model."""
+        """Copy the full-precision parameters into the model's parameters, and round them to the dtype of the model.
+
+        At stage 3 a parameter of the model has only this rank's shard, in its attribute ``ds_tensor``.
+        """
         for optimizer in self.all_flat_optimizers():
             for name, view in optimizer.flat.params().items():
-                partition = getattr(self._params[name], "ds_tensor", None)  # this rank's shard at stage 3
-                if partition is None:
+                local_shard = getattr(self._params[name], "ds_tensor", None)
+                if local_shard is None:
                     self._params[name].copy_(view)
-                else:
-                    partition.data.view(-1)[: view.numel()].copy_(view.reshape(-1))
+                else:  # it may be longer than the view, by padding
+                    local_shard.data.view(-1)[: view.numel()].copy_(view.reshape(-1))
 
     def _optimizers_of(
         self, names: Sequence[str], tensors: list[Tensor], *, without_grads: bool = False
@@ -289,12 +293,14 @@ class ZeroOptimizer(Optimizer):
 
     def _require_same_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless saved param groups have the parameters and the hyperparameters of this optimizer's groups."""
+        # 1. The same parameters in the same groups.
         names_per_group = [group["param_names"] for group in self.param_groups]
         saved_names_per_group = [group.get("param_names") for group in saved_groups]
         if saved_names_per_group != names_per_group:
             raise ValueError(
                 f"the state has groups with the parameters {saved_names_per_group}, expected {names_per_group}"
             )
+        # 2. All hyperparameters, such as "lr". Further keys, such as those of a scheduler, are accepted.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for key in self._numbers_of(group).keys:
                 if key not in saved_group:

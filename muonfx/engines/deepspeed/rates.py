@@ -81,13 +81,14 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
         return
     scheduler: Mapping[str, Any] = config.get("scheduler") or {}
     params: dict[str, Any] = dict(scheduler.get("params") or {})
+    # Without this entry, the scheduler has DeepSpeed's default, which also is one rate for all groups.
     if scheduler.get("type") == "WarmupDecayLR":
-        params.setdefault("warmup_max_lr", 0.001)  # DeepSpeed's default, also for all groups
+        params.setdefault("warmup_max_lr", 0.001)
     for key in _RATE_KEYS:
         value = params.get(key)
         is_one_number = isinstance(value, int | float)
-        # The Trainer replaces "auto" by its learning_rate.
-        if is_one_number or value == "auto":
+        is_from_trainer = value == "auto"  # the Trainer replaces it by its learning_rate, one number
+        if is_one_number or is_from_trainer:
             raise ValueError(_message(requested, f'"{key}": {json.dumps(value)} in DeepSpeed\'s config', key))
 
 
