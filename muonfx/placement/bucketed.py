@@ -200,12 +200,8 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
     """Run a wrapper whose own state is in a store; the transforms that it calls load and store theirs themselves.
 
     A wrapper is a transform that calls others (its inner transforms), such as `accumulate`. Its own state is the part
-    of its state that belongs to no inner transform, such as a sum of gradients.
-
-    Args:
-        tx: the wrapper, whose inner transforms are already placed, so that they load and store their states.
-        division: separates the wrapper's own state from the states of the inner transforms.
-        store: where the state is between steps.
+    of its state that belongs to no inner transform, such as a sum of gradients. ``division`` separates these parts. The
+    store is host memory or a disk, where the state is between steps.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -223,6 +219,7 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
 
         The wrapper receives its own state on the device, and the states of the inner transforms as they are stored.
         """
+        # 1. Load its own state, run the wrapper, and store its own state again.
         own_state, inner_states = division.split(state)
         device = device_of(updates, params)
         parameters = remembered_parameters(_cache, own_state, updates)
@@ -234,8 +231,8 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
             bucketed.write_back(0, new_own_state)
             new_updates = bucketed.copied_from_buffers(new_updates)
             stored_own_state = bucketed.end()
-        # An inner transform has stored its new state. The wrapper may have replaced this state, as by `torch.where` of
-        # the old and the new one, by tensors that are not in the store.
+        # 2. An inner transform has stored its new state. The wrapper may have replaced this state, as by `torch.where`
+        # of the old and the new one, by tensors that are not in the store.
         for index, inner_state in enumerate(inner_states):
             new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index])
         return new_updates, division.merge(stored_own_state, new_inner_states)

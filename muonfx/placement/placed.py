@@ -292,7 +292,10 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
 
 
 def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
-    """Rewrite a group of members of a chain, by name, that run together."""
+    """Rewrite a group of neighbouring members of a chain, by name, that run together.
+
+    All of them need the same input: any leaves, or whole matrices. A group of one member may need the whole tree.
+    """
     visits = list(members.values())
     if len(visits) == 1:
         return _place(visits[0], where, applies=applies)
@@ -358,7 +361,11 @@ def _by_member(by_group: Mapping[str, PyTree], groups: tuple[list[str], ...]) ->
 
 
 def _by_group(state: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dict[str, PyTree]:
-    """Convert a dict by member to the states of groups, by the number of the group; it undoes `_by_member`."""
+    """Convert a dict by member to the states of groups, by the number of the group; it undoes `_by_member`.
+
+    >>> _by_group({"clip": "a", "momentum": "b", "scale": "c"}, (["clip"], ["momentum", "scale"]))
+    {'0': 'a', '1': {'momentum': 'b', 'scale': 'c'}}
+    """
     by_group: dict[str, PyTree] = {}
     for index, names in enumerate(groups):
         if len(names) == 1:

@@ -92,7 +92,10 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
 
 
 def require_room(folder: str, nbytes: int) -> None:
-    """Create a folder if necessary. Raise OSError unless it is writable and its disk has `nbytes` bytes free."""
+    """Create a folder if necessary. Raise OSError unless it is writable and its disk has `nbytes` bytes free.
+
+    This is checked before a state is written, because memory that is mapped to a full disk kills the process.
+    """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

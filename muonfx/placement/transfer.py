@@ -48,15 +48,15 @@ class BucketTransfer:
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, on_disk: bool) -> None:
         self._buckets = buckets
         self._device = device
-        # All jobs that this transfer gave to the worker.
+        # 1. The jobs that this transfer gave to the worker thread.
         self._jobs: list[Future[Any]] = []
         # By the index of a bucket that is being loaded, the result of `_read`.
         self._loads: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
-        # The two buffers on the device. Bucket number `i` uses the buffer `i % 2`.
+        # 2. The two buffers on the device, each for the largest bucket. Bucket number `i` uses the buffer `i % 2`.
         size = max(map(nbytes_in_buffer, buckets), default=0)
         count = min(2, len(buckets))
         self._buffers = [buffer(size, device) for _ in range(count)]
-        # On a GPU only: the stream of the copies, and for state on disk, the two staging buffers in pinned host memory.
+        # 3. On a GPU only: the stream of the copies, and for state on disk, two staging buffers in pinned host memory.
         self._stream: torch.cuda.Stream | None = None
         self._staging: list[Tensor] = []
         if device.type == "cuda":
