@@ -257,7 +257,10 @@ def _facts_of_store(store: Store) -> dict[str, object]:
 
 
 def _settings_of_torch() -> dict[str, str]:
-    """Return the global settings of torch that change results, as texts by name."""
+    """Return the global settings of torch that change results, as texts by name, such as ``{"autocast": "False"}``.
+
+    Ranks with different settings would compute different updates of their replicas.
+    """
     is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return {
         "default dtype": str(torch.get_default_dtype()),

@@ -157,12 +157,15 @@ class Layout(ShardTable):
         return map_named(self._global_leaf, local)
 
     def _global_leaf(self, name: str, leaf: Tensor | FlatShard) -> Tensor | FlatShard:
-        """Return one leaf in global form. Raise if it is neither this rank's shard nor the whole tensor."""
+        """Return one leaf in global form. Raise if it is neither this rank's shard nor the whole tensor.
+
+        The global form has the position of the shard in the whole tensor, such as a `FlatShard` for elements 3 to 7.
+        """
         position = self.position(name)
-        if isinstance(leaf, FlatShard) or is_dtensor(leaf):
+        if isinstance(leaf, FlatShard) or is_dtensor(leaf):  # it is in global form already
             return leaf
-        whole_shape = self.specs[name].shape
         # A leaf of the whole shape counts as whole on all ranks, even if this rank's shard has the same shape.
+        whole_shape = self.specs[name].shape
         if tuple(leaf.shape) == whole_shape and name not in self.dtensors:
             return leaf
         if position.fits(leaf):

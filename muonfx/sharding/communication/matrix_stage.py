@@ -273,14 +273,17 @@ class _Gather:
         self._bucket = bucket
         self._local_shards = local_shards
         self._as_params = as_params
+        # 1. The matrices that this rank computes and already has, perhaps as views of its local shards.
         self._matrices: dict[str, Tensor] = {}
         """The matrices that this rank computes, by parameter name. `wait` adds those that are received."""
-        for local in bucket.already_local:  # perhaps as views of the local shards
-            self._matrices[local.shard.name] = _local_matrices(local, local_shards[local.shard.name])
+        for local in bucket.already_local:
+            name = local.shard.name
+            self._matrices[name] = _local_matrices(local, local_shards[name])
         self.is_in_new_memory = not self._matrices
         """True if all matrices are received in new memory, and may be overwritten."""
+        # 2. The messages for the others. This is equal on all ranks, so all or none of them start the exchange.
         self._exchange: Exchange | None = None
-        if bucket.gathered:  # equal on all ranks, so all or none of them start the exchange
+        if bucket.gathered:
             self._exchange = self._start_exchange()
 
     def _start_exchange(self) -> Exchange:
@@ -364,16 +367,19 @@ class _Gather:
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
     """Return the matrices that this rank computes and has in its own shard, as a view of it if possible.
 
-    They have the shape ``shard.shape`` of the matrix shard: the parameter's own, or ``(count, rows, columns)`` for some
-    matrices of a stack. `local_shard` is this rank's shard of the parameter, and may have further elements.
+    They have the shape of the matrix shard: the parameter's own, or ``(count, rows, columns)`` for some matrices of a
+    stack. `local_shard` is this rank's shard of the parameter, and may have further elements: for a rank that holds
+    matrices 0 to 3 of a stack and computes 0 and 1, these are its first half.
     """
     shape = transfers.shard.shape
-    views = transfers.local_views
-    if transfers.is_same_shard:  # the local shard has these matrices and no others
+    views = transfers.local_views  # where the matrices are in the local shard
+    # 1. The local shard has these matrices and no others.
+    if transfers.is_same_shard:
         return local_shard.reshape(shape)
-    if len(views) == 1:  # the matrices are one box of the local shard
+    # 2. The matrices are one box (a rectangular part) of the local shard.
+    if len(views) == 1:
         return views[0].of(local_shard).reshape(shape)
-    # The matrices are several boxes, which are not adjacent in the local shard: copy each to its position.
+    # 3. The matrices are several boxes, which are not adjacent in the local shard: copy each to its position.
     matrices = local_shard.new_empty(shape)
     targets = boxes_in(transfers.shard.as_shard(matrices), transfers.matrix_views)
     for view, target in zip(views, targets, strict=True):
@@ -396,7 +402,11 @@ class _Scatter:
         local_updates: Mapping[str, Any],
         updated_shards: dict[str, Tensor],
     ) -> None:
-        """Store the results that no other rank needs, and start to send the others."""
+        """Store the results that no other rank needs, and start to send the others.
+
+        `results` has the result of each matrix that this rank computes. The shards of this rank are written to
+        `updated_shards`, by parameter name.
+        """
         self._stage = stage
         self._bucket = bucket
         self._local_updates = local_updates
@@ -405,8 +415,9 @@ class _Scatter:
             result = results[local.shard.name]
             assert result is not None  # this rank computed it
             self._store(local, result)
+        # This is equal on all ranks, so all or none of them start the exchange.
         self._exchange: Exchange | None = None
-        if bucket.returned:  # equal on all ranks, so all or none of them start the exchange
+        if bucket.returned:
             self._exchange = self._start_exchange(results)
 
     def _store(self, local: LocalTransfers, result: Tensor) -> None:
@@ -464,8 +475,12 @@ class _Scatter:
         self._exchange.wait(incoming)
 
     def _boxes(self, local: LocalTransfers) -> list[Tensor]:
-        """Return the boxes of an updated shard that come from one matrix shard. Allocate the shard if needed."""
-        if not local.local_views:
+        """Return the boxes of an updated shard that come from one matrix shard. Allocate the shard if needed.
+
+        A box is a rectangular part. The shard of a stack may get its boxes from several owners, each of which computes
+        some of the matrices.
+        """
+        if not local.local_views:  # this rank holds none of these elements
             return []
         name = local.shard.name
         if name not in self._updated_shards:

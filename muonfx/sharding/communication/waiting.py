@@ -106,8 +106,10 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
 def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generator[None]:
     """Report an error of the ``with`` block to the other ranks, which may wait for this rank in `wait_for_all`.
 
-    Without the report, they would wait until the timeout of the group. `find_group` returns their group, and is called
-    after an error only; None if this rank constructs alone.
+    The block constructs an optimizer, for example. If its arguments are wrong on one rank only, the other ranks would
+    wait for this rank until the timeout of the group.
+
+    `find_group` returns their group, and is called after an error only; None if this rank constructs alone.
     """
     passed_before = Counter(_barriers_passed)
     try:
@@ -116,8 +118,8 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
         group = find_group()
         if group is None or dist.get_world_size(group) == 1:
             raise
-        key = group.group_name, CONSTRUCTING
         # If this rank has passed the barrier in the block, no rank waits for it there any more.
+        key = group.group_name, CONSTRUCTING
         if _barriers_passed[key] == passed_before[key]:
             report_failure(group, CONSTRUCTING, error)
         raise

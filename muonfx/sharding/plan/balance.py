@@ -51,7 +51,7 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
         if len(item.candidates) > 1:
             with_choice[index] = item
             continue
-        (rank,) = item.candidates
+        rank = item.candidates[0]
         owner_of[index] = rank
         loads[rank] = loads[rank].plus(item)
     costs_before = [load.cost for load in loads]

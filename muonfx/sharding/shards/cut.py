@@ -288,6 +288,12 @@ def cuts_of_dtensors(
 ) -> dict[str, Cut]:
     """Return a dict from parameter name to its partition over ranks. Plain tensors are whole on every rank.
 
+    Args:
+        specs: the shapes and dtypes of all parameters.
+        dtensors: the mesh and the placements, such as ``(Shard(0),)``, of each parameter that is a DTensor.
+        coordinates_on: for each mesh, the coordinates of all ranks on it.
+        size: the number of ranks.
+
     Raises:
         TypeError: a placement is neither Shard nor Replicate.
     """

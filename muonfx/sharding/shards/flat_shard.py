@@ -58,6 +58,7 @@ class FlatShard:
 
     def __post_init__(self) -> None:
         """Raise unless the data are contiguous with one dim, and the elements are within the whole tensor."""
+        # The class is frozen: this is the way to set an attribute of it.
         object.__setattr__(self, "shape", tuple(self.shape))
         if self.data.ndim != 1 or not self.data.is_contiguous():
             raise ValueError(

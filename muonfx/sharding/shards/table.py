@@ -80,12 +80,13 @@ class ShardTable:
     def require(self, names: Iterable[str]) -> None:
         """Raise ShardingError if the layout has no parameter of one of these names."""
         for name in names:
-            if name not in self.specs:
-                known = format_list(list(self.specs)) or "none"
-                raise ShardingError(
-                    f"{self!r} has no parameter {name!r}, expected one of {known}: create the layout from the "
-                    "parameters that you pass"
-                )
+            if name in self.specs:
+                continue
+            known_names = format_list(list(self.specs)) or "none"
+            raise ShardingError(
+                f"{self!r} has no parameter {name!r}, expected one of {known_names}: create the layout from the "
+                "parameters that you pass"
+            )
 
     def require_whole(self, name: str, tensor: Tensor) -> None:
         """Raise ShardingError unless a tensor has the global shape of the parameter of this name."""
