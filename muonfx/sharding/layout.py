@@ -62,6 +62,12 @@ class Layout(ShardTable):
 
         Raises:
             ShardingError: a leaf is not a parameter, or has another shape than the parameter.
+
+        >>> import muonfx as mfx
+        >>> params = {"w": torch.arange(6.0)}
+        >>> layout = mfx.sharding.zero(params, 2, partition="flat")  # each rank has half of the elements
+        >>> layout.shard(params, rank=1)
+        {'w': tensor([3., 4., 5.])}
         """
 
         def shard_of(name: str, leaf: Tensor) -> Tensor:
@@ -83,6 +89,11 @@ class Layout(ShardTable):
 
         Raises:
             ValueError: the number of trees is not the number of ranks, or the trees have different numbers of leaves.
+
+        >>> import muonfx as mfx
+        >>> layout = mfx.sharding.zero({"w": torch.zeros(6)}, 2, partition="flat")
+        >>> layout.assemble([{"w": torch.zeros(3)}, {"w": torch.ones(3)}])
+        {'w': tensor([0., 0., 0., 1., 1., 1.])}
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
@@ -153,6 +164,11 @@ class Layout(ShardTable):
 
         Raises:
             ShardingError: a leaf is neither this rank's shard nor the whole tensor; the message names the leaf.
+
+        >>> import muonfx as mfx
+        >>> layout = mfx.sharding.zero({"w": torch.zeros(6)}, 2, partition="flat")
+        >>> layout.to_global({"w": torch.zeros(3)})
+        {'w': FlatShard(elements 0 to 3 of (6,), torch.float32)}
         """
         return map_named(self._global_leaf, local)
 

@@ -71,6 +71,11 @@ class ShardTable:
 
         Raises:
             ShardingError: the layout has no parameter of this name; the message names some of its parameters.
+
+        >>> import muonfx as mfx
+        >>> layout = mfx.sharding.zero({"w": torch.zeros(4, 5)}, 2, partition="flat")
+        >>> layout.position("w", rank=1).boxes  # rows 2 and 3
+        (Box(offsets=(2, 0), sizes=(2, 5)),)
         """
         self.require([name])
         if rank is None:
