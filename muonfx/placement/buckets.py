@@ -220,7 +220,8 @@ class BucketedState:
         self._donate = donate
         self._leaves, self._treedef = tree.flatten(state)
         self._new_leaves = list(self._leaves)
-        # For each leaf, the number of the bucket of its parameter, `_NO_BUCKET` or `_EVERY_BUCKET`.
+        # For each leaf, the number of the bucket of its parameter, such as 0 for "q" in [["q", "k"], ["mlp"]];
+        # `_NO_BUCKET` or `_EVERY_BUCKET` for others.
         self._bucket_of = _bucket_of_leaves(parameters, buckets)
         # For each bucket, the indices of the leaves that are loaded and written back.
         self._moving: list[list[int]] = [[] for _ in buckets]

@@ -327,6 +327,7 @@ def _groups(members: Mapping[str, Visit], where: Where) -> list[dict[str, Visit]
 def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     """Run a chain of groups of members. The state has the members' names, as without groups.
 
+    Neighbouring members of a chain that can run together are one group, and ``tx`` is the chain of the groups.
     For the groups ``(["clip"], ["momentum", "scale"])`` the state has the keys "clip", "momentum" and "scale". Member
     number 1 of ``tx`` receives and returns the dict of the last two.
     """
@@ -337,8 +338,8 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
-        updates, by_group = tx.run(updates, _by_group(state, groups), params, donate=donate, **extras)
-        new_state = _by_member(by_group, groups)
+        updates, new_by_group = tx.run(updates, _by_group(state, groups), params, donate=donate, **extras)
+        new_state = _by_member(new_by_group, groups)
         # In the order of the old state: the order of the keys is part of the structure.
         return updates, {name: new_state[name] for name in state}
 

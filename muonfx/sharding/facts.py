@@ -174,8 +174,9 @@ def _is_host_counter(leaf: object) -> bool:
 def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     """Return what must be equal on all ranks before the first step, by subject, in the order to report.
 
-    A subject is the start of a sentence in an error, and may have advice in parentheses. A value is a text or number,
-    or a dict of them, such as ``{"w": "(4, 4) torch.float32"}`` for "parameters". `local` has this rank's parameters.
+    A subject is the start of a sentence in an error, "the ranks have different parameters", and may have advice in
+    parentheses. A value is a text or number, or a dict of them, such as ``{"w": "(4, 4) torch.float32"}`` for
+    "parameters". `local` has this rank's parameters.
     """
     layout = binding.layout
     device = tree.device_of(local)

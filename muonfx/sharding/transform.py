@@ -259,7 +259,7 @@ def step_sharded(
         problem: an error that this rank already has; it is raised on all ranks.
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
-    # 1. All ranks make the same call. Its arguments are replaced by local tensors.
+    # 1. All ranks make the same call. Its arguments are replaced by local tensors. Errors are raised on all ranks here.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
     # A gradient that another rank has is no longer None here.
     progress.has_lacked_gradients = all(leaf is None for leaf in tree.leaves(local.updates))

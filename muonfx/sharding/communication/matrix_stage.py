@@ -172,13 +172,13 @@ class _Step:
         """Find this rank's shards and the buckets of the step. The arguments are as in `MatrixStage.update`."""
         self._stage = stage
         self._call = call
+        # 1. This rank's shards of the updates, by parameter name, and of the parameters, if the transforms read them.
         leaves, self._treedef = tree.flatten(call.updates)
-        # This rank's shards of the updates, by parameter name, and of the parameters, if the transforms read them.
         self._local_updates: dict[str, Any] = dict(zip(tree.names(call.updates), leaves, strict=True))
         self._local_params: dict[str, Any] | None = None
         if call.params is not None and stage.reads_params:
             self._local_params = dict(tree.named_leaves(call.params))
-        # The matrices that are sent together. If there are several buckets, each takes a part of the state.
+        # 2. The buckets: the matrices that are sent together. If there are several, each takes a part of the state.
         self._buckets = stage.plan.local_buckets(self._local_updates)
         self._bucketed_state: BucketedState | None = None
         if len(self._buckets) > 1 or stage.store != IN_MEMORY:

@@ -121,8 +121,8 @@ def _digest_of_placements(
 ) -> str:
     """Return a hash of all parameters, of their placements, and of the shapes of the meshes.
 
-    A mesh is identified by its index among the meshes, because the ranks on it may differ from rank to rank: where one
-    rank has the mesh of ranks 0 and 2, another has the mesh of ranks 1 and 3.
+    Ranks compare it to find out if only the ranks on their meshes differ. A mesh is therefore identified by its index
+    among the meshes: where one rank has the mesh of ranks 0 and 2, another has the mesh of ranks 1 and 3.
     """
     meshes = list(coordinates_on)
     values: list[object] = [coordinates.shape for coordinates in coordinates_on.values()]

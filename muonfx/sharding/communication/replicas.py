@@ -104,7 +104,10 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
 
 
 def warn_of_gradients(layout: Layout, local: PyTree) -> None:
-    """Warn if gradients of replicated parameters differ between ranks, for example because of a missing all-reduce."""
+    """Warn if gradients of replicated parameters differ between ranks, for example because of a missing all-reduce.
+
+    A parameter is replicated if several ranks hold the same shard of it, as all ranks do under data parallelism.
+    """
     gradients = dict(tree.named_leaves(local))
     difference = _find_difference("comparing gradients", gradients, _replicas_of_layout(layout), layout)
     if difference is not None and layout.group is not None:
