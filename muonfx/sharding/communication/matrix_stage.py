@@ -287,18 +287,23 @@ class _Gather:
             self._exchange = self._start_exchange()
 
     def _start_exchange(self) -> Exchange:
-        """Send the boxes of this rank's shards that other ranks need. A box is a rectangular part of a shard."""
+        """Send the boxes of this rank's shards that other ranks need. A box is a rectangular part of a shard.
+
+        ``self._bucket.outgoing[1]`` has, for example, ("w", view): rank 1 computes "w", and needs this part of the
+        shard.
+        """
         outgoing = lists_by_rank(self._layout)
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
+        # The message has one dtype. All shards are on one device.
         shards = [self._local_shards[local.shard.name] for local in self._bucket.gathered]
         dtypes = {self._wire_dtype(shard.dtype) for shard in shards}
         return Exchange(
             self._layout,
             outgoing,
             self._bucket.expected,
-            dtype=functools.reduce(torch.promote_types, dtypes),  # one that can represent all of them
+            dtype=functools.reduce(torch.promote_types, dtypes),  # it can represent all of them
             device=shards[0].device,
             what="gathering matrices",
         )
@@ -318,7 +323,11 @@ class _Gather:
         return matrices
 
     def _allocate_incoming(self) -> list[list[Tensor]]:
-        """Allocate the gathered matrices. Return, for each rank, the boxes that it sends: rectangular views of them."""
+        """Allocate the gathered matrices. Return, for each rank, the boxes that it sends: rectangular views of them.
+
+        If ranks 0 and 1 hold two rows each of the matrix "w", which this rank gathers, the result is
+        ``[[w[0:2]], [w[2:4]]]``.
+        """
         # 1. One stack for the matrices of one shape and dtype. For each parameter, the boxes of each transfer:
         boxes_of: dict[str, list[list[Tensor]]] = {}
         for group in self._bucket.received_groups:
@@ -421,7 +430,10 @@ class _Scatter:
             self._exchange = self._start_exchange(results)
 
     def _store(self, local: LocalTransfers, result: Tensor) -> None:
-        """Write a result that no other rank needs to the updated shards of this rank."""
+        """Write a result that no other rank needs to the updated shards of this rank.
+
+        `local` says where the elements of the result are in the shard of this rank.
+        """
         # 1. The shard has further elements, or others in another order: copy box by box.
         if not local.is_same_shard:
             sources = boxes_in(local.shard.as_shard(result), local.matrix_views)
@@ -438,9 +450,13 @@ class _Scatter:
         self._updated_shards[local.shard.name] = updated
 
     def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
-        """Send the boxes of the results of this rank to all ranks that hold them. A box is a rectangular part."""
+        """Send the boxes of the results of this rank to all ranks that hold them. A box is a rectangular part.
+
+        If rank 0 computes a matrix of which ranks 0 and 1 hold two rows each, it sends two rows of the result to rank
+        1.
+        """
         layout = self._stage.layout
-        returned = self._bucket.returned
+        returned = self._bucket.returned  # the matrices of which any rank sends results, with their transfers
         outgoing = lists_by_rank(layout)
         for local in returned:
             result = results[local.shard.name]
@@ -450,13 +466,14 @@ class _Scatter:
                 boxes = boxes_in(local.shard.as_shard(result), views)
                 for rank in transfer.ranks:
                     outgoing[rank] += boxes
-        updates = [self._local_updates[local.shard.name] for local in returned]  # all are on one device
+        # The message has one dtype. All updates are on one device.
+        updates = [self._local_updates[local.shard.name] for local in returned]
         dtypes = {self._wire_dtype(update.dtype) for update in updates}
         return Exchange(
             layout,
             outgoing,
             self._bucket.expected_results,
-            dtype=functools.reduce(torch.promote_types, dtypes),  # one that can represent all of them
+            dtype=functools.reduce(torch.promote_types, dtypes),  # it can represent all of them
             device=updates[0].device,
             what="returning matrices",
         )
@@ -477,8 +494,8 @@ class _Scatter:
     def _boxes(self, local: LocalTransfers) -> list[Tensor]:
         """Return the boxes of an updated shard that come from one matrix shard. Allocate the shard if needed.
 
-        A box is a rectangular part. The shard of a stack may get its boxes from several owners, each of which computes
-        some of the matrices.
+        A box is a rectangular part, and `local` says where the boxes are. The shard of a stack may get its boxes from
+        several owners, each of which computes some of the matrices.
         """
         if not local.local_views:  # this rank holds none of these elements
             return []

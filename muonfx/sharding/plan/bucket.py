@@ -54,12 +54,16 @@ class Bucket:
 
     @cached_property
     def received_groups(self) -> list[list[LocalTransfers]]:
-        """The same matrices, in groups of one shape whose boxes come from shards at the same positions."""
+        """The matrices that this rank gathers and computes, in groups that can be allocated as one stack.
+
+        The matrices of a group have one shape, and their boxes come from shards at the same positions.
+        """
         groups: dict[Hashable, list[LocalTransfers]] = {}
         for local in self.received:
             views = tuple([views for _, views in local.transfers])
-            is_whole = local.shard.shape == local.shard.whole
-            groups.setdefault((local.shard.shape, is_whole, views), []).append(local)
+            is_whole_parameter = local.shard.shape == local.shard.whole
+            key = (local.shard.shape, is_whole_parameter, views)
+            groups.setdefault(key, []).append(local)
         return list(groups.values())
 
     @cached_property
