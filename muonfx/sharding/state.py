@@ -346,9 +346,9 @@ def _mesh_of_owner(layout: Layout, device_type: str, owner: int) -> DeviceMesh:
 def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard], shape: Sequence[int]) -> bool:
     """Return True if every rank computes exactly the matrices that it holds, of a parameter that stacks matrices.
 
-    For a stack of shape (4, 8, 8) with the placement ``Shard(0)`` over two ranks, rank 0 then computes matrices 0 and
-    1. The leaf of the state with this `shape` can have the same placement. This is False unless both are split along
-    dim 0 alone.
+    For a stack of shape (4, 8, 8) with the placement ``Shard(0)`` over two ranks, each rank then computes two matrices.
+    The leaf of the state with this `shape` can have the same placement. This is False unless both are split along dim 0
+    alone.
     """
     spec = layout.dtensors[name]
     for placement in cast("Sequence[Any]", spec.placements):
