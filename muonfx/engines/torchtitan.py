@@ -65,10 +65,10 @@ def _container() -> Any:
             options: dict[str, Any] = field(default_factory=dict[str, Any])
 
         def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
+            """Make a `Muon` for each model part, such as a stage of a pipeline."""
             _require_same_fields(config, base.Config())
             options = with_parts(config.options)
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
-            # One optimizer for each model part, such as a stage of a pipeline.
             self.model_parts = model_parts
             self.optimizers: list[Muon] = []
             all_params: list[Tensor] = []
@@ -85,13 +85,14 @@ def _container() -> Any:
             return {canonical_fqn(key): value for key, value in state.items()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            # Undo the renaming of `state_dict`, since the base class reads the keys of its own state dict.
+            """Load a state dict with canonical names into the optimizers of all model parts."""
+            # 1. Undo the renaming of `state_dict`, since the base class reads the keys of its own state dict.
             renamed = dict(state_dict)
             for key in super().state_dict():
                 canonical_key = canonical_fqn(key)
                 if canonical_key in renamed:
                     renamed[key] = renamed.pop(canonical_key)
-            # While the base class loads the optimizers, a hook adds the record of chains to the state dict of each.
+            # 2. While the base class loads the optimizers, a hook adds the record of chains to the state dict of each.
             add_chains = partial(_with_saved_chains, renamed)
             hooks = [optimizer.register_load_state_dict_pre_hook(add_chains) for optimizer in self.optimizers]
             try:

@@ -46,6 +46,7 @@ class BucketTransfer:
     """
 
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, on_disk: bool) -> None:
+        """Allocate the buffers, and start to load the first bucket. The arguments are described in the class."""
         self._buckets = buckets
         self._device = device
         # 1. The jobs that this transfer gave to the worker thread.

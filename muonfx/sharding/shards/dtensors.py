@@ -177,7 +177,10 @@ def outside_transforms(operation: str, *values: PyTree) -> Generator[Exception |
 def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: tuple[int, ...]
 ) -> DTensor:
-    """Build a DTensor from a local tensor, with the given global shape and stride. The data stays on its device."""
+    """Build a DTensor from a local tensor, with the given global shape and stride. The data stays on its device.
+
+    A local tensor of shape (2, 8) with ``[Shard(0)]`` on a mesh of two ranks has the global shape (4, 8).
+    """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # `DTensor.from_local` would copy an offloaded tensor to the mesh's devices.
