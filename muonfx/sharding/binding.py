@@ -313,7 +313,8 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
 def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
     """Build the matrix stage of a transform or a chain, with the plan of its owners for some parameters.
 
-    A matrix stage runs neighbouring transforms on whole matrices. The plan says which rank, the owner, has which one.
+    A matrix stage runs neighbouring transforms on whole matrices. The plan has the rank that computes each matrix (its
+    owner).
     """
     # 1. The transforms by name: the members of a chain, or the transform alone.
     members = chain_entries(tx)

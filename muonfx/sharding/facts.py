@@ -156,7 +156,7 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     for index, inner in enumerate(within(tx)):
         annotation_of = inner.factory.definition.plain  # from the name of an argument to its type, as text
         for name, value in inner.arguments.items():
-            # A plain function, such as a lambda, is a schedule if its argument is annotated as one that may be.
+            # A lambda is a schedule if the annotation of its argument includes the type `Schedule`.
             is_function_as_schedule = callable(value) and "Schedule" in annotation_of[name]
             if isinstance(value, Schedule) or is_function_as_schedule:
                 schedules[f"{index}.{inner.name}.{name}"] = value

@@ -86,7 +86,7 @@ def _different_params(layout: Layout, difference: _Difference) -> ShardingError:
 def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -> None:
     """Raise on all ranks if replicas of a tensor in the optimizer state differ in any bit. Syncs with the device.
 
-    For example, the momentum of a parameter that ranks 0 and 1 hold, or a step count, which all ranks have.
+    Such tensors are the momentum of a parameter that ranks 0 and 1 hold, and a step count, which all ranks have.
     """
     placements = describe_state(binding, tx, like)
     named_leaves = tree.named_leaves(state)
