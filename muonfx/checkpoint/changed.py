@@ -58,7 +58,10 @@ class Continuation(Shown):
     groups: str = ""
 
     def report(self) -> Report:
-        """Return the printed form: the number of leaves that were kept, and a row for each other leaf."""
+        """Return the printed form: the number of leaves that were kept, and a row for each other leaf.
+
+        A row is such as "adamw/mu/out  new, as init made it", or "muon/trace/out  dropped".
+        """
         rows = [(name, f"moved from {source}") for name, source in self.moved.items()]
         rows += [(name, f"grown from {source}, the rest as init made it") for name, source in self.grown.items()]
         rows += [(name, "new, as init made it") for name in self.new]
@@ -136,31 +139,47 @@ def load_changed(
 
 
 def _continue_optimizer(optimizer: Any, continuation: Continuation, index: Index) -> Continuation:
-    """Copy a state into an optimizer, and the saved groups if it has the same groups."""
-    reason = "the checkpoint has none"
+    """Load a state into an optimizer, with the saved param groups (learning rates, ...) if it has the same groups.
+
+    Return the account with a sentence about the groups: "param_groups: loaded", or why the optimizer keeps its own.
+    """
     saved_groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
-    if saved_groups is not None:
-        saved_groups = [dict(saved) for saved in saved_groups]
-        for saved in saved_groups:
-            saved.pop(CHAINS, None)  # the chain may be another one, so its record is not compared
-        current_groups = optimizer.saved_groups()
-        renamed_groups, new_numbers = _for_groups_of(current_groups, saved_groups)
-        try:
-            optimizer.load_transform_state(continuation.state, renamed_groups)
-        except ValueError as error:
-            reason = _moved_params(current_groups, saved_groups)
-            if not reason:
-                reason = str(error).removeprefix("nothing was loaded: ")  # the state is loaded below
-        else:
-            groups = "; ".join(["param_groups: loaded", *new_numbers])
-            return replace(continuation, state=optimizer.transform_state, groups=groups)
+    if saved_groups is None:
+        return _continue_with_own_groups(optimizer, continuation, index, "the checkpoint has none")
+    # The chain may be another one, so its record is not compared.
+    saved_groups = [_without_chains(saved_group) for saved_group in saved_groups]
+    current_groups = optimizer.saved_groups()
+    converted_groups, new_key_texts = _with_keys_of(current_groups, saved_groups)
+    try:
+        optimizer.load_transform_state(continuation.state, converted_groups)
+    except ValueError as error:  # the optimizer has other groups, and nothing was loaded
+        reason = _moved_params(current_groups, saved_groups)
+        if not reason:
+            reason = str(error).removeprefix("nothing was loaded: ")  # the state is loaded in the next call
+        return _continue_with_own_groups(optimizer, continuation, index, reason)
+    groups_text = "; ".join(["param_groups: loaded", *new_key_texts])
+    return replace(continuation, state=optimizer.transform_state, groups=groups_text)
+
+
+def _continue_with_own_groups(optimizer: Any, continuation: Continuation, index: Index, reason: str) -> Continuation:
+    """Load a state into an optimizer that keeps its param groups, for the ``reason`` that the account then has.
+
+    The account also shows how to create a scheduler for these groups, which continues at the step of the checkpoint.
+    """
     optimizer.load_transform_state(continuation.state)
-    groups = f"param_groups: this optimizer keeps its own, because {reason}. {_scheduler_text(index.step)}"
-    return replace(continuation, state=optimizer.transform_state, groups=groups)
+    groups_text = f"param_groups: this optimizer keeps its own, because {reason}. {_scheduler_text(index.step)}"
+    return replace(continuation, state=optimizer.transform_state, groups=groups_text)
+
+
+def _without_chains(saved_group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a saved group without the code of the chain that wrote it."""
+    copied = dict(saved_group)
+    copied.pop(CHAINS, None)
+    return copied
 
 
 def _moved_params(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> str:
-    """Return which parameters have another label than in the saved groups; "" if none has.
+    """Explain that parameters have another label than in the saved groups; return "" if none has.
 
     >>> saved_groups = [{"label": "muon", "param_names": ["up", "out"]}]
     >>> groups = [{"label": "muon", "param_names": ["up"]}, {"label": "adamw", "param_names": ["out"]}]
@@ -185,8 +204,11 @@ def _labels_of_params(groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _scheduler_text(step: int | None) -> str:
-    """Return how to create a scheduler of torch for groups that keep their numbers, at a step of the checkpoint."""
-    if step is None:
+    """Return the advice to create a scheduler of torch that continues at the step of the checkpoint.
+
+    For step 100, its code has ``last_epoch=99``, because a scheduler takes one step when it is created.
+    """
+    if step is None:  # the caller must fill in the step
         at_step = "the step of the checkpoint, which was saved without step="
         last_epoch = "step - 1"
     else:
@@ -199,47 +221,56 @@ def _scheduler_text(step: int | None) -> str:
     )
 
 
-def _for_groups_of(
+def _with_keys_of(
     groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return saved groups with the keys of an optimizer, and a text for each group that has keys which were not saved.
+    """Give the saved groups the keys that the optimizer now has, such as "inner.momentum.decay" for "momentum.decay".
 
-    A saved group belongs to each group that has one of its parameters.
+    Also return a text for each group with keys that were not saved: "of group 'muon', 'scale.factor' stay as in this
+    optimizer". A saved group belongs to each group of the optimizer that has one of its parameters.
     """
     converted_groups: list[dict[str, Any]] = []
-    texts: list[str] = []
-    for saved in saved_groups:
-        converted = dict(saved)
-        saved_names = set(unwrapped(saved.get("param_names", ())).values())
+    new_key_texts: list[str] = []
+    for saved_group in saved_groups:
+        converted_group = dict(saved_group)
+        saved_params = set(unwrapped(saved_group.get("param_names", ())).values())
         for group in groups:
-            if saved_names.isdisjoint(unwrapped(group["param_names"]).values()):
+            params = unwrapped(group["param_names"]).values()
+            if saved_params.isdisjoint(params):
                 continue
-            new_keys = _convert_keys(converted, saved, group)
+            renamed_keys, new_keys = _compare_keys(group, saved_group)
+            for old_key, key in renamed_keys:
+                converted_group[key] = saved_group[old_key]
+                converted_group.pop(old_key, None)
+            for key in new_keys:
+                converted_group[key] = group[key]
             if new_keys:
-                stay = format_list(sorted(new_keys))
-                texts.append(f"of group {group.get('label')!r}, {stay} stay as in this optimizer")
-        converted_groups.append(converted)
-    return converted_groups, texts
+                keys_text = format_list(sorted(new_keys))
+                new_key_texts.append(f"of group {group.get('label')!r}, {keys_text} stay as in this optimizer")
+        converted_groups.append(converted_group)
+    return converted_groups, new_key_texts
 
 
-def _convert_keys(converted: dict[str, Any], saved: dict[str, Any], group: dict[str, Any]) -> list[str]:
-    """Give ``converted``, a copy of the saved group, the keys of a group. Return the keys that were not saved.
+def _compare_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the (old, new) names of keys of a group that were saved under another name, and the keys that were not.
 
     The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". If
-    the group also has "momentum.decay", of another transform, the saved number goes to this equal key. A key that was
-    not saved, as of a new transform, has the value of the optimizer.
+    the group has both keys, "momentum.decay" is of another transform, and keeps its name. A key that was not saved is,
+    for example, a number of a new transform.
+
+    >>> _compare_keys({"inner.momentum.decay": 0.9, "scale.factor": 2.0}, {"momentum.decay": 0.95})
+    ([('momentum.decay', 'inner.momentum.decay')], ['scale.factor'])
     """
+    renamed_keys: list[tuple[str, str]] = []
     new_keys: list[str] = []
-    for key in group.keys() - saved.keys() - _KEYS_WITHOUT_NUMBERS:
-        old_keys = [old_key for old_key in saved if key.endswith(f".{old_key}") and old_key not in group]
+    for key in sorted(group.keys() - saved_group.keys() - _KEYS_WITHOUT_NUMBERS):
+        old_keys = [old_key for old_key in saved_group if key.endswith(f".{old_key}") and old_key not in group]
         if old_keys:
-            old_key = max(old_keys, key=len)
-            converted[key] = saved[old_key]
-            converted.pop(old_key, None)
+            closest_key = max(old_keys, key=len)
+            renamed_keys.append((closest_key, key))
         else:
-            converted[key] = group[key]
             new_keys.append(key)
-    return new_keys
+    return renamed_keys, new_keys
 
 
 _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules"])
@@ -262,24 +293,35 @@ class ChangedTarget(Target):
     """The tensors that are read, by name in the checkpoint; their values are there when `filled` is called."""
 
     def match(self, index: Index) -> dict[str, str | None]:
-        """Return the name in the checkpoint of each leaf, None for new ones, after a check that they fit."""
+        """Return the name in the checkpoint of each leaf, None for new ones, after a check that they fit.
+
+        For example ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``, if "up" was saved with a wrapper
+        and "out" is new.
+        """
+        # The leaves of the checkpoint without parameters, and without the prefixes of wrappers such as "_orig_mod."
         self.stored_name_of = {}
         for stored_name, name in plain_names(index.leaves).items():
             if not in_section(stored_name, PARAMS):
                 self.stored_name_of[name] = stored_name
         self.stored = {name: index.leaves[stored_name].spec for name, stored_name in self.stored_name_of.items()}
+        # Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         stored_shapes = {name: spec.shape for name, spec in self.stored.items()}
         self.sources = sources(shapes, stored_shapes)
+        self._require_common_params(shapes, stored_shapes)
         self._require_common_leaves(shapes, stored_shapes, index)
         self._require_fitting()
-        stored_names: dict[str, str | None] = dict.fromkeys(self.like)
+        stored_names: dict[str, str | None] = dict.fromkeys(self.like)  # None: new
         for name, source in self.sources.source_of.items():
             stored_names[name] = self.stored_name_of[source]
         return stored_names
 
     def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Allocate the tensors of the tree, and those for the step counts that must be equal."""
+        """Allocate the tensors of the tree, and those for the step counts that must be equal.
+
+        Return all tensors by leaf name, and the tensors to read by their names in the checkpoint. Of several step
+        counts that become one, only one is in the tree. The others are read as well, so that they can be compared.
+        """
         leaves, self.read = super().allocate(index)
         for counts in self.sources.equal_counts.values():
             for count in counts:
@@ -287,7 +329,10 @@ class ChangedTarget(Target):
         return leaves, self.read
 
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
-        """Return the state, into which the values were read, and the account of its leaves."""
+        """Return the state, into which the values were read, and the account: leaves kept, moved, grown, new, dropped.
+
+        ``leaves`` has the values by leaf name: those that were read, and for new leaves those of ``like``.
+        """
         self._require_equal_counts()
         source_of = self.sources.source_of
         filled_leaves = dict(leaves)
@@ -300,6 +345,7 @@ class ChangedTarget(Target):
             if source is None:
                 new.append(name)
             elif leaf.shape != self.like[name].shape:
+                # It has more rows now: the saved ones are the first, and ``init`` made the others.
                 filled_leaves[name] = self._copy(name, self.like[name])
                 filled_leaves[name][: len(leaf)] = leaf
                 grown[name] = source
@@ -310,36 +356,51 @@ class ChangedTarget(Target):
         dropped = sorted(self.stored.keys() - source_of.values())
         return Continuation(super().filled(filled_leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
 
-    def _require_common_leaves(self, shapes: Shapes, stored_shapes: Shapes, index: Index) -> None:
-        """Raise if the whole state would be lost: no parameter has the same name, or no leaf fits."""
-        parameters = sorted({param_state.parameter for param_state in param_states_of(shapes)})
-        stored_parameters = sorted({param_state.parameter for param_state in param_states_of(stored_shapes)})
-        if parameters and stored_parameters and not set(parameters) & set(stored_parameters):
+    def _require_common_params(self, shapes: Shapes, stored_shapes: Shapes) -> None:
+        """Raise if no parameter has the same name as in the checkpoint, so that the whole state would be lost.
+
+        ``shapes`` and ``stored_shapes`` are the shapes of the leaves of ``like`` and of the checkpoint, by name.
+        """
+        parameters = {param_state.parameter for param_state in param_states_of(shapes)}
+        stored_parameters = {param_state.parameter for param_state in param_states_of(stored_shapes)}
+        if not parameters or not stored_parameters:  # such as the state of a schedule
+            return
+        if parameters.isdisjoint(stored_parameters):
             raise mismatch(
                 self.where,
                 [
-                    f"no parameter of the checkpoint is in `like`: it has {format_list(stored_parameters)}, and `like` "
-                    f"has {format_list(parameters)}"
+                    f"no parameter of the checkpoint is in `like`: it has {format_list(sorted(stored_parameters))}, "
+                    f"and `like` has {format_list(sorted(parameters))}"
                 ],
                 ["load_changed compares parameters by name: load(..., rename=) gives them other names"],
             )
-        if shapes and not self.sources.source_of:
-            texts = [f"{name!r} {shape}" for name, shape in shapes.items()]
-            stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or ["no state"]
-            advice = "to start the state again, do not call load_changed"
-            if has_state_dict(index.objects):
-                advice = "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
-            raise mismatch(
-                self.where,
-                [
-                    "no leaf of the checkpoint fits `like`, whose whole state would start again: it has "
-                    f"{format_list(stored_texts, str)}, and `like` has {format_list(texts, str)}"
-                ],
-                [advice],
-            )
+
+    def _require_common_leaves(self, shapes: Shapes, stored_shapes: Shapes, index: Index) -> None:
+        """Raise if no leaf can be carried over, so that the whole state would be lost.
+
+        ``shapes`` and ``stored_shapes`` are the shapes of the leaves of ``like`` and of the checkpoint, by name.
+        """
+        if not shapes or self.sources.source_of:
+            return
+        texts = [f"{name!r} {shape}" for name, shape in shapes.items()]
+        stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or ["no state"]
+        advice = "to start the state again, do not call load_changed"
+        if has_state_dict(index.objects):
+            advice = "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
+        raise mismatch(
+            self.where,
+            [
+                "no leaf of the checkpoint fits `like`, whose whole state would start again: it has "
+                f"{format_list(stored_texts, str)}, and `like` has {format_list(texts, str)}"
+            ],
+            [advice],
+        )
 
     def _require_fitting(self) -> None:
-        """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows."""
+        """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows.
+
+        Values are never rounded here: an fp32 momentum is not loaded into a bf16 one.
+        """
         problems: list[str] = []
         advice: list[str] = []
         narrowed: list[str] = []
@@ -366,9 +427,15 @@ class ChangedTarget(Target):
             raise mismatch(self.where, problems, advice)
 
     def _require_equal_counts(self) -> None:
-        """Raise if parameters with different step counts now have one transform, and so one count."""
+        """Raise if parameters with different step counts now have one transform, and so one count.
+
+        For example, two parameters with the counts ``{"a/count": 100, "b/count": 7}`` now both have the label "a".
+        """
         for name, stored_names in self.sources.equal_counts.items():
-            counts = {count: self.read[self.stored_name_of[count]].item() for count in stored_names}
+            counts: dict[str, Any] = {}  # by name in the checkpoint
+            for stored_name in stored_names:
+                count = self.read[self.stored_name_of[stored_name]]
+                counts[stored_name] = count.item()
             if len(set(counts.values())) > 1:
                 problem = f"{name!r} would be the step count of parameters with the counts {counts}"
                 raise mismatch(self.where, [problem], ["give these parameters a label of their own"])
