@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import accumulate
 
 import torch
 
@@ -114,19 +113,23 @@ def match(
         where: the path of the checkpoint, for messages.
         objects: the names of values that are no tensors and that an optimizer loads; None if none are loaded.
     """
+    # 1. The names of the stored leaves without prefixes of wrappers, and after the caller's renaming.
     new_name_of = plain_names(index.leaves)
-    problems: list[str] = []  # of rename=
+    renaming_problems: list[str] = []
     if rules.rename:
-        new_name_of, problems = new_names(new_name_of, rules.rename)
-    stored_name_of = _names_in_section(new_name_of, section, problems)
+        new_name_of, renaming_problems = new_names(new_name_of, rules.rename)
+    stored_name_of, section_problems = _names_in_section(new_name_of, section)
+    renaming_problems += section_problems
+    # 2. States that have other names because their transforms moved in the tree. Parameters have no transforms.
     moved: dict[str, str] = {}
     if section == "":
         stored_shapes = {name: index.leaves[stored_name].spec.shape for name, stored_name in stored_name_of.items()}
         moved = moved_leaves(stored_shapes, expected, rules)
     if moved and rules.allow_other_chain:
         stored_name_of = _with_moved_leaves(stored_name_of, expected, moved)
+    # 3. All differences that remain, in one error.
     comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
-    comparison.check_all(problems, new_name_of.values())
+    comparison.check_all(renaming_problems, new_name_of.values())
     if comparison.problems:
         raise mismatch(where, comparison.problems, comparison.advice)
     if moved and rules.allow_other_chain:
@@ -137,21 +140,23 @@ def match(
 # ------------------------------------------------------------------------------------------------------------ renaming
 
 
-def _names_in_section(new_name_of: Mapping[str, str], section: str | None, problems: list[str]) -> dict[str, str]:
-    """Return a dict from the new name of each leaf in a section to its name in the checkpoint.
+def _names_in_section(new_name_of: Mapping[str, str], section: str | None) -> tuple[dict[str, str], list[str]]:
+    """Select the leaves of a section, "params" or "" for the state, by the names that they have after renaming.
 
-    ``new_name_of`` has the leaves of all sections. A text is added to ``problems`` for two leaves with one new name,
-    and for a parameter whose new name does not begin with the section.
+    Return a dict from the new name of each leaf to its name in the checkpoint, and a text for each mistake: two leaves
+    with one new name, or a parameter whose new name does not begin with the section. For the section "params",
+    ``{"params/a": "params/b", "trace/a": "trace/b"}`` becomes ``{"params/b": "params/a"}``.
     """
     stored_name_of: dict[str, str] = {}
+    problems: list[str] = []
     for stored_name, new_name in new_name_of.items():
         if section is None or in_section(new_name, section):
             if new_name in stored_name_of:
                 problems.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
             stored_name_of[new_name] = stored_name
-        elif section and in_section(stored_name, section):
+        elif section and in_section(stored_name, section):  # renaming has moved a parameter out of the parameters
             problems.append(f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{section}/'")
-    return stored_name_of
+    return stored_name_of, problems
 
 
 # -------------------------------------------------------------------------------------------------------- moved states
@@ -160,30 +165,34 @@ def _names_in_section(new_name_of: Mapping[str, str], section: str | None, probl
 def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str, str]:
     """Return a dict from each leaf of a state that only moved in the tree to its name in the checkpoint.
 
-    A state may be under another label or in a chain now: ``{"partition/muon/trace/w": "muon/trace/w"}``. The dict is
-    empty if a step count would have several values: those of several states that become one, or that of the leaf with
-    its name and that of the parameters that moved.
+    A state may be under another label or in a chain now: ``{"partition/muon/trace/w": "muon/trace/w"}``. ``stored`` has
+    the shapes of the leaves in the checkpoint. The dict is empty if a step count would have several values: those of
+    several states that become one, or that of the leaf with its name and that of the parameters that moved.
     """
     all_shapes = {name: spec.shape for name, spec in expected.leaves.items()}
     shapes = _leaves_to_match(all_shapes, stored, rules.allow_missing)
     stored_shapes = _leaves_to_match(stored, all_shapes, rules.allow_extra)
-    if shapes.keys() <= stored_shapes.keys() or stored_shapes.keys() <= shapes.keys():  # the usual case
-        return {}
-    source_of, equal_counts = sources(shapes, stored_shapes)
+    if shapes.keys() <= stored_shapes.keys() or stored_shapes.keys() <= shapes.keys():
+        return {}  # the usual case: no leaf has another name, at most some are missing or extra
+    source_of, equal_counts = sources(shapes, stored_shapes)  # from leaf name to name in the checkpoint
     moved: dict[str, str] = {}
-    for name, source in source_of.items():
-        if name in equal_counts:
+    for name, stored_name in source_of.items():
+        if name in equal_counts:  # several step counts would become this one
             return {}
-        if name == source:
+        if name == stored_name:
             continue
-        if name in stored:
+        if name in stored:  # the checkpoint has this leaf, and it would get the values of another
             return {}
-        moved[name] = source
+        moved[name] = stored_name
     return _moved_with_parameters(moved, shapes)
 
 
 def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -> Shapes:
-    """Return the leaves except those that have no partner, and that an ``allowed`` pattern matches."""
+    """Return the leaves that may have moved: those that the caller does not explicitly allow to be missing or extra.
+
+    ``partners`` are the leaves on the other side, in the checkpoint or in the state. A leaf that has a partner of the
+    same name stays in, whatever the ``allowed`` patterns are.
+    """
     patterns = [pattern for pattern in allowed if pattern != "*"]  # states that "*" matches may have moved, too
     leaves: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -193,43 +202,52 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
 
 
 def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
-    """Return the moved leaves except 0-d leaves with other levels than the moved states of parameters.
+    """Return the moved leaves, but omit a step count that moved otherwise than every state of a parameter.
 
-    A step count alone is not evidence of a move: the one with the closest name may be of another transform. If the
-    whole state has only 0-d leaves, as of a schedule, all are returned.
+    A step count alone is not evidence of a move: the one with the closest name may be of another transform. So
+    "new/adam/count" from "adam/count" is returned only if a leaf such as "new/adam/mu/w" has moved in the same way. If
+    the whole state has only 0-d leaves, as of a schedule, all are returned.
     """
-    if not any(shapes.values()):
+    has_only_scalars = all(shape == () for shape in shapes.values())
+    if has_only_scalars:
         return dict(moved)
-    moves_of_parameters = {_move(name, source) for name, source in moved.items() if shapes[name]}
-    leaves: dict[str, str] = {}
-    for name, source in moved.items():
-        if _move(name, source) in moves_of_parameters:
-            leaves[name] = source
-    return leaves
+    moves_of_parameters: set[str] = set()  # such as "'adam' as 'new/adam'"
+    for name, stored_name in moved.items():
+        if shapes[name] != ():
+            moves_of_parameters.add(_move(name, stored_name))
+    moved_together: dict[str, str] = {}
+    for name, stored_name in moved.items():
+        if _move(name, stored_name) in moves_of_parameters:
+            moved_together[name] = stored_name
+    return moved_together
 
 
 def _with_moved_leaves(
     stored_name_of: Mapping[str, str], expected: StateSpec, moved: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return ``stored_name_of`` with the leaves of moved states under their names in ``expected``."""
+    """Put the leaves of moved states under their new names, so that they match ``expected`` like all other leaves.
+
+    With ``moved={"new/trace/w": "trace/w"}``, the key "trace/w" of ``stored_name_of`` becomes "new/trace/w".
+    """
     names = dict(stored_name_of)
-    for source in moved.values():
-        if source not in expected.leaves:
-            names.pop(source, None)  # a scalar may be the source of several leaves
-    for name, source in moved.items():
-        names[name] = stored_name_of[source]
+    for old_name in moved.values():
+        if old_name not in expected.leaves:  # otherwise another leaf has this name now, and keeps it
+            names.pop(old_name, None)  # it may be gone already: a step count may get several new names
+    for name, old_name in moved.items():
+        names[name] = stored_name_of[old_name]
     return names
 
 
 def _moved_text(moved: Mapping[str, str]) -> str:
     """Return moved states as text: "'adamw' as 'partition/adamw', the whole state as 'inner'"."""
-    return ", ".join(dict.fromkeys([_move(name, source) for name, source in moved.items()]))  # each once
+    texts = [_move(name, stored_name) for name, stored_name in moved.items()]
+    return ", ".join(dict.fromkeys(texts))  # each once
 
 
-def _move(name: str, source: str) -> str:
+def _move(name: str, stored_name: str) -> str:
     """Return the levels that differ between the names of a leaf as text: "'adamw' as 'partition/adamw'"."""
-    equal = equal_levels(name, source)
-    return f"{_upper_levels(source, equal)} as {_upper_levels(name, equal)}"
+    equal = equal_levels(name, stored_name)
+    return f"{_upper_levels(stored_name, equal)} as {_upper_levels(name, equal)}"
 
 
 def _upper_levels(name: str, lower: int) -> str:
@@ -272,6 +290,7 @@ class _Comparison:
         self._check_chain()
         self._check_patterns([*new_names, *self.expected, *self.index.objects, *(self.objects or ())])
         self._check_names()
+        self._check_objects()
         self._check_leaves()
 
     def _check_renaming(self, problems: Sequence[str]) -> None:
@@ -285,27 +304,35 @@ class _Comparison:
         )
 
     def _check_chain(self) -> None:
-        """Report that another chain wrote the state, and which states could be loaded under other names."""
+        """Report that another chain wrote the state, and which states could be loaded under other names.
+
+        A chain is identified by its fingerprint, a hash of its structure.
+        """
         if self.rules.allow_other_chain:
             return
-        fingerprint = self.index.fingerprint
-        expected = self.expected
-        is_known = fingerprint is not None and expected.fingerprint is not None
-        is_other = is_known and fingerprint != expected.fingerprint
-        if is_other:
-            differences = differences_of_chains(str(self.index.chain), str(expected.chain)).structure
+        saved_fingerprint = self.index.fingerprint
+        fingerprint = self.expected.fingerprint
+        are_known = saved_fingerprint is not None and fingerprint is not None
+        is_other_chain = are_known and saved_fingerprint != fingerprint
+        if is_other_chain:
+            differences = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
             self.problems += [f"chain:     {difference}" for difference in differences]
             self.advice.append(
                 "to continue the saved run: create the transform with the arguments in the checkpoint; "
                 "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
             )
-        if is_other or self.moved:  # moved states show that it is another chain, also if it is not known
-            names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
+        if is_other_chain or self.moved:  # moved states show that it is another chain, also if it is not known
+            names = ""
+            if self.moved:
+                names = f", which loads {_moved_text(self.moved)}"
             self.advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
             self._advise_load_changed()
 
     def _check_patterns(self, names: Collection[str]) -> None:
-        """Report patterns of the caller that match none of the leaf names."""
+        """Report patterns of the caller that match none of the leaf names.
+
+        Such a pattern is probably misspelt: for "momntum/trace", the error suggests "momentum/trace".
+        """
         rules = self.rules
         arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
         for argument, patterns in arguments.items():
@@ -319,7 +346,7 @@ class _Comparison:
                 )
 
     def _check_names(self) -> None:
-        """Report leaves, groups and schedulers that only the checkpoint or only the requested state has."""
+        """Report leaves that only the checkpoint ("extra") or only the requested state ("missing") has."""
         expected = self.expected.leaves
         missing = _unmatched(expected, self.stored_name_of, self.rules.allow_missing)
         for name in missing:
@@ -327,10 +354,14 @@ class _Comparison:
         extra = _unmatched(self.stored_name_of, expected, self.rules.allow_extra)
         self.problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
         self._advise_about_names(missing, extra)
+        is_optimizer = self.objects is not None
+        if is_optimizer and (missing or extra):  # the chain may be unknown, as in a state dict by `Writer`
+            self._advise_load_changed()
+
+    def _check_objects(self) -> None:
+        """Report the param groups or the scheduler of an optimizer if the checkpoint or the caller lacks them."""
         if self.objects is None:  # `like` is no optimizer
             return
-        if missing or extra:  # the chain may be unknown, as in a state dict that `Writer` has written
-            self._advise_load_changed()
         stored_objects = self.index.objects
         for name in _unmatched(self.objects, stored_objects, self.rules.allow_missing):
             self.problems.append(f"missing:   {name!r} is not in the checkpoint")
@@ -343,8 +374,11 @@ class _Comparison:
             self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
 
     def _advise_about_names(self, missing: Sequence[str], extra: Sequence[str]) -> None:
-        """Add the arguments that allow ``missing`` leaves, and ``extra`` leaves of the checkpoint."""
-        if missing and self._are_params(missing):
+        """Add the arguments that allow ``missing`` leaves, and ``extra`` leaves of the checkpoint.
+
+        For example "to keep the values of `like` for missing leaves: allow_missing=['adamw/mu']".
+        """
+        if missing and self._are_params(missing):  # parameters in place of a state: no other advice helps
             self.advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
             return
         if missing and extra and not self.moved:
@@ -380,35 +414,51 @@ class _Comparison:
         return "like" if self.objects is None else "optimizer"
 
     def _check_leaves(self) -> None:
-        """Report leaves whose shape or dtype differs in a way that the rules do not allow."""
-        narrowed: list[str] = []
+        """Report leaves whose shape or dtype differs in a way that the rules do not allow.
+
+        The advice at the end is about all leaves of one kind together: ``cast={'trace': torch.bfloat16}``.
+        """
         reshaped: list[str] = []
+        narrowed: list[str] = []
         for name, spec in self.expected.leaves.items():
             stored_name = self.stored_name_of.get(name)
             if stored_name is None:  # missing, or kept as it is in `like`
                 continue
-            stored = self.index.leaves[stored_name].spec
-            if stored == spec and not self.rules.cast:  # the usual case
+            stored_spec = self.index.leaves[stored_name].spec
+            if stored_spec == spec and not self.rules.cast:  # the usual case
                 continue
-            cast_dtypes = {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
-            if stored.shape != spec.shape:
+            if stored_spec.shape != spec.shape:
                 reshaped.append(name)
                 self.problems.append(
-                    f"reshaped:  {name!r} has shape {stored.shape} in the checkpoint, expected {spec.shape}"
+                    f"reshaped:  {name!r} has shape {stored_spec.shape} in the checkpoint, expected {spec.shape}"
                 )
-            if stored.dtype != spec.dtype and self._has_codes(stored_name):
-                self.problems.append(
-                    f"codes:     {name!r} holds codes of {stored.dtype}, which have no meaning as {spec.dtype}"
-                )
-            elif cast_dtypes:
-                self._check_cast(name, spec, cast_dtypes)
-            elif not widens(stored.dtype, spec.dtype):
+            is_narrowed = self._check_dtype(name, stored_name)
+            if is_narrowed:
                 narrowed.append(name)
-                self.problems.append(f"narrowing: {name!r} is {stored.dtype} in the checkpoint, expected {spec.dtype}")
         if reshaped:
             self._advise_shapes(reshaped)
         if narrowed:
             self._advise_cast(narrowed)
+
+    def _check_dtype(self, name: str, stored_name: str) -> bool:
+        """Report if values of a leaf would lose their meaning or be rounded without the caller's consent.
+
+        A wider dtype, such as fp32 for a stored bf16, is no problem. Return True for a narrower one that ``cast=``
+        does not allow.
+        """
+        dtype = self.expected.leaves[name].dtype
+        stored_dtype = self.index.leaves[stored_name].spec.dtype
+        if stored_dtype != dtype and self._has_codes(stored_name):
+            self.problems.append(f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}")
+            return False
+        cast_dtypes = {cast_dtype for pattern, cast_dtype in self.rules.cast.items() if matches(pattern, name)}
+        if cast_dtypes:
+            self._check_cast(name, dtype, cast_dtypes)
+            return False
+        if widens(stored_dtype, dtype):
+            return False
+        self.problems.append(f"narrowing: {name!r} is {stored_dtype} in the checkpoint, expected {dtype}")
+        return True
 
     def _advise_cast(self, narrowed: Sequence[str]) -> None:
         """Add the argument that allows to round leaves to a narrower dtype."""
@@ -419,7 +469,10 @@ class _Comparison:
         )
 
     def _advise_shapes(self, reshaped: Sequence[str]) -> None:
-        """Add the calls that load the leaves of a checkpoint other than the ``reshaped`` ones."""
+        """Add the call that loads the leaves of a checkpoint other than the ``reshaped`` ones.
+
+        For a state this is `load_changed`. It has no counterpart for parameters, so these are named one by one.
+        """
         if self.section == PARAMS:
             to_ignore = [*self.rules.allow_extra, *reshaped]
             advice = f"load_params(path, like={{the parameters that fit}}, allow_extra={to_ignore})"
@@ -427,20 +480,25 @@ class _Comparison:
             advice = f"mfx.checkpoint.load_changed(path, {self._like})"
         self.advice.append(f"to keep what fits: {advice}")
 
-    def _check_cast(self, name: str, spec: Spec, cast_dtypes: set[torch.dtype]) -> None:
-        """Report that ``cast=`` has another dtype than ``like``; it allows rounding, but does not choose the dtype."""
-        if cast_dtypes == {spec.dtype}:
+    def _check_cast(self, name: str, dtype: torch.dtype, cast_dtypes: set[torch.dtype]) -> None:
+        """Report that ``cast=`` has another dtype than ``like``; it allows rounding, but does not choose the dtype.
+
+        ``cast_dtypes`` are the dtypes of all patterns of ``cast=`` that match the leaf.
+        """
+        if cast_dtypes == {dtype}:
             return
-        texts = ", ".join(sorted(map(str, cast_dtypes)))
-        self.problems.append(f"cast:      {name!r} has dtype {spec.dtype} in `like`, and cast= gives {texts}")
+        texts = ", ".join(sorted([str(cast_dtype) for cast_dtype in cast_dtypes]))
+        self.problems.append(f"cast:      {name!r} has dtype {dtype} in `like`, and cast= gives {texts}")
         self.advice.append("cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it")
 
     def _has_codes(self, stored_name: str) -> bool:
         """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists.
 
-        A label may be "codes", too: "partition/codes/trace/codes/w". The codes of one tensor are "trace/codes".
+        Codes are small integers that have values only together with their scales, so they cannot be converted.
         """
         levels = stored_name.split("/")
+        # Any level after the first may be the one: a label may be "codes", too, as in "partition/codes/trace/codes/w",
+        # and the codes of a state that is one tensor are "trace/codes".
         for position, level in enumerate(levels):
             if position == 0 or level != "codes":
                 continue
@@ -464,8 +522,10 @@ def cast_of(narrowed: Iterable[str], leaves: Mapping[str, Spec]) -> dict[str, to
         names_of_dtype.setdefault(leaves[name].dtype, []).append(name)
     cast: dict[str, torch.dtype] = {}
     for dtype, names in names_of_dtype.items():
+        # Leaves of the same dtype may be matched too: the cast allows rounding to the dtype that they have.
         names_of_others = [name for name, spec in leaves.items() if spec.dtype != dtype]
-        cast.update(dict.fromkeys(shortest_levels(names, [*names, *names_of_others]), dtype))
+        for levels in shortest_levels(names, [*names, *names_of_others]):
+            cast[levels] = dtype
     return cast
 
 
@@ -475,16 +535,20 @@ def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[st
     >>> shortest_levels(["mu/a", "mu/b"], ["mu/a", "mu/b", "nu/a"])
     ['mu']
     """
-    other_levels: set[str] = set()
-    for name in {*all_names} - {*names}:
-        other_levels.update(_first_levels(name))
-    chosen: list[str] = []
+    levels_of_others: set[str] = set()  # "nu" and "nu/a" in the example
+    for name in set(all_names) - set(names):
+        levels_of_others.update(_first_levels(name))
+    shortest: dict[str, None] = {}  # each once, in order
     for name in names:
-        unique_levels = [levels for levels in _first_levels(name) if levels not in other_levels]
-        chosen.append(unique_levels[0] if unique_levels else name)
-    return list(dict.fromkeys(chosen))  # each once
+        unique_levels = [levels for levels in _first_levels(name) if levels not in levels_of_others]
+        if unique_levels:
+            shortest[unique_levels[0]] = None
+        else:  # another name begins with this whole name, as "a/b" with "a"
+            shortest[name] = None
+    return list(shortest)
 
 
 def _first_levels(name: str) -> list[str]:
     """Return the first levels of a name, the shortest first: "a", "a/b" and "a/b/c" for "a/b/c"."""
-    return [*accumulate(name.split("/"), "{}/{}".format)]
+    levels = name.split("/")
+    return ["/".join(levels[:count]) for count in range(1, len(levels) + 1)]
