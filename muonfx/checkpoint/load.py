@@ -164,7 +164,7 @@ def load(
 
 
 def require_no_arguments(tx: object, device: object) -> None:
-    """Raise if `load` has arguments that an optimizer gives itself."""
+    """Raise if ``tx=`` or ``device=`` was passed with an optimizer, which has its own transform and devices."""
     if tx is not None:
         raise TypeError("tx: an optimizer is loaded with its transform: leave tx out")
     if device is not None:
@@ -293,14 +293,17 @@ class Loader:
         """Closes the index; while it is open, saves do not remove the data files. `read` closes it."""
 
     def share_index(self, ranks: Together) -> None:
-        """Let rank 0 read and lock the index for all ranks."""
+        """Let rank 0 read and lock the index for all ranks, so that all of them read the same checkpoint."""
 
-        def read_index() -> Index | None:
+        def read_on_first_rank() -> Index | None:
             if ranks.rank == 0:
                 return self._lock_index()
             return None
 
-        self.index = ranks.step(read_index, lambda indexes: [indexes[0]] * ranks.size)
+        def send_to_all(index_of_rank: Sequence[Index | None]) -> list[Index | None]:
+            return [index_of_rank[0]] * ranks.size
+
+        self.index = ranks.step(read_on_first_rank, send_to_all)
 
     def _lock_index(self) -> Index:
         """Return the index, and keep saves from removing its data files until `open` has ended on all ranks."""
@@ -308,22 +311,32 @@ class Loader:
 
     @no_collection()
     def open(self) -> OpenedCheckpoint:
-        """Allocate the tensors to fill, and open the data files that this rank needs."""
+        """Allocate the tensors to fill, and open the data files that this rank needs, without reading any values.
+
+        Return what must be equal on all ranks: the id of the save, and the arguments of `load`.
+        """
         folder = folder_named(self.path)
         self.target = self.make_target(str(folder))
-        index = self.target.translated(self.index or self._lock_index())
-        self.leaves, destinations = self.target.allocate(index)
+        index = self.index  # shared by rank 0, or None
+        if index is None:
+            index = self._lock_index()
+        index = self.target.translated(index)
+        self.leaves, destinations = self.target.allocate(index)  # raises if the checkpoint does not fit
         with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
             self.reader = self._stack.enter_context(DataReader(folder, index))
             self.transfers = self.reader.transfers_to(destinations)
             self.reader.check_files({transfer.chunk.file for transfer in self.transfers})
-        return OpenedCheckpoint(index.save_id, {"path": str(folder), **self.target.rules.arguments()})
+        arguments = {"path": str(folder), **self.target.rules.arguments()}
+        return OpenedCheckpoint(index.save_id, arguments)
 
     def require_same(self, opened: Sequence[OpenedCheckpoint]) -> Sequence[None]:
-        """Check that all ranks call `load` with equal arguments, and have opened one checkpoint."""
+        """Raise unless all ranks have called `load` with equal arguments, and have opened the same checkpoint.
+
+        ``opened`` has the result of `open` on each rank. The result is an empty answer for each rank.
+        """
         require_same([checkpoint.arguments for checkpoint in opened], "load", "nothing was loaded")
         save_ids = {checkpoint.save_id for checkpoint in opened}
-        if len(save_ids) > 1:
+        if len(save_ids) > 1:  # the error makes all ranks read again
             raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
         return [None] * len(opened)
 
@@ -350,12 +363,14 @@ def load_checkpoint(
 ) -> tuple[Any, Index]:
     """Load a checkpoint: return the result of `Target.filled`, and the index of the checkpoint.
 
-    With a group, every rank calls this, and an error on one rank is raised on all. ``rules`` are the arguments of
-    `Rules`, and ``options`` are those of `Target.of`.
+    The common part of `load`, `load_params` and `load_changed`, which differ in the class of the target. With a group,
+    every rank calls this, and an error on one rank is raised on all. ``rules`` are the arguments of `Rules`, such as
+    ``{"allow_missing": ["adamw/mu"]}``, and ``options`` are those of `Target.of`.
     """
     if group is None and isinstance(tx, Sharded) and not isinstance(like, StateSpec):
         group = tx.layout.group
 
+    # Called later, on all ranks together: an error about an argument of one rank is then raised on all.
     def make_target(where: str) -> Target:
         return target_class.of(like, tx, Rules(**rules), where, is_alone=group is None, **options)
 
@@ -370,11 +385,15 @@ def load_checkpoint(
 
 
 def _load_once(path: Any, make_target: Callable[[str], Target], ranks: Together, attempt: int) -> tuple[Any, Index]:
-    """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile."""
-    with ExitStack() as stack:
+    """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile.
+
+    Every rank calls this. The first attempt saves a communication: each rank reads the index itself.
+    """
+    with ExitStack() as stack:  # closes all files, also after an error
         loader = Loader(path, make_target, stack)
         if attempt > 0 and ranks.size > 1:  # in attempt 0, the ranks may have read different indexes
             loader.share_index(ranks)
+        # A step calls its first function on all ranks. Rank 0 then calls the second with all results.
         ranks.step(loader.open, loader.require_same)
         ranks.step(loader.read, list)  # nothing to merge
         return loader.result()
@@ -416,39 +435,47 @@ class Target:
         section: str = "",
         **options: Any,
     ) -> Self:
-        """Return the target of a `load`, and check its arguments; without other ranks, ``like`` may have no shards.
+        """Return the target of a `load`, after a check of its arguments.
 
-        ``tx`` is the transform that will use the state, and ``options`` are the other fields.
+        ``tx`` is the transform that will use the state. ``is_alone`` is True if no other ranks take part: ``like`` may
+        then have no shards. ``section`` is "params" for parameters. ``options`` are the other fields.
         """
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
-        local_tx: Sharded | None = None
         if isinstance(like, StateSpec):
-            leaves = like.leaves
-            expected = like if tx is None else like.of_chain(tx)
-        else:
-            if isinstance(tx, Sharded) and section == PARAMS:
+            expected = like
+            if tx is not None:
+                expected = like.of_chain(tx)
+            return cls(like.leaves, expected, rules, where, section=section, **options)
+        local_tx: Sharded | None = None
+        if isinstance(tx, Sharded):
+            like, is_local = _as_global(tx, like, section)
+            if is_local:
                 local_tx = tx
-                like = tx.layout.to_global(like)
-            elif isinstance(tx, Sharded) and not is_global(like):  # a rank without shards has no local leaves
-                local_tx = tx
-                like = to_global(tx, like)
-            named = named_tensors(like, section)
-            leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
-            expected = spec_of_named(named, like, None if section == PARAMS else tx)
+        named = named_tensors(like, section)
+        chain = None if section == PARAMS else tx  # parameters do not depend on the chain
+        expected = spec_of_named(named, like, chain)
+        leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
         if is_alone:
             for name, leaf in leaves.items():
                 require_whole(name, leaf, "pass group=")
         return cls(leaves, expected, rules, where, local_tx, section=section, **options)
 
     def translated(self, index: Index) -> Index:
-        """Return the index; for an optimizer, the names of a state dict are those that `save` gives an optimizer."""
-        if self.objects is None:
+        """Return the index with the names that `save` gives the leaves of an optimizer.
+
+        Only a checkpoint with the state dict of an optimizer has others: "optimizer/state/fc.weight/muon.trace" instead
+        of "muon/trace/fc.weight".
+        """
+        if self.objects is None:  # `like` is no optimizer
             return index
         return as_saved_optimizer(index, self.like, self.where)
 
     def match(self, index: Index) -> dict[str, str | None]:
-        """Return the name in the checkpoint of each leaf, None for missing ones; raise or warn of other differences."""
+        """Return the name in the checkpoint of each leaf, None for missing ones; raise or warn of other differences.
+
+        The names differ after ``rename=``, or if wrappers such as ``torch.compile`` have added prefixes.
+        """
         stored_name_of = match(
             index, self.expected, self.rules, section=self.section, where=self.where, objects=self.objects
         )
@@ -461,14 +488,15 @@ class Target:
     def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
         """Allocate the tensors of the tree, after a check that the checkpoint fits.
 
-        Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint.
+        Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint. The values
+        of the second are also in the first, so that a read fills both.
         """
         stored_name_of = self.match(index)
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}
         for name, leaf in self.like.items():
             stored_name = stored_name_of[name]
-            if stored_name is None:
+            if stored_name is None:  # missing, and the caller allows it
                 leaves[name] = self._copy(name, leaf)
                 continue
             if stored_name not in destinations:  # a scalar may be read once for several leaves
@@ -477,14 +505,18 @@ class Target:
         return leaves, destinations
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
-        """Return the tree with leaves that were read. A scalar that was read for several leaves is copied for each."""
-        separate = dict(leaves)
-        used: set[int] = set()
+        """Return the tree that `load` returns, with the leaves that were read, by name.
+
+        A step count that was read once for several leaves is copied for each: an optimizer changes them in place.
+        """
+        separate_leaves = dict(leaves)
+        used_ids: set[int] = set()
         for name, leaf in leaves.items():
-            if id(leaf) in used:
-                separate[name] = leaf.clone()
-            used.add(id(leaf))
-        result = self.expected.unflatten(separate)
+            if id(leaf) in used_ids:
+                separate_leaves[name] = leaf.clone()
+            used_ids.add(id(leaf))
+        result = self.expected.unflatten(separate_leaves)
+        # If the caller's tree had local tensors of this rank, return such tensors, not the shards with positions.
         if self.local_tx is None:
             return result
         if self.section == PARAMS:
@@ -492,20 +524,24 @@ class Target:
         return from_global(self.local_tx, result)
 
     def _require_same_scheduler(self, index: Index) -> None:
-        """Raise if the checkpoint has the state of a scheduler of another class."""
-        saved = index.objects.get(SCHEDULER)
-        if self.scheduler is None or saved is None:
+        """Raise if the checkpoint has the state of a scheduler of another class, such as StepLR, not LambdaLR."""
+        saved_scheduler = index.objects.get(SCHEDULER)
+        if self.scheduler is None or saved_scheduler is None:
             return
-        name = type(self.scheduler).__name__
-        if saved["class"] != name:
+        class_name = type(self.scheduler).__name__
+        saved_class_name = saved_scheduler["class"]
+        if saved_class_name != class_name:
             raise mismatch(
                 self.where,
-                [f"scheduler: found a {name}, expected a {saved['class']}, as in the checkpoint"],
+                [f"scheduler: found a {class_name}, expected a {saved_class_name}, as in the checkpoint"],
                 ["create this one, or load without scheduler= and with allow_extra=['scheduler']"],
             )
 
     def _warn_of_products(self, index: Index) -> None:
-        """Warn if the transform now computes its matrix products in other dtypes than when the checkpoint was saved."""
+        """Warn if the transform now computes its matrix products in other dtypes than when the checkpoint was saved.
+
+        The default dtype depends on the device: a run that moves to another device may compute other numbers.
+        """
         tx = self.expected.transform
         if tx is None:
             return
@@ -530,10 +566,15 @@ class Target:
         return torch.device("cpu")
 
     def _warn_of_numbers(self, index: Index) -> None:
-        """Warn if the transform has other numbers than the one that wrote the checkpoint, as its ``repr`` shows."""
+        """Warn if the transform has other numbers than the one that wrote the checkpoint, such as another momentum.
+
+        The texts of the two chains are compared: "momentum(decay=0.9)" and "momentum(decay=0.95)".
+        """
         expected = self.expected
         is_same_structure = index.fingerprint is not None and index.fingerprint == expected.fingerprint
-        if not is_same_structure or index.chain == expected.chain:
+        if not is_same_structure:  # an error, or allowed by the caller
+            return
+        if index.chain == expected.chain:
             return
         differences = differences_of_chains(str(index.chain), str(expected.chain)).numbers
         if not differences:
@@ -549,19 +590,25 @@ class Target:
 
         The shape is that of the leaf, except that a leaf of a changed run may have fewer rows in the checkpoint.
         """
+        # A leaf without strides to copy: a spec, or a tensor of another shape.
         if isinstance(leaf, Spec) or tuple(leaf.shape) != tuple(shape):
             device = self.device or getattr(leaf, "device", "cpu")
             return torch.empty(shape, dtype=leaf.dtype, device=device)
+        # A shard that is no tensor, such as a `FlatShard`.
         if not isinstance(leaf, Tensor):
             return leaf.empty_like()
+        # A tensor or DTensor. Values are read into memory, so the result of a meta tensor is on the CPU.
         device = self.device
+        if device is None and leaf.is_meta:
+            device = "cpu"
         if device is None:
-            device = leaf.device if leaf.device.type != "meta" else "cpu"
+            device = leaf.device
         return torch.empty_like(leaf, device=device, requires_grad=False)
 
     def _copy(self, name: str, leaf: Any) -> Any:
-        """Return a copy of a leaf of ``like`` that is missing in the checkpoint."""
-        if isinstance(leaf, Spec) or (isinstance(leaf, Tensor) and leaf.device.type == "meta"):
+        """Return a copy of a leaf of ``like`` that is missing in the checkpoint, so that both can change."""
+        has_no_values = isinstance(leaf, Spec) or (isinstance(leaf, Tensor) and leaf.device.type == "meta")
+        if has_no_values:
             raise ValueError(
                 f"like=: found a spec without values for {name!r}, which is missing in the checkpoint, expected a "
                 "state with values to keep: pass like=tx.init(params)"
@@ -571,3 +618,15 @@ class Target:
         copied = self._empty(leaf, leaf.shape)
         copied.copy_(leaf)
         return copied
+
+
+def _as_global(tx: Sharded, like: PyTree, section: str) -> tuple[PyTree, bool]:
+    """Return a tree of a sharded transform with shards that know their positions, as a checkpoint needs them.
+
+    A tree of local tensors of this rank is converted, and the second result is True: `load` converts its result back.
+    """
+    if section == PARAMS:
+        return tx.layout.to_global(like), True
+    if is_global(like):
+        return like, False
+    return to_global(tx, like), True  # on a rank without shards, this changes nothing
