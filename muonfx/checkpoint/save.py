@@ -239,7 +239,10 @@ def _request(
 
 
 def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
-    """Return the process group over which a transform is sharded; raise if a save in the background would use it."""
+    """Return the process group over which a transform is sharded; raise if a save in the background would use it.
+
+    Two threads that communicate on one group would mix up their messages.
+    """
     group = tx.layout.group
     if group is not None and is_async:  # training continues, and communicates on this group
         raise ValueError(
@@ -250,7 +253,10 @@ def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
 
 
 def require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
-    """Raise unless ``tx``, ``step`` and ``keep`` are arguments that a save to ``path`` can have."""
+    """Raise unless ``tx``, ``step`` and ``keep`` are arguments that a save to ``path`` can have.
+
+    ``keep=`` requires a path with a step, such as "runs/step-000000100": it keeps those with the highest steps.
+    """
     if tx is not None and not isinstance(tx, Transform):
         raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
     if step is not None:
@@ -262,8 +268,11 @@ def require_valid(path: Path, tx: object, step: int | None, keep: int | None) ->
 
 
 def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone: bool) -> dict[str, Any]:
-    """Return a dict from name to tensor or shard; raise if one cannot be written."""
-    if isinstance(tx, Sharded):
+    """Name the tensors to save: "trace/w" for the state, "params/w" for a parameter; raise if one cannot be written.
+
+    ``is_alone`` is True without a group: then no leaf may be a shard.
+    """
+    if isinstance(tx, Sharded):  # the shards get their positions in the whole tensors
         if state is not None and not is_global(state):
             state = to_global(tx, state)
         if params is not None:
@@ -280,7 +289,10 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
 
 
 def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
-    """Raise unless a leaf can be written: a dense tensor with values, or, with a group, a shard of one."""
+    """Raise unless a leaf can be written: a dense tensor with values, or, with a group, a shard of one.
+
+    Refused are, for example, a meta tensor, a sparse tensor, and without a group (``is_alone``) a DTensor.
+    """
     if leaf.dtype not in NAMES:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
     if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
@@ -297,7 +309,10 @@ def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
 
 
 def _objects_of(optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """Return the groups of an optimizer and the state of its scheduler by name; raise if JSON cannot hold them."""
+    """Return the groups of an optimizer and the state of its scheduler by name; raise if JSON cannot hold them.
+
+    For example ``{"param_groups": [{"lr": 0.1, ...}], "scheduler": {"class": "StepLR", "state": {...}}}``.
+    """
     if optimizer is None:
         if scheduler is not None:
             raise TypeError("scheduler: it is stored with an optimizer: pass the optimizer as the state")
@@ -305,17 +320,18 @@ def _objects_of(optimizer: Any, scheduler: Any) -> dict[str, Any]:
     objects: dict[str, Any] = {GROUPS: optimizer.saved_groups()}
     if scheduler is not None:
         objects[SCHEDULER] = {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
-    return {name: from_json(to_json(value, name)) for name, value in objects.items()}  # a copy, for `save_async`
+    # A copy, since `save_async` writes it while training changes the originals.
+    return {name: from_json(to_json(value, name)) for name, value in objects.items()}
 
 
 def head_of(
     tx: Transform | None, leaves: Mapping[str, Any], step: int | None, extra: Mapping[str, Any] | None
 ) -> Index:
-    """Return the part of the index that is known before the leaves are written."""
-    record = Index()
+    """Return the part of the index that is known before the leaves are written: transform, step, extra, versions."""
+    index = Index()
     if tx is not None:
-        record = _record_of(tx, leaves)
-    return replace(record, step=step, extra=_as_json(dict(extra or {})), versions=_versions())
+        index = _index_of_transform(tx, leaves)
+    return replace(index, step=step, extra=_as_json(dict(extra or {})), versions=_versions())
 
 
 def _versions() -> dict[str, str]:
@@ -325,41 +341,49 @@ def _versions() -> dict[str, str]:
 
 
 def _as_json(extra: dict[str, object]) -> dict[str, object]:
-    """Return a copy of ``extra`` through JSON; raise if JSON cannot hold it or changes it."""
+    """Return a copy of ``extra`` through JSON; raise if JSON cannot hold it or changes it.
+
+    JSON turns the tuple in ``{"sizes": (1, 2)}`` into a list, so `load` would return another value than was saved.
+    """
     try:
         copied: dict[str, object] = json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             "extra must be JSON (dicts, lists, strings, finite numbers, bools, None, without circles): " + str(error)
         ) from error
-    if copied != extra:
-        changed = sorted(str(key) for key in extra if key not in copied or copied[key] != extra[key])
-        raise ValueError(
-            f"extra: found values that JSON changes: {', '.join(changed)}; expected lists instead of tuples, and "
-            "strings as keys"
-        )
-    return copied
+    if copied == extra:
+        return copied
+    changed_keys: list[str] = []
+    for key, value in extra.items():
+        if key not in copied or copied[key] != value:
+            changed_keys.append(str(key))
+    raise ValueError(
+        f"extra: found values that JSON changes: {', '.join(sorted(changed_keys))}; expected lists instead of tuples, "
+        "and strings as keys"
+    )
 
 
-def _record_of(tx: Transform, leaves: Mapping[str, Any]) -> Index:
+def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
     """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products.
 
-    It is cached on the transform, because a run saves often.
+    ``leaves`` are the tensors to save by name. The dtypes of matrix products depend on those of the parameters, and on
+    the device. The result is cached on the transform, because a run saves often.
     """
-    floats = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
-    params = [leaf for name, leaf in floats.items() if in_section(name, PARAMS)]
+    float_leaves = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
+    params = [leaf for name, leaf in float_leaves.items() if in_section(name, PARAMS)]
     if not params:  # parameters that are not saved are assumed to have the dtypes of the state
-        params = list(floats.values())
+        params = list(float_leaves.values())
     dtypes = frozenset(leaf.dtype for leaf in params)
     device = torch.device(params[0].device) if params else None
-    key = ("checkpoint", dtypes, device)
-    if key not in tx.derived or tx.tensors:  # a number in a tensor may have changed in place
+    cache_key = ("checkpoint", dtypes, device)
+    is_current = cache_key in tx.derived and not tx.tensors  # a number in a tensor may have changed in place
+    if not is_current:
         plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
         products: dict[str, str] = {}
         if device is not None:
             products = product_dtypes(plain_tx, dtypes, device)
-        tx.derived[key] = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
-    return tx.derived[key]
+        tx.derived[cache_key] = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
+    return tx.derived[cache_key]
 
 
 # ------------------------------------------------------------------------------------------------------- the background
@@ -409,7 +433,10 @@ class Saving:
         return self.path
 
     def unreported_failure(self) -> str | None:
-        """Wait for the end, and return a sentence about an error that was not reported yet; None without one."""
+        """Wait for the end of the save, and return a sentence about its error; None without one.
+
+        An error is reported once: None is returned, too, if `wait` has raised it or this method has returned it.
+        """
         error = self._future.exception()
         if error is None or self._is_reported:
             return None
@@ -422,7 +449,10 @@ _latest: Saving | None = None
 
 
 def start(path: Path, save: Callable[[], None]) -> Saving:
-    """Call ``save`` in a thread, and return the handle; the caller has called `finish_earlier_save`."""
+    """Call the function ``save`` in a thread, and return a handle to wait for it.
+
+    The caller has called `finish_earlier_save`, so at most one save runs at a time.
+    """
     global _latest
     # One thread per save, which ends with it: threads do not survive a fork. The interpreter waits for it at exit.
     pool = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")

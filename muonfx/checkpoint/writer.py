@@ -47,7 +47,7 @@ class SaveRequest:
     """True if a long save shows how many bytes this process has written, on a terminal."""
 
     def arguments(self) -> dict[str, str]:
-        """Return the ``repr`` of each argument that must be equal on all ranks."""
+        """Return the ``repr`` of each argument that must be equal on all ranks, such as ``{"step": "100", ...}``."""
         head = self.head
         values = {"path": str(self.path), "step": head.step, "extra": head.extra, "keep": self.keep, **head.objects}
         texts = {name: repr(value) for name, value in values.items()}
@@ -83,16 +83,21 @@ class Saver:
 
     @no_collection()
     def propose(self) -> Proposal:
-        """Return this rank's arguments and shards, with a checksum of each shard that other ranks may hold."""
-        if self.request.problem is not None:
+        """Return what this rank could write: its shards without their values, and its arguments to compare.
+
+        A shard that other ranks may hold as well has a checksum, by which rank 0 checks that all hold equal values.
+        """
+        if self.request.problem is not None:  # an invalid argument of this rank; the error is raised on all ranks
             raise self.request.problem
         leaves: dict[str, ProposedLeaf] = {}
         for name, leaf in self.request.leaves.items():
-            checksums: dict[Box, str | None] = dict.fromkeys(leaf.shards)
-            # A mesh of fewer ranks may have replicas: other ranks may hold the same leaf on a mesh of their own.
-            if self.ranks not in (1, leaf.divided_among):
-                checksums = {box: checksum_of_shard(values) for box, values in leaf.shards.items()}
-            leaves[name] = ProposedLeaf(leaf.spec, leaf.is_plain, checksums)
+            # A leaf that is divided among all ranks has no replicas. One of a mesh of fewer ranks may have some: other
+            # ranks may hold the same leaf on a mesh of their own.
+            has_no_replicas = self.ranks == 1 or leaf.divided_among == self.ranks
+            checksum_of_box: dict[Box, str | None] = {}
+            for box, values in leaf.shards.items():
+                checksum_of_box[box] = None if has_no_replicas else checksum_of_shard(values)
+            leaves[name] = ProposedLeaf(leaf.spec, leaf.is_plain, checksum_of_box)
         arguments: dict[str, str] = {}
         if self.ranks > 1:  # a single rank has nothing to compare them with
             arguments = self.request.arguments()
@@ -100,14 +105,18 @@ class Saver:
 
     @no_collection()
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
-        """Assign each shard to one rank that holds it, create the folder of the checkpoint, and lock the save."""
+        """Decide on rank 0 which rank writes which shards, create the folder of the checkpoint, and lock the save.
+
+        ``proposals`` and the result have an item for each rank.
+        """
+        # Nothing is created before all ranks have equal arguments, and their shards fit together.
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
         self.plan = plan_of([proposal.leaves for proposal in proposals])
         draft = Draft(self.request.path)
-        self.draft = draft
+        self.draft = draft  # before `begin`, so that `end` removes what it has created if it fails
         with draft.write_errors():
             draft.begin()
-            require_no_other_group(self.request.group, draft.path)
+            require_no_other_group(self.request.group, draft.path)  # the folder must exist
         assignments: list[Assignment] = []
         for rank, keys in enumerate(shards_to_write(self.plan, self.ranks)):
             file = draft.path / data_name(draft.save_id, rank, self.ranks)
@@ -138,9 +147,12 @@ class Saver:
 
     @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
-        """Write the index, which completes the checkpoint, and remove obsolete files."""
+        """Write the index on rank 0, which completes the checkpoint, and remove obsolete files.
+
+        ``written`` has the data file of each rank, or no file. The result is an empty answer for each rank.
+        """
         draft = self.draft
-        assert draft is not None
+        assert draft is not None  # `assign` has created it
         files, leaves = merged(written, self.plan)
         with draft.write_errors():
             draft.commit(replace(self.request.head, save_id=draft.save_id, files=files, leaves=leaves))
@@ -160,14 +172,18 @@ class Saver:
         This rank's files are removed, unless the checkpoint may be complete. Ranks other than 0 remove theirs only
         after an error of all ranks: else rank 0 may still commit an index that names them.
         """
-        if self.draft is None:
-            return False if self.rank == 0 else None
-        if self.rank == 0:
+        if self.rank == 0:  # only rank 0 writes the index, and so it knows
+            if self.draft is None:
+                return False
             return self.draft.abandon()
+        if self.draft is None:
+            return None
         is_complete = self.draft.is_at_path()
         if is_error_of_all and is_complete is False:
             self.draft.discard()
-        return is_complete or None
+        if is_complete:
+            return True
+        return None  # rank 0 may still complete it
 
 
 def merged(
@@ -175,21 +191,23 @@ def merged(
 ) -> tuple[tuple[DataFile, ...], dict[str, Leaf]]:
     """Return the data files and the leaves of an index, from the shards that each rank has written.
 
-    The leaves have the order of ``plan``.
+    A *chunk* is a shard with its position in a file. A rank does not know the number of its file in the index, which is
+    set here. The leaves have the order of ``plan``.
     """
     files: list[DataFile] = []
     chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in plan}
     for file, chunks in written:
+        file_number = len(files)
         for name, chunk in chunks:
-            if files:  # in the first file, each chunk has its number, 0
-                chunk = chunk._replace(file=len(files))
+            if file_number > 0:  # 0 is set already; a save in one process makes no copies
+                chunk = chunk._replace(file=file_number)
             chunks_of_leaf[name].append(chunk)
-        if file is not None:
+        if file is not None:  # a rank without shards writes no file
             files.append(file)
     leaves: dict[str, Leaf] = {}
     for name, chunks in chunks_of_leaf.items():
         if len(chunks) > 1:
-            chunks.sort(key=lambda chunk: chunk.box)
+            chunks.sort(key=lambda chunk: chunk.box)  # in an order that does not depend on the ranks
         leaves[name] = Leaf(plan[name].spec, tuple(chunks))
     return tuple(files), leaves
 
@@ -218,7 +236,7 @@ def write_checkpoint(request: SaveRequest) -> None:
         # In a step, all ranks call the first function, and rank 0 calls the second with their results.
         assignment = ranks.step(saver.propose, saver.assign)
         ranks.step(lambda: saver.write(assignment), saver.commit)
-    except LostRanksError as error:
+    except LostRanksError as error:  # the other ranks may have no error
         is_committed = saver.end(is_error_of_all=False)
         message = f"{path} {_STATES[is_committed]} {error}"
         raise WriteError(message, written=is_committed is True) from error
@@ -272,19 +290,22 @@ class PlannedLeaf(NamedTuple):
 
 
 def shards_to_write(plan: Mapping[str, PlannedLeaf], ranks: int) -> list[list[ShardKey]]:
-    """Return the shards that each rank writes: each shard once, and about as many bytes on each rank as possible."""
-    holders: dict[ShardKey, list[int]] = {}
+    """Choose one writer for each shard, such that all ranks write about the same number of bytes.
+
+    Return a list with an item for each rank: the shards that it writes.
+    """
+    holders: dict[ShardKey, list[int]] = {}  # the ranks that hold each shard
     for name, leaf in plan.items():
         for box, ranks_of_box in leaf.ranks_of_box.items():
             holders[ShardKey(name, box)] = ranks_of_box
-    keys_of_rank: list[list[ShardKey]] = [[] for _ in range(ranks)]
+    shards_of_rank: list[list[ShardKey]] = [[] for _ in range(ranks)]
     bytes_of_rank = [0] * ranks
     # Shards of one holder first: they leave no choice, and count for the choices that follow.
-    for key in sorted(holders, key=lambda key: len(holders[key])):
-        writer = min(holders[key], key=lambda rank: bytes_of_rank[rank])
-        keys_of_rank[writer].append(key)
-        bytes_of_rank[writer] += key.box.numel * plan[key.name].spec.dtype.itemsize
-    return keys_of_rank
+    for shard in sorted(holders, key=lambda shard: len(holders[shard])):
+        writer = min(holders[shard], key=lambda rank: bytes_of_rank[rank])  # the one with the fewest bytes so far
+        shards_of_rank[writer].append(shard)
+        bytes_of_rank[writer] += shard.box.numel * plan[shard.name].spec.dtype.itemsize
+    return shards_of_rank
 
 
 def checksum_of_shard(values: Tensor) -> str:
@@ -297,8 +318,12 @@ def checksum_of_shard(values: Tensor) -> str:
 
 
 def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, PlannedLeaf]:
-    """Return the leaves of all ranks; raise unless the shards on all ranks fill each leaf without a contradiction."""
-    holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}
+    """Merge the leaves that all ranks propose to write: return for each shard the ranks that hold it.
+
+    Raise unless the shards fill each leaf, and all ranks that hold one shard have equal bits of it. If rank 0 has the
+    rows 0 to 3 of "w", and rank 1 the rows 4 to 7, the result has two boxes with one rank each.
+    """
+    holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}  # by leaf name, and rank
     for rank, leaves in enumerate(leaves_of_rank):
         for name, leaf in leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
@@ -327,7 +352,10 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
 
 
 def _common_spec(name: str, holders: Mapping[int, ProposedLeaf]) -> Spec:
-    """Return the shape and dtype of a leaf; raise if they differ between ranks."""
+    """Return the global shape and dtype of a leaf; raise if they differ between ranks.
+
+    ``holders`` is a dict from rank to the leaf on this rank.
+    """
     first_rank = min(holders)
     first_spec = holders[first_rank].spec
     for rank, leaf in holders.items():
@@ -340,8 +368,14 @@ def _common_spec(name: str, holders: Mapping[int, ProposedLeaf]) -> Spec:
 
 
 def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks: int) -> None:
-    """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all."""
-    if len(holders) == ranks or not any(leaf.is_plain for leaf in holders.values()):
+    """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all.
+
+    A plain tensor must be equal on all ``ranks``. A leaf with shards may be on some of them, as in a pipeline.
+    """
+    if len(holders) == ranks:
+        return
+    is_plain = any(leaf.is_plain for leaf in holders.values())
+    if not is_plain:
         return
     holding = [rank for rank, leaf in holders.items() if leaf.checksums]  # a checksum for each shard on the rank
     missing = [rank for rank in range(ranks) if rank not in holders]
@@ -355,15 +389,18 @@ def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks:
 def _difference_of_replicas(spec: Spec, checksums_of_box: Mapping[Box, Mapping[int, str | None]]) -> str | None:
     """Return a text about the first shard of a leaf that ranks hold with other bits; None if there is none.
 
-    For example "has other values on ranks 2, 3 than on rank 0 in [0:4, 0:8]".
+    For example "has other values on ranks 2, 3 than on rank 0 in [0:4, 0:8]". ``checksums_of_box`` has for each box a
+    dict from rank to checksum.
     """
     for box, checksum_of_rank in checksums_of_box.items():
+        if not box.numel:  # no values that could differ
+            continue
         first_rank = min(checksum_of_rank)
         expected = checksum_of_rank[first_rank]
-        different = [rank for rank, checksum_of_box in checksum_of_rank.items() if checksum_of_box != expected]
-        if not different or not box.numel:
+        different_ranks = [rank for rank, rank_checksum in checksum_of_rank.items() if rank_checksum != expected]
+        if not different_ranks:
             continue
-        text = f"has other values on {listed(different)} than on rank {first_rank}"
+        text = f"has other values on {listed(different_ranks)} than on rank {first_rank}"
         if box.sizes != spec.shape:
             text += f" in [{', '.join(slices_of(box))}]"
         return text
