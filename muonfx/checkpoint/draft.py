@@ -83,10 +83,14 @@ class Draft:
         """True if the new index is in place, None from the begin of its rename to the end: it may be in place then."""
 
     def begin(self) -> None:
-        """Create the checkpoint folder, and lock this save. Other ranks write after this."""
-        self._index_at_begin = self._start_of_index()
-        is_all_zeros = not self._index_at_begin.strip(b"\0")  # a damaged file system can leave such a file
-        if FORMAT.encode() not in self._index_at_begin and not is_all_zeros:
+        """Create the checkpoint folder, and lock this save. Other ranks write after this.
+
+        Raise if the folder has an ``index.json`` of another program, which the save would replace.
+        """
+        self._index_at_begin = self._start_of_index()  # b"" if there is no checkpoint yet
+        is_empty = self._index_at_begin.strip(b"\0") == b""  # also if all bytes are 0, as after a power failure
+        is_ours = FORMAT.encode() in self._index_at_begin
+        if not is_ours and not is_empty:
             raise FileExistsError(
                 errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
             )
@@ -103,10 +107,10 @@ class Draft:
             return b""
 
     def write(self, path: Path, entries: Sequence[Entry], report: Callable[[int], None] | None = None) -> WrittenShards:
-        """Write boxes of tensors to a new safetensors file, and flush the file to the disk.
+        """Write the entries, parts of tensors, to a new safetensors file, and flush the file to the disk.
 
         Each tensor is copied to the CPU immediately before it is written. ``report`` is called with the number of bytes
-        of tensors that are written so far.
+        of tensors that are written so far. Return the position and the checksums of each entry in the file.
         """
         check_byte_order()
         self.files.append(path)
@@ -142,21 +146,27 @@ class Draft:
         All data files are on the disk before that. The files of the previous checkpoint are recorded for `tidy`. After
         an error, `is_committed` returns whether the new checkpoint replaced the previous one.
         """
+        # 1. Everything that the new index names is on the disk, and the index too, under another name.
         self._require_visible(index.files)
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
             file.write(text_of(index))
+        # 2. Note what is replaced, for `tidy`. After the rename, the old index cannot be found by its name.
         self._has_other_writer = self._start_of_index() != self._index_at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
             self._replaced_files = read_index(self.path / INDEX, with_leaves=False).files
         self._replaced_index = open_to_wait(self.path / INDEX)
+        # 3. The atomic rename: readers find either the previous checkpoint or the new one.
         self._is_renamed = None  # from here on readers may see the files, so they are kept even if a later step fails
         os.replace(self._unfinished_index, self.path / INDEX)
         self._is_renamed = True
         sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
 
     def _require_visible(self, files: Sequence[DataFile]) -> None:
-        """Raise unless this rank can see the data files that all ranks have written."""
+        """Raise unless this rank can see the data files that all ranks have written.
+
+        If the ranks are on machines without a common file system, each has only its own files.
+        """
         for file in files:
             if not (self.path / file.name).exists():
                 raise FileNotFoundError(
@@ -189,7 +199,10 @@ class Draft:
             )
 
     def _remove_replaced_files(self) -> None:
-        """Remove the data files of the replaced checkpoint after its readers have opened them; end this save's lock."""
+        """Remove the data files of the replaced checkpoint after its readers have opened them; end this save's lock.
+
+        A reader that has opened a file can read it to the end after it was removed.
+        """
         try:
             wait_for_readers(self._replaced_index)
             for file in self._replaced_files:
@@ -256,7 +269,10 @@ def _reason(error: Exception) -> str:
 
 
 def _refusal(path: Path, error: OSError, is_committed: bool | None) -> str:
-    """Return the text of a `WriteError`; ``is_committed`` is None if that cannot be known."""
+    """Return the text of a `WriteError`; ``is_committed`` is None if that cannot be known.
+
+    For example "runs/a was not written: No space left on device; the previous checkpoint is unchanged".
+    """
     reason = _reason(error)
     if is_committed:
         return f"{path} was written, but a later operation failed, so it may not survive a power failure: {reason}"
@@ -297,7 +313,10 @@ class WrittenShards(NamedTuple):
 
 
 def _blocks_of(tensor: Tensor) -> list[memoryview]:
-    """Return the bytes of a dense CPU tensor as blocks with one checksum each; the caller keeps the tensor alive."""
+    """Divide the bytes of a dense CPU tensor into blocks of 4 MiB, which get one checksum each.
+
+    The blocks are views of the tensor's memory, so the caller keeps the tensor alive.
+    """
     data = bytes_of(tensor)
     return [data[offset : offset + BLOCK] for offset in range(0, len(data), BLOCK)]
 
@@ -310,20 +329,24 @@ def block_checksums(values: Tensor) -> tuple[str, ...]:
 
 @no_collection()
 def _header_of(entries: Sequence[Entry]) -> bytes:
-    """Return the first bytes of a safetensors file with these entries: the length of the header, and the header."""
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    """Return the first bytes of a safetensors file with these entries, before the values.
+
+    They are the length of the header as 8 bytes, and the header, a JSON object that describes each tensor:
+    ``{"trace/w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}``.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0  # offsets count from the first byte after the header
     for entry in entries:
         nbytes = entry.values.nbytes
         begin = end
         end += nbytes
         dtype_name = SAFETENSORS_NAMES.get(entry.values.dtype)
         shape = entry.box.sizes
-        if dtype_name is None:  # safetensors has no name for it, and stores its bytes
+        if dtype_name is None:  # safetensors has no name for it, so its bytes are stored
             dtype_name = "U8"
             shape = (nbytes,)
-        described[entry.key] = {"dtype": dtype_name, "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(described, separators=(",", ":")).encode()
+        header[entry.key] = {"dtype": dtype_name, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
     padding = -len(text) % 8  # so that the data begins at a multiple of 8 bytes
     text += b" " * padding
     return len(text).to_bytes(8, "little") + text

@@ -98,14 +98,19 @@ def inspect(path: StrPath) -> Index:
 
 @contextmanager
 def _errors_of_index(path: Path) -> Generator[None]:
-    """Convert an OSError of reading an index to an error of the checkpoint at ``path``."""
+    """Convert an OSError of the ``with`` block, which reads the index of a checkpoint, to an error of this package.
+
+    The error is `NotFoundError` without an index, `CheckpointError` for a path that cannot be opened, such as without
+    permission, and `CorruptError` for all others, such as a defect of the disk.
+    """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(_why_no_checkpoint(path)) from None
     except OSError as error:
         message = f"{path / INDEX}: cannot be read: {error.strerror}"
-        if error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP):
+        is_path_refused = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+        if is_path_refused:
             raise CheckpointError(message) from error
         raise CorruptError(message) from error
 
@@ -120,9 +125,11 @@ def inspect_and_keep(path: Path) -> Generator[Index]:
         with _errors_of_index(path):  # not around the caller's block, whose errors are of other files
             file = open_regular(path / INDEX)
             stack.callback(close_read, file)
-            lock(file, shared=True)
+            lock(file, shared=True)  # a save that replaces this index waits until the lock ends
             index = read_index(path / INDEX)
-            if not os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX)):
+            # If the name already belongs to another file, the lock was too late: the save may not wait for it.
+            is_still_at_path = os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX))
+            if not is_still_at_path:
                 raise ReplacedError(f"{path} was replaced while it was read")
         yield index
 
@@ -139,7 +146,11 @@ Result = TypeVar("Result")
 
 
 def retried(path: object, attempt: Callable[[int], Result]) -> Result:
-    """Return ``attempt(0)``, which reads a checkpoint; call it with 1, 2, ... if a save replaced it meanwhile."""
+    """Return ``attempt(0)``, the result of a function that reads a checkpoint.
+
+    If the function raises `ReplacedError`, because a save replaced the checkpoint meanwhile, call ``attempt(1)``, then
+    ``attempt(2)``, and so on.
+    """
     for number in range(ATTEMPTS):
         with suppress(ReplacedError):
             return attempt(number)
@@ -153,17 +164,23 @@ def with_reader(path: Path, work: Callable[[DataReader], Result]) -> Result:
 
 def _read_once(path: Path, work: Callable[[DataReader], Result]) -> Result:
     """Return ``work(reader)`` for the checkpoint that is at the path now; raise `ReplacedError` if it is replaced."""
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # closes the data files
+        # While the index is locked, open all data files: no save removes them in this time.
         with inspect_and_keep(path) as index, replacement(path, index):
             reader = stack.enter_context(DataReader(path, index))
             reader.check_files()
+        # The lock has ended, so that a save need not wait for a long read. Open files can be read to the end.
         with replacement(path, index):
             return work(reader)
 
 
 @contextmanager
 def replacement(path: Path, index: Index) -> Generator[None]:
-    """In the ``with`` block, convert a `CorruptError` to a `ReplacedError` if another save replaced the checkpoint."""
+    """In the ``with`` block, convert a `CorruptError` to a `ReplacedError` if another save replaced the checkpoint.
+
+    A file that is missing may be damage, or the work of a save that has replaced the checkpoint since the ``index`` was
+    read. In the second case the path now has an index with another id, and it helps to read again.
+    """
     try:
         yield
     except CorruptError as error:
@@ -173,8 +190,11 @@ def replacement(path: Path, index: Index) -> Generator[None]:
 
 
 def _why_no_checkpoint(path: Path) -> str:
-    """Return the message of an error that there is no checkpoint at a path, with the most likely reason."""
-    with suppress(OSError, CheckpointError):
+    """Return the message of an error that there is no checkpoint at a path, with the most likely reason.
+
+    For example: the path is a file of torch.save, or a folder that contains checkpoints.
+    """
+    with suppress(OSError, CheckpointError):  # if the reason cannot be found out, the last message has none
         if not path.exists():
             return f"there is no checkpoint at {path}: no such folder"
         if not path.is_dir():
@@ -229,7 +249,10 @@ def _has_index(path: Path) -> bool:
 
 
 def _by_step(folder: Path) -> list[Path]:
-    """Return the folders that `step_path` named, and links of such names, in ascending order of step."""
+    """Return the folders named as ``step-000000100``, and links of such names, in ascending order of step.
+
+    There are none if the folder does not exist.
+    """
     step_folders: list[Path] = []
     with _errors_of_folder(folder), suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
@@ -339,16 +362,21 @@ def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
     good = [path for path in paths if _problem(path) is None]
     if len(good) <= keep:
         return []
+    # In the example, 8 and 9 have the highest steps, and 2 takes the place of 8.
     kept = good[-keep:]
-    if written in good and written not in kept:  # it has a lower step, and replaces the lowest that would be kept
+    if written in good and written not in kept:
         kept[0] = written
-    older = paths[: paths.index(kept[0])]  # than all that are kept; damaged ones too
+    # All before the first that is kept go, the damaged ones too: 1. Later ones go only if they are good: 8.
+    older = paths[: paths.index(kept[0])]
     good_between = [path for path in good if path not in older and path not in kept]
     return older + good_between
 
 
 def _remove(path: Path) -> bool:
-    """Remove a checkpoint, or a link to one; return False if its index is unreadable, so its files are not known."""
+    """Remove a checkpoint, or a link to one; return False if its index is unreadable, so its files are not known.
+
+    Only the files that the index names are removed: the folder may have files of other programs.
+    """
     if path.is_symlink():
         path.unlink(missing_ok=True)
         return True
@@ -407,8 +435,9 @@ def remove_files_of_killed_saves(path: Path) -> None:
     if step_of(path) is not None:
         folders = _by_step(path.parent)
     for folder in folders:
+        # A folder with an index and without a lock is an ordinary checkpoint. To skip it saves reading its index.
         has_lock = any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
-        if not has_lock and _may_exist(folder / INDEX):  # an ordinary checkpoint, whose index need not be read
+        if not has_lock and _may_exist(folder / INDEX):
             continue
         _unnamed_files(folder, ("dead",), remove=True)
         _remove_if_empty(folder, path)
@@ -450,7 +479,8 @@ def warn_of_later_steps(path: Path) -> None:
     if not step_paths:
         return
     newest = step_paths[-1]
-    if (step_of(newest) or 0) > step:
+    newest_step = step_of(newest)
+    if newest_step is not None and newest_step > step:
         warnings.warn(
             f"{path.name} was written, but the folder has later steps, up to {newest.name}, which latest() "
             "returns: if you restarted from an earlier step on purpose, move the later checkpoints to another folder",
@@ -472,7 +502,7 @@ def _verdict(folder: Path, save_id: str, stack: ExitStack) -> Verdict:
     """
     path = folder / lock_name(save_id)
     try:
-        boot = read_regular(path, LONGEST_LOCK)
+        boot_id = read_regular(path, LONGEST_LOCK)
         file = stack.enter_context(FileIO(path, "r+b"))
     except FileNotFoundError:
         # Its files were left by a checkpoint that was removed by half, or the save has just ended. An unfinished index
@@ -481,8 +511,10 @@ def _verdict(folder: Path, save_id: str, stack: ExitStack) -> Verdict:
         return "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
     except OSError:
         return "unknown"
-    if not boot or boot != this_boot():  # locks may be valid on one machine only
+    is_of_this_machine = boot_id != b"" and boot_id == this_boot()
+    if not is_of_this_machine:  # locks may be valid on one machine only
         return "unknown"
+    # A running save holds this lock, and the system releases it when its process ends.
     return "dead" if lock(file) else "alive"
 
 
@@ -511,7 +543,7 @@ def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool 
             except (OSError, CheckpointError):
                 return unnamed  # any file may belong to an index that cannot be read
             files = [folder / name for name in names if name not in named]
-            if remove:
+            if remove:  # within the block, in which no other process can judge this save
                 for file in files:
                     file.unlink(missing_ok=True)
             unnamed += files
