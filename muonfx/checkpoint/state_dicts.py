@@ -55,26 +55,28 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     if GROUPS in index.objects:  # `muonfx.checkpoint.save` has written it
         return index
     _require_not_flattened(index.objects, where)
-    roots = _roots_of(index.objects)
-    if not roots:
+    state_dict_paths = _paths_of_state_dicts(index.objects)
+    if not state_dict_paths:
         return index
-    if len(roots) > 1:
-        texts = ", ".join([repr(name_of(root)) for root in roots])
+    if len(state_dict_paths) > 1:
+        texts = ", ".join([repr(name_of(path)) for path in state_dict_paths])
         raise MismatchError(
             f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: "
             f"{_OTHER_WAY}"
         )
-    groups_by_number = _nested_below((*roots[0], GROUPS), index.objects)
-    groups: list[dict[str, Any]] = []
-    for number in sorted(groups_by_number):
-        groups.append({str(key): value for key, value in groups_by_number[number].items()})
-    state = _nested_below((*roots[0], STATE), index.leaves)
-    leaves = _renamed_leaves(state, _names_of_params(groups), names)
+    (path,) = state_dict_paths  # such as ("optimizer",)
+    groups = _groups_below((*path, GROUPS), index.objects)
+    param_name_of = _take_param_names(groups)
+    state = _nested_below((*path, STATE), index.leaves)
+    leaves = _renamed_leaves(state, param_name_of, names)
     return replace(index, leaves=leaves, objects={GROUPS: groups})
 
 
 def _require_not_flattened(objects: Iterable[str], where: str) -> None:
-    """Raise if a key is such as "param_groups.fc.weight.lr", which may be divided in several ways."""
+    """Raise if a key is such as "param_groups.fc.weight.lr": nothing shows if the parameter is "fc.weight" or "fc".
+
+    ``objects`` are the names of the values that are no tensors.
+    """
     for name in objects:
         for key in path_of(name):
             if isinstance(key, str) and key.startswith(f"{GROUPS}."):
@@ -86,22 +88,41 @@ def _require_not_flattened(objects: Iterable[str], where: str) -> None:
 
 def has_state_dict(objects: Iterable[str]) -> bool:
     """Return whether one of the values that are no tensors is an entry of a group in a state dict."""
-    return bool(_roots_of(objects))
+    return bool(_paths_of_state_dicts(objects))
 
 
-def _roots_of(objects: Iterable[str]) -> list[Path]:
-    """Return the paths of the state dicts of optimizers, such as ("optimizer",).
+def _paths_of_state_dicts(objects: Iterable[str]) -> list[Path]:
+    """Find the state dicts of optimizers by their groups: entries such as "optimizer/param_groups/0/lr".
 
-    ``objects`` are the names of the values that are no tensors, such as "optimizer/param_groups/0/lr".
+    ``objects`` are the names of the values that are no tensors.
+
+    >>> _paths_of_state_dicts(["optimizer/param_groups/0/lr", "optimizer/param_groups/1/lr", "epoch"])
+    [('optimizer',)]
     """
-    roots: dict[Path, None] = {}  # each once, in order
+    paths: dict[Path, None] = {}  # each once, in order
     for name in objects:
-        path = path_of(name)
-        if GROUPS in path:
-            position = path.index(GROUPS)
-            if len(path) > position + 2 and isinstance(path[position + 1], int):
-                roots[path[:position]] = None
-    return list(roots)
+        keys = path_of(name)
+        if GROUPS not in keys:
+            continue
+        position = keys.index(GROUPS)
+        # Below "param_groups" are the number of a group and the key of an entry.
+        is_entry = len(keys) > position + 2 and isinstance(keys[position + 1], int)
+        if is_entry:
+            paths[keys[:position]] = None
+    return list(paths)
+
+
+def _groups_below(path: Path, objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the param groups whose entries have names below a path, in the order of their numbers.
+
+    >>> _groups_below(("optimizer", "param_groups"), {"optimizer/param_groups/0/lr": 0.1})
+    [{'lr': 0.1}]
+    """
+    group_of_number = _nested_below(path, objects)
+    groups: list[dict[str, Any]] = []
+    for number in sorted(group_of_number):
+        groups.append({str(key): value for key, value in group_of_number[number].items()})
+    return groups
 
 
 def _nested_below(path: Path, values: Mapping[str, Any]) -> dict[Any, Any]:
@@ -123,12 +144,13 @@ def _nested_below(path: Path, values: Mapping[str, Any]) -> dict[Any, Any]:
     return nested
 
 
-def _names_of_params(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the names that the saved optimizer has for its parameters, by their keys in the state; remove the keys.
+def _take_param_names(groups: list[dict[str, Any]]) -> dict[str, str]:
+    """Remove the entry "params" of each group, and return a dict from its keys to the names of the parameters.
 
     ``get_optimizer_state_dict`` of torch has names of the model as keys, and ``optimizer.state_dict()`` has numbers.
+    `muonfx.checkpoint.save` stores only "param_names", which is added if it is missing.
 
-    >>> _names_of_params([{"params": [0, 1], "param_names": ["fc.weight", "fc.bias"]}])
+    >>> _take_param_names([{"params": [0, 1], "param_names": ["fc.weight", "fc.bias"]}])
     {'0': 'fc.weight', '1': 'fc.bias'}
     """
     param_name_of: dict[str, str] = {}
@@ -142,10 +164,19 @@ def _names_of_params(groups: list[dict[str, Any]]) -> dict[str, str]:
 def _renamed_leaves(
     state: Mapping[Any, Mapping[Any, Any]], param_name_of: Mapping[str, str], names: Iterable[str]
 ) -> dict[str, Leaf]:
-    """Return the leaves of a state, such as ``{"fc.weight": {"muon.momentum.trace": leaf}}``, by their new names."""
-    entries_of = {param_name_of.get(str(key), str(key)): entries for key, entries in state.items()}
+    """Give the leaves of a state dict the names of `muonfx.checkpoint.save`.
+
+    ``{"fc.weight": {"muon.momentum.trace": leaf}}`` becomes ``{"muon/momentum/trace/fc.weight": leaf}``. ``names`` are
+    those of the leaves to load, ``param_name_of`` has the name of each parameter by its key in the state dict.
+    """
+    entries_of: dict[str, Mapping[Any, Any]] = {}  # by the name of the parameter
+    params_with_key: Counter[Any] = Counter()  # the number of parameters that have an entry with this key
+    for param_key, entries in state.items():
+        param_name = param_name_of.get(str(param_key), str(param_key))
+        entries_of[param_name] = entries
+    for entries in entries_of.values():
+        params_with_key.update(entries.keys())
     plain_name_of = unwrapped(entries_of)
-    number_of_params = Counter([key for entries in entries_of.values() for key in entries])  # by key
     expected_name_of = _expected_names(names)
     new_leaves: dict[str, Leaf] = {}
     for param_name, entries in entries_of.items():
@@ -153,12 +184,13 @@ def _renamed_leaves(
         for key, leaf in entries.items():
             if not isinstance(leaf, Leaf):  # a dict in the state of another optimizer
                 continue
-            is_in_all = number_of_params[key] == len(entries_of)
+            is_step_count = leaf.spec.shape == () and params_with_key[key] == len(entries_of)
+            # First the leaves to load: a key with a dot in a label can be divided in several ways.
             if (key, plain_name) in expected_name_of:
                 new_name = expected_name_of[key, plain_name]
             elif (key, None) in expected_name_of:
                 new_name = expected_name_of[key, None]
-            elif is_in_all and not leaf.spec.shape:  # a step count
+            elif is_step_count:  # stored for each parameter, and one leaf here
                 new_name = name_of(_levels_of_key(key))
             else:
                 new_name = name_of((*_levels_of_key(key), param_name))
@@ -182,9 +214,10 @@ def _levels_of_key(key: str) -> Path:
 
 
 def _expected_names(names: Iterable[str]) -> dict[tuple[str, str | None], str]:
-    """Return names of leaves by their keys in a state dict and the names of the parameters, None for a step count.
+    """Return a dict to find the name of a leaf from its key in a state dict and its parameter, None for a step count.
 
     Any level of a name may be the parameter: the state of a transform may have a dict for each, as in "trace/w/mean".
+    So each name is entered once for each of its levels.
 
     >>> _expected_names(["trace/w"])
     {('trace.w', None): 'trace/w', ('w', 'trace'): 'trace/w', ('trace', 'w'): 'trace/w'}
