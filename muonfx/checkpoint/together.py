@@ -74,18 +74,21 @@ class Together:
     def step(self, compute: Callable[[], Value], merge: Callable[[list[Value]], Sequence[Answer]]) -> Answer:
         """Let each rank ``compute`` a value, and rank 0 ``merge`` the values to one answer for each rank.
 
-        Rank 0 merges only if all ranks have a value. Otherwise, or if the merge fails, all ranks raise one error. A
-        rank that is interrupted takes part in the communication until all ranks have an answer.
+        With ``merge=lambda values: [sum(values)] * len(values)``, each rank receives the sum. Rank 0 merges only if all
+        ranks have a value. Otherwise, or if the merge fails, all ranks raise one error. A rank that is interrupted
+        takes part in the communication until all ranks have an answer.
         """
         if self.group is None:
             (answer,) = merge([compute()])
             return answer
+        # An error is sent in place of the value: a rank that raised it at once would let the others wait forever.
         computed = _attempt(compute)
-        values = self._gather(computed.sent)
+        value_of_rank = self._gather(computed.sent)
         merged = _Outcome([])  # of ranks other than 0
         if self.rank == 0:
-            merged = self._merge(values, merge)
+            merged = self._merge(value_of_rank, merge)
         received = self._scatter(merged.sent)
+        # All ranks have communicated, so each may raise.
         for interrupt in (computed.interrupt, merged.interrupt):
             if interrupt is not None:
                 raise interrupt
@@ -94,15 +97,18 @@ class Together:
         return received
 
     def _merge(self, values: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
-        """Return the list of answers for the ranks; if a value is an error or the merge fails, `_Failures` for each."""
+        """Merge the values of all ranks to a list of answers, one for each rank.
+
+        If a value is an error, or the merge fails, the answer for every rank is a `_Failures`.
+        """
         error_of_rank = {rank: value for rank, value in enumerate(values) if isinstance(value, Exception)}
-        merged = _Outcome([])
-        if not error_of_rank:
-            merged = _attempt(lambda: list(merge(values)))
-            if not isinstance(merged.sent, Exception):
-                return merged
-            error_of_rank[self.rank] = merged.sent
-        return _Outcome([_Failures(error_of_rank)] * self.size, merged.interrupt)
+        if error_of_rank:
+            return _Outcome([_Failures(error_of_rank)] * self.size)
+        merged = _attempt(lambda: list(merge(values)))
+        if isinstance(merged.sent, Exception):
+            failures = _Failures({self.rank: merged.sent})
+            return _Outcome([failures] * self.size, merged.interrupt)
+        return merged
 
     def _gather(self, value: object) -> list[Any]:
         """Return the values of all ranks on rank 0, and an empty list elsewhere."""
@@ -122,12 +128,12 @@ class Together:
 
 
 def _attempt(compute: Callable[[], Any]) -> _Outcome:
-    """Return the value of a function, or the error that it raised."""
+    """Call a function, and return its value or the error that it raised, in a form that can be sent to other ranks."""
     try:
         return _Outcome(compute())
     except Exception as error:
         return _Outcome(_sendable(error))
-    except BaseException as error:
+    except BaseException as error:  # such as KeyboardInterrupt, which this rank raises again later
         return _Outcome(_as_checkpoint_error(error), interrupt=error)
 
 
@@ -160,7 +166,7 @@ def _communication() -> Generator[None]:
 
 
 def check_group(group: Any, action: str) -> None:
-    """Raise unless ``group`` is a process group with this rank. ``action`` begins the error message."""
+    """Raise unless ``group`` is a process group with this rank. ``action``, a text, begins the error message."""
     try:
         if dist.is_initialized() and dist.get_rank(group) >= 0:  # -1 for a process that is not in the group
             return
@@ -196,26 +202,32 @@ def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoR
     Its class is that of the first error, or `ReplacedError` if a rank has raised that, because the caller then reads
     the checkpoint again. ``path`` is the path of the checkpoint. Ranks with the same message share a line.
     """
-    texts: list[str | None] = [None] * (max(error_of_rank) + 1)
+    text_of_rank: list[str | None] = [None] * (max(error_of_rank) + 1)
     for rank, error in error_of_rank.items():
-        texts[rank] = str(error)
+        text_of_rank[rank] = str(error)
         if not isinstance(error, CheckpointError):
-            texts[rank] = f"{path}: {error}"
-    message = errors_by_rank(texts)
+            text_of_rank[rank] = f"{path}: {error}"
+    message = errors_by_rank(text_of_rank)
     errors = list(error_of_rank.values())
-    replaced = [error for error in errors if isinstance(error, ReplacedError)]
-    first = (replaced or errors)[0]
-    if not isinstance(first, CheckpointError):
-        raise CheckpointError(message) from first
-    merged = copy(first)
-    merged.args = (message,)
-    if isinstance(merged, WriteError):  # the checkpoint was written if any rank has seen it
-        merged.written = any(getattr(error, "written", False) for error in errors)
-    raise merged from None
+    errors_of_replacement = [error for error in errors if isinstance(error, ReplacedError)]
+    chosen_error = errors[0]
+    if errors_of_replacement:
+        chosen_error = errors_of_replacement[0]
+    if not isinstance(chosen_error, CheckpointError):
+        raise CheckpointError(message) from chosen_error
+    merged_error = copy(chosen_error)
+    merged_error.args = (message,)
+    if isinstance(merged_error, WriteError):  # the checkpoint was written if any rank has seen it
+        merged_error.written = any(getattr(error, "written", False) for error in errors)
+    raise merged_error from None
 
 
 def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: str) -> None:
-    """Raise if ranks passed different arguments; ``arguments[rank]`` maps argument names to their ``repr``."""
+    """Raise if ranks passed different arguments; ``arguments[rank]`` maps argument names to their ``repr``.
+
+    The error is such as "nothing was written: the ranks save with different step=", and lists the values by rank:
+    ``outcome`` is the text before the colon, and ``action`` the verb.
+    """
     difference = first_difference(arguments)
     if difference is None:
         return
