@@ -63,11 +63,18 @@ class _Block(NamedTuple):
 
 
 def _blocks(name: str, chunk: Chunk, destination: memoryview, first: int = 0) -> list[_Block]:
-    """Divide the bytes of a chunk from block number ``first``, as many as ``destination`` has, into blocks."""
+    """List the blocks of a file to read into ``destination``, beginning with block number ``first`` of a chunk.
+
+    A chunk, a part of the leaf ``name``, is stored in blocks of 4 MiB with one checksum each. 10 MiB of memory are
+    filled from three blocks, of which the last has 2 MiB.
+    """
     blocks: list[_Block] = []
-    for number, offset in enumerate(range(0, len(destination), BLOCK), first):
+    number = first
+    for offset in range(0, len(destination), BLOCK):
+        begin_in_file = chunk.begin + number * BLOCK
         block_bytes = destination[offset : offset + BLOCK]
-        blocks.append(_Block(chunk.file, chunk.begin + number * BLOCK, block_bytes, chunk.crc32[number], name))
+        blocks.append(_Block(chunk.file, begin_in_file, block_bytes, chunk.crc32[number], name))
+        number += 1
     return blocks
 
 
@@ -83,7 +90,11 @@ class Transfer(NamedTuple):
 
 
 def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
-    """Return the copies that fill the shards of ``leaf`` on this rank from the chunks of a ``stored`` leaf."""
+    """List the copies that fill the shards of ``leaf`` on this rank from the chunks of a ``stored`` leaf.
+
+    The layouts may differ: a shard with the rows 2 to 5 is filled from a chunk with the rows 0 to 3, and from one with
+    the rows 4 to 7.
+    """
     transfers: list[Transfer] = []
     for box, values in shards_of(leaf).items():
         for chunk in stored.chunks:
@@ -92,15 +103,19 @@ def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
                 continue
             overlap = intersection(box, chunk.box)
             if overlap is not None:
-                destination = _relative(overlap, box).of(values)
+                destination = _relative(overlap, box).of(values)  # a view of the shard
                 transfers.append(Transfer(name, chunk, overlap, destination))
     return [transfer for transfer in transfers if transfer.destination.numel()]
 
 
 def _relative(box: Box, outer: Box) -> Box:
-    """Return a box in the coordinates of another box that contains it."""
-    offsets = tuple(map(int.__sub__, box.offsets, outer.offsets))
-    return Box(offsets, box.sizes)
+    """Return a box in the coordinates of another box that contains it.
+
+    >>> _relative(Box(offsets=(4, 2), sizes=(2, 3)), Box(offsets=(4, 0), sizes=(4, 8)))
+    Box(offsets=(0, 2), sizes=(2, 3))
+    """
+    offsets = [offset - outer_offset for offset, outer_offset in zip(box.offsets, outer.offsets, strict=True)]
+    return Box(tuple(offsets), box.sizes)
 
 
 def _range_of(view: Tensor) -> tuple[int, int]:
@@ -151,12 +166,16 @@ class DataReader:
             self._file(number)
 
     def _file(self, number: int) -> FileIO:
-        """Return the data file with this number in the index, open; check its size and header when it is opened."""
-        if number not in self._files:
-            if len(self._files) >= _MOST_OPEN:  # no read of another file is in progress
-                oldest = next(iter(self._files))
-                close_read(self._files.pop(oldest))
-            self._files[number] = self._open(self.index.files[number])
+        """Return the data file with this number in the index, open; check its size and header when it is opened.
+
+        If too many files are open, the one that was opened first is closed; `_file` opens it again when it is needed.
+        """
+        if number in self._files:
+            return self._files[number]
+        if len(self._files) >= _MOST_OPEN:  # no read of another file is in progress
+            oldest = next(iter(self._files))
+            close_read(self._files.pop(oldest))
+        self._files[number] = self._open(self.index.files[number])
         return self._files[number]
 
     def _open(self, data_file: DataFile) -> FileIO:
@@ -198,13 +217,17 @@ class DataReader:
         self._read_blocks(blocks)
 
     def _read_and_convert(self, transfer: Transfer, dtype: torch.dtype) -> None:
-        """Read the blocks of a chunk that contain a box into a buffer, and copy the box from there."""
+        """Read the blocks of a chunk that contain a box into a buffer, and copy the box from there.
+
+        Needed if the box is only a part of the chunk, or if the destination has another dtype, device or order.
+        """
         name, chunk, box, destination = transfer
         # The box as a view of the stored chunk, without memory: it has the strides and the offset to read.
         stored_chunk = torch.empty(chunk.box.sizes, dtype=dtype, device="meta")
         stored_box = _relative(box, chunk.box).of(stored_chunk)
         begin, end = _range_of(stored_box)
-        block_numel = BLOCK // dtype.itemsize  # whole blocks are read, since each has one checksum
+        # Whole blocks are read, since each has one checksum. All positions are counted in elements.
+        block_numel = BLOCK // dtype.itemsize
         first_block = begin // block_numel
         last_block = (end - 1) // block_numel
         buffer_begin = first_block * block_numel
@@ -232,20 +255,23 @@ class DataReader:
             reads = [self._pool.submit(_read_task, path, file, task) for task in _tasks(blocks_of_file)]
             try:
                 for read in reads:
-                    read.result()
+                    read.result()  # raises the error of this read
             finally:
                 for read in reads:
-                    read.cancel()
+                    read.cancel()  # after an error, those that have not begun
                 wait(reads)  # the memory must not be freed while a thread writes to it
 
 
 def _tasks(blocks: Iterable[_Block]) -> list[list[_Block]]:
-    """Group blocks to tasks of about 4 MiB: for small leaves, a task for each would cost more than the read."""
+    """Group blocks to tasks of at most 4 MiB, each of which one thread reads.
+
+    A thousand leaves of 1 KiB are one task: for small leaves, a task for each would cost more than the read.
+    """
     tasks: list[list[_Block]] = []
     free_bytes = 0  # of the last task
     for block in blocks:
         nbytes = len(block.destination)
-        if nbytes > free_bytes:
+        if nbytes > free_bytes:  # the block does not fit in the last task, or there is none
             tasks.append([])
             free_bytes = BLOCK
         tasks[-1].append(block)
