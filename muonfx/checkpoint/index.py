@@ -182,7 +182,10 @@ _OWN_NAMES = (
 
 @no_collection()
 def text_of(index: Index) -> bytes:
-    """Return the bytes of ``index.json``; raise `CheckpointError` if they exceed the size that can be read again."""
+    """Return the bytes of ``index.json``: ``{"sha256": "0f3a...", "index": {"format": "muonfx checkpoint", ...}}``.
+
+    Raise `CheckpointError` if they exceed the size that can be read again.
+    """
     chain: dict[str, Any] | None = None
     if index.fingerprint is not None:
         chain = {"fingerprint": index.fingerprint, "repr": index.chain, "products": index.products}
@@ -253,12 +256,15 @@ def _require_format(body: Any, path: Path) -> None:
 
 
 def _index(body: Any, *, with_leaves: bool) -> Index:
-    """Return the `Index` that a parsed text describes."""
+    """Convert the parsed text of ``index.json`` to an `Index`, after a check of every number and name in it.
+
+    Without leaves, which are most of the text, ``Index.leaves`` is empty.
+    """
     step = body["step"]
     if step is not None:
         _require_sizes([step])
     chain: Any = body["chain"]
-    if chain is None:
+    if chain is None:  # the save was given no transform
         chain = {"fingerprint": None, "repr": None, "products": {}}
     files = tuple(_file(entry) for entry in body["files"])
     leaves: dict[str, Leaf] = {}
@@ -291,13 +297,18 @@ def _file(entry: Any) -> DataFile:
 
 
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
-    """Return the `Leaf` that an entry of the index describes; its chunks hold each element once."""
+    """Return the `Leaf` that an entry of the index describes, such as ``{"dtype": "F32", "shape": [2], ...}``.
+
+    Raise unless a tensor can have this shape, and the chunks, parts of the tensor, hold each element once.
+    """
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:  # such as one of a newer version of torch
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
     shape = tuple(entry["shape"])
     _require_sizes(shape)
-    strides_fit = prod(filter(None, shape)) * dtype.itemsize <= _BIGGEST  # torch has strides also for a size of 0
+    # torch computes strides also for a tensor without elements, so a size of 0 does not make the others harmless.
+    nonzero_sizes = [size for size in shape if size != 0]
+    strides_fit = prod(nonzero_sizes) * dtype.itemsize <= _BIGGEST
     if len(shape) > _MOST_DIMS or not strides_fit:
         raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
     chunks = tuple(_chunk(name, chunk_entry, dtype.itemsize, files) for chunk_entry in entry["chunks"])
@@ -308,7 +319,10 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
 
 
 def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:
-    """Return the `Chunk` that an entry of the leaf ``name`` describes; it is within a data file."""
+    """Return the `Chunk`, the position of a part of the leaf ``name`` in a file, that an entry of the index describes.
+
+    Raise unless its bytes are within the data file, after the header, and each block of them has a checksum.
+    """
     box = Box(tuple(entry["offsets"]), tuple(entry["sizes"]))
     chunk = Chunk(entry["file"], entry["begin"], box, tuple(entry["crc32"]))
     _require_sizes([chunk.file, chunk.begin, *box.offsets, *box.sizes])
@@ -325,12 +339,15 @@ def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) ->
 
 
 def _require_filled(files: tuple[DataFile, ...], leaves: dict[str, Leaf]) -> None:
-    """Raise unless the chunks have as many bytes as the data files: else a small file could fill the memory."""
-    ends = [file.header_nbytes for file in files]
+    """Raise unless the headers and the chunks of all leaves have as many bytes as the data files.
+
+    Otherwise an index could name the same bytes of a small file for many large leaves, which would fill the memory.
+    """
+    filled_nbytes = [file.header_nbytes for file in files]
     for leaf in leaves.values():
         for chunk in leaf.chunks:
-            ends[chunk.file] += prod(chunk.box.sizes) * leaf.spec.dtype.itemsize
-    if ends != [file.nbytes for file in files]:
+            filled_nbytes[chunk.file] += prod(chunk.box.sizes) * leaf.spec.dtype.itemsize
+    if filled_nbytes != [file.nbytes for file in files]:
         raise ValueError("the leaves do not fill the data files")
 
 
