@@ -61,7 +61,10 @@ def fresh_file(path: Path) -> Generator[BinaryIO]:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, and flush the new directory entries to the disk."""
+    """Create a folder and its missing parents, and flush the new directory entries to the disk.
+
+    An entry belongs to the parent: after a power failure, a folder without a flushed entry may be gone.
+    """
     new_folders = [path]
     new_folders += [parent for parent in path.parents if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -105,7 +108,10 @@ def close_read(file: FileIO) -> None:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return the contents of a regular file; raise OSError if it has more than ``most`` bytes."""
+    """Return the contents of a regular file; raise OSError if it has more than ``most`` bytes.
+
+    The size is checked before the read, because a file of an unknown origin could fill the memory.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -161,7 +167,10 @@ def lock(file: FileIO, *, shared: bool = False) -> bool | None:
 
 
 def open_to_wait(index_path: Path) -> FileIO | None:
-    """Open the index that a save is about to replace, for `wait_for_readers`; None if there is none."""
+    """Open the index that a save is about to replace, for `wait_for_readers`; None if there is none.
+
+    After the rename, the replaced file has no name, and can be locked only if it is already open.
+    """
     try:
         return FileIO(index_path, "r+b")  # some file systems lock only files that are open for writing
     except OSError:
@@ -174,6 +183,7 @@ def wait_for_readers(replaced_index: FileIO | None) -> None:
         return
     with replaced_index:
         end = time.monotonic() + _LONGEST_WAIT
+        # False: a reader has locked it, and is opening the data files. None: there are no locks to wait for.
         while lock(replaced_index) is False and time.monotonic() < end:
             time.sleep(_PAUSE)
 
@@ -217,17 +227,21 @@ class SaveLock:
 
 
 def _locked_file(path: Path) -> FileIO:
-    """Create a file at ``path`` that is locked and contains the boot id; without a boot id if it cannot be locked."""
+    """Create the lock file of a save: a file at ``path`` that is locked and contains the boot id of this machine.
+
+    It has no boot id if it cannot be locked, so that other processes do not rely on the lock.
+    """
     # If the system can, the file gets its name last: it is removed if the process is killed before. Otherwise an empty
     # file could be left, which does not record its machine.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
-        with ExitStack() as closing:
-            closing.enter_context(unnamed_file)
+        with ExitStack() as stack:
+            stack.enter_context(unnamed_file)
             _lock_and_sign(unnamed_file)
             if _give_name(unnamed_file, path):
-                closing.pop_all()  # the file stays open, and so locked
+                stack.pop_all()  # the file stays open, and so locked
                 return unnamed_file
+    # The system has no unnamed files, or cannot name them.
     file = FileIO(path, "xb")
     _lock_and_sign(file)
     return file
@@ -251,12 +265,15 @@ def _give_name(unnamed_file: FileIO, path: Path) -> bool:
 
 
 def _unnamed_file(folder: Path) -> FileIO | None:
-    """Create a file without a name in the file system of a folder; None if the system or file system has no such."""
+    """Create a file without a name in the file system of a folder; None if the system or file system has no such.
+
+    The system removes such a file when its process ends, unless `_give_name` has given it a name.
+    """
     if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").is_dir():
         return None
     try:
         return FileIO(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), "r+b")
-    except FileNotFoundError:
+    except FileNotFoundError:  # there is no such folder, which the caller creates
         raise
     except OSError:
         return None
@@ -271,9 +288,10 @@ with suppress(ImportError):  # isal has the same values, in about a tenth of the
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a dense CPU tensor as bytes, not copied; the caller must keep the tensor alive."""
-    if not tensor.nbytes:
+    if not tensor.nbytes:  # its address may be 0
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+    array_type = ctypes.c_ubyte * tensor.nbytes
+    return memoryview(array_type.from_address(tensor.data_ptr()))
 
 
 def with_plain_bits(tensor: Tensor) -> Tensor:
