@@ -91,8 +91,9 @@ def _level_of(key: object) -> str:
         )
     if isinstance(key, int):
         return str(int(key))
-    level = key.replace("~", "~0").replace("/", "~1")  # without "~2", so no other key has the level below
-    if not key or _INTEGER.fullmatch(key):
+    level = key.replace("~", "~0").replace("/", "~1")  # never contains "~2", which can therefore be a mark
+    reads_as_int = _INTEGER.fullmatch(key) is not None
+    if key == "" or reads_as_int:
         return "~2" + level
     return level
 
@@ -116,12 +117,13 @@ def _key_of(level: str) -> str | int:
 
 
 def named_tensors(values: PyTree, section: str = "") -> dict[str, Any]:
-    """Return a dict from the name of each leaf of a tree to the leaf; raise unless it is a tensor, a shard, or None.
+    """Return a dict from the name of each leaf of a tree to the leaf: ``{"trace/w": tensor}`` for a momentum.
 
     Names begin with ``section``, such as "params", if given. Prefixes from wrappers like ``torch.compile`` are removed.
+    Raise unless each leaf is a tensor, a shard of one, or None.
     """
-    for kind, code in _MISTAKEN.items():
-        if isinstance(values, kind):
+    for mistaken_class, code in _MISTAKEN.items():
+        if isinstance(values, mistaken_class):
             raise TypeError(f"found a {type(values).__name__}, expected a tree of tensors: pass {code}")
     names = [name_of(path, section) for path in tree.paths(values)]
     plain_name_of = plain_names(names)
@@ -133,13 +135,19 @@ def named_tensors(values: PyTree, section: str = "") -> dict[str, Any]:
                 f"two leaves have the name {plain_name!r} when the prefixes of wrappers (torch.compile, DataParallel, "
                 "...) are removed: rename one of them"
             )
-        if leaf is not None and not isinstance(leaf, Tensor) and not is_sharded(leaf):
-            raise TypeError(
-                f"the leaf {plain_name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint stores tensors "
-                "and JSON; store a number as a 0-d tensor, or pass it in extra="
-            )
+        _require_tensor(plain_name, leaf)
         leaves[plain_name] = leaf
     return leaves
+
+
+def _require_tensor(name: str, leaf: object) -> None:
+    """Raise if a leaf is, for example, a float: a checkpoint stores tensors, shards of tensors, or None."""
+    if leaf is None or isinstance(leaf, Tensor) or is_sharded(leaf):
+        return
+    raise TypeError(
+        f"the leaf {name!r} is a {type(leaf).__name__}, expected a tensor: a checkpoint stores tensors "
+        "and JSON; store a number as a 0-d tensor, or pass it in extra="
+    )
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
@@ -233,18 +241,24 @@ class LocalLeaf(NamedTuple):
 
 
 def _ranks_without_replicas(leaf: Any) -> int:
-    """Return the size of a mesh of which each dim shards a leaf; 0 if a dim may replicate it, or there is no mesh."""
+    """Return the number of ranks of a DTensor's mesh if each of them holds other shards, else 0.
+
+    It is 8 for a leaf that is divided along both dims of a 2 x 4 mesh, and 0 if one dim replicates it.
+    """
     if not is_dtensor(leaf):
         return 0
     mesh = leaf.device_mesh
     for dim, placement in enumerate(leaf.placements):
-        if mesh.size(dim) > 1 and not placement.is_shard():
+        if mesh.size(dim) > 1 and not placement.is_shard():  # the ranks along this dim hold equal values
             return 0
     return mesh.size()
 
 
 def _shards_by_protocol(leaf: Any) -> dict[Box, Tensor]:
-    """Return the shards of an object that follows the protocol of ``torch.distributed._checkpointable``."""
+    """Return the shards on this rank of a DTensor, or of another object that can list its shards for torch.
+
+    The two methods with underscores are the protocol of ``torch.distributed._checkpointable``.
+    """
     # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
