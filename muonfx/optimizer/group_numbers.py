@@ -38,9 +38,16 @@ class Hyperparam(NamedTuple):
     """True if other keys have the same numbers, as "momentum" repeats the first of "betas" for schedulers."""
 
     def numbers_in(self, value: Number | Sequence[Number]) -> Sequence[Number]:
-        """Return one number for each of ``names``: ``(0.9,)`` for the value 0.9. Raise unless it has their count."""
+        """Return the numbers in a value of this key, one for each of ``names``. Raise if the value has another form.
+
+        >>> Hyperparam("lr", ("scale_by_learning_rate.learning_rate",)).numbers_in(0.1)
+        (0.1,)
+        >>> Hyperparam("betas", ("scale_by_adam.b1", "scale_by_adam.b2"), is_tuple=True).numbers_in((0.9, 0.95))
+        (0.9, 0.95)
+        """
         is_sequence = isinstance(value, Sequence)
         values = value if is_sequence else (value,)
+        # A pair for "betas", and a single number for "lr".
         if is_sequence != self.is_tuple or len(values) != len(self.names):
             expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"
             raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}")
@@ -94,13 +101,14 @@ class GroupNumbers:
     def parse(self, values: Group) -> dict[str, Number]:
         """Return a group's hyperparameters by dotted name: ``{"momentum.decay": 0.9}`` for ``{"momentum": 0.9}``.
 
-        If two keys set a number to different values, use the value that has changed since the last `read`. Raise
-        ValueError if both have changed.
+        Two keys may set the same number, as "momentum" and the first of "betas" do. If their values differ, use the
+        value that has changed since the last `read`. Raise ValueError if both have changed.
         """
         numbers: dict[str, Number] = {}
-        for hyperparam in self.hyperparams:
+        for hyperparam in self.hyperparams:  # a key, and the names of the numbers that it sets
             if hyperparam.key not in values:
                 continue
+            # For "betas": (0.9, 0.95), the pairs are ("scale_by_adam.b1", 0.9) and ("scale_by_adam.b2", 0.95).
             values_of_key = hyperparam.numbers_in(values[hyperparam.key])
             for name, number in zip(hyperparam.names, values_of_key, strict=True):
                 if name in numbers:  # an earlier key sets it, too
@@ -110,15 +118,21 @@ class GroupNumbers:
         return numbers
 
     def _changed(self, name: str, first: Number, second: Number) -> Number:
-        """Return which of two values of a hyperparameter has changed since the last `read`; raise if both have.
+        """Return which of two values of a number has changed since the last `read`; raise ValueError if both have.
 
-        ``first`` and ``second`` are the values that two keys set. Return ``first`` if they are equal. For example, if
-        the last value was 0.9, return 0.8 for 0.9 and 0.8.
+        Two keys of a group set the number, such as "betas" and "momentum". If a scheduler writes 0.8 into "momentum",
+        and "betas" still has the last value 0.9, the result is 0.8.
+
+        Args:
+            name: the dotted name of the number, such as "scale_by_adam.b1".
+            first: the value under one key.
+            second: the value under the other key.
         """
-        if equal(first, second) or self._was_read(name, second):
+        if equal(first, second) or self._was_read(name, second):  # only the first may have changed
             return first
         if self._was_read(name, first):
             return second
+        # Both have changed, to different values.
         keys = [repr(hyperparam.key) for hyperparam in self.hyperparams if name in hyperparam.names]
         raise ValueError(
             f"{' and '.join(keys)} in a group both set {name}, to {first!r} and {second!r}: set one of them"
@@ -151,26 +165,38 @@ class GroupNumbers:
         if self._is_unchanged(group):
             return self._last_numbers
         numbers = self.parse(group)
-        for hyperparam in self.hyperparams:
-            # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
-            missing = [name for name in hyperparam.names if name not in numbers]
-            if missing:
-                raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
-        if self._has_common_numbers:  # one may have been changed under another key: "betas" follows "momentum"
-            for hyperparam in self.hyperparams:
-                key = hyperparam.key
-                current = [numbers[name] for name in hyperparam.names]
-                is_current = key in group and all(map(equal, hyperparam.numbers_in(group[key]), current))
-                if not is_current:
-                    group[key] = hyperparam.value_of(numbers)
-        self._last_entries = {key: group[key] for key in self.keys}  # for `_is_unchanged` in the next call
+        self._require_complete(group, numbers)
+        if self._has_common_numbers:
+            self._write_into_all_keys(group, numbers)
+        # Remember the entries for `_is_unchanged`, and the numbers for the identities that callers compare.
+        self._last_entries = {key: group[key] for key in self.keys}
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
         if changed:
             self._last_numbers = numbers
         return self._last_numbers
 
+    def _require_complete(self, group: Group, numbers: Numbers) -> None:
+        """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
+        for hyperparam in self.hyperparams:
+            # Not a comparison of sets, which torch.compile with dynamic=True cannot trace.
+            missing = [name for name in hyperparam.names if name not in numbers]
+            if missing:
+                raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
+
+    def _write_into_all_keys(self, group: Group, numbers: Numbers) -> None:
+        """Write current numbers into each key of a group that has others, as "betas" follows a change of "momentum"."""
+        for hyperparam in self.hyperparams:
+            key = hyperparam.key
+            current = [numbers[name] for name in hyperparam.names]
+            is_current = key in group and all(map(equal, hyperparam.numbers_in(group[key]), current))
+            if not is_current:
+                group[key] = hyperparam.value_of(numbers)
+
     def _is_unchanged(self, group: Group) -> bool:
-        """Return True if each entry is the object that the last `read` has left in the group, as in most steps."""
+        """Return True if each hyperparameter is the same object as after the last `read`, as in most steps.
+
+        This is faster than to parse all entries at every step.
+        """
         # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
         if torch.compiler.is_compiling() or not self._last_entries:
             return False
@@ -214,22 +240,22 @@ def own_copy(value: Any) -> Any:
 def separate_tensors(
     groups: Sequence[TrackedGroup], numbers_of_groups: Sequence[dict[str, Number]], callers_tensors: CallersTensors
 ) -> list[dict[str, Number]]:
-    """Replace a tensor that several groups or several hyperparameters have in common by a copy for each of them.
+    """Give each param group its own copy of a tensor that several groups or hyperparameters have in common.
 
-    ``numbers_of_groups`` is the result of `read_numbers`. Return the numbers in the groups after the replacement.
-    ``callers_tensors`` records the replaced tensors, because the caller may write into them later.
+    For example, if "lr" is one tensor in two groups, a scheduler that writes into it for one group would change both.
+
+    Args:
+        groups: the param groups, whose entries are replaced by the copies.
+        numbers_of_groups: the numbers in each group, as `read_numbers` returns them.
+        callers_tensors: records the tensors that are replaced, because the caller may write into them later.
+
+    Returns:
+        The numbers in each group after the replacement.
     """
-    number_of_uses = Counter[int]()  # how many hyperparameters have each tensor, by its id
-    for tracked in groups:
-        for key in tracked.numbers.keys:
-            if key not in tracked.numbers.mirrors:  # "momentum" of Adam repeats the first of "betas"
-                number_of_uses.update(map(id, _tensors_in(tracked.group[key])))
+    uses_of_tensor = _uses_of_tensors(groups)
     separate_numbers: list[dict[str, Number]] = []
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
-        common: dict[str, Number] = {}
-        for name, number in numbers.items():
-            if number_of_uses[id(number)] > 1:
-                common[name] = number
+        common = {name: number for name, number in numbers.items() if uses_of_tensor[id(number)] > 1}
         if common:  # also in the first group, so that writing into the common tensor changes no group
             callers_tensors.note(common)
             copies = {name: own_copy(number) for name, number in common.items()}
@@ -237,6 +263,18 @@ def separate_tensors(
             numbers = tracked.numbers.read(tracked.group)
         separate_numbers.append(numbers)
     return separate_numbers
+
+
+def _uses_of_tensors(groups: Sequence[TrackedGroup]) -> Counter[int]:
+    """Return how many hyperparameters of all groups have each tensor, by the id of the tensor."""
+    uses_of_tensor = Counter[int]()
+    for tracked in groups:
+        for key in tracked.numbers.keys:
+            if key in tracked.numbers.mirrors:  # "momentum" of Adam repeats the first of "betas"
+                continue
+            for tensor in _tensors_in(tracked.group[key]):
+                uses_of_tensor[id(tensor)] += 1
+    return uses_of_tensor
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -255,10 +293,14 @@ def scalar(name: str, value: Any) -> Any:
 
 
 def fitted(defaults: Numbers, numbers: Numbers) -> dict[str, Number]:
-    """Convert numbers from a param group to the types and shapes of the transform's own numbers, ``defaults``.
+    """Convert numbers that a user has put into a param group to the types that a transform accepts.
 
-    Both are by dotted name, such as ``{"momentum.decay": 0.9}``. A tensor stays a tensor that shares memory with the
-    one in the group, because a scheduler may write into it. Raise ValueError if its shape does not fit.
+    For example, ``numpy.float32(0.5)`` becomes the float 0.5, and a tensor of shape (1,) becomes a view without dims.
+    A view, because a scheduler may write into the tensor in the group. Raise ValueError if a shape does not fit.
+
+    Args:
+        defaults: the transform's own numbers by dotted name, such as ``{"momentum.decay": 0.95}``.
+        numbers: the numbers in the group, by the same names.
     """
     fitted_numbers: dict[str, Number] = {}
     for name, number in numbers.items():
@@ -285,10 +327,16 @@ def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
 
 
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
-    """Raise ValueError, with the key in the group, if a number of a group is out of range for its transform.
+    """Raise ValueError if a number of a param group is out of range, such as "lr": -1.0. The error has the key "lr".
 
-    ``numbers`` and ``defaults`` are the numbers of the group and of the transform, by dotted name. The transform itself
-    checks its numbers, so each number is put into it alone: the error then belongs to the key of this number.
+    The transform itself checks its numbers, so each number is put into the transform alone. If the transform raises an
+    error, the key of this number is the cause.
+
+    Args:
+        tx: the transform that reads the numbers.
+        hyperparams: the keys of the group, each with the dotted names of its numbers.
+        numbers: the numbers of the group by dotted name.
+        defaults: the numbers with which ``tx`` was constructed.
     """
     for hyperparam in hyperparams:
         for index, name in enumerate(hyperparam.names):
@@ -298,7 +346,7 @@ def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: 
                 number = fitted(defaults, {name: numbers[name]})
                 prepared(with_hyperparams(tx, number))  # raises ValueError if the number is out of range
             except ValueError as error:
-                key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key
+                key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key  # such as "betas[1]"
                 raise ValueError(_refusal(key, name, str(error))) from None
 
 
@@ -340,10 +388,13 @@ class CallersTensors:
                     self._tensors.append(_CallersTensor(name, tensor, tensor._version))
 
     def warn_of_written(self) -> None:
-        """Warn once if the caller has written into one of the tensors."""
+        """Warn once if the caller has written into one of the tensors, as in ``rate.fill_(0.1)``.
+
+        This has no effect, because each param group has a copy of the tensor.
+        """
         for name, tensor, version in self._tensors:
-            if tensor._version != version:
-                self._tensors = []
+            if tensor._version != version:  # torch increases it with every write
+                self._tensors = []  # so that no later step warns again
                 warn_caller(
                     f"the tensor that was given for {name!r} was changed in place, which has no effect: each param "
                     "group has a copy of it; write into the tensors in param_groups"
