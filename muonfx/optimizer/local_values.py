@@ -29,9 +29,10 @@ class Misfit(ValueError):
 
 
 def apart_from(tensors: Iterable[object], loads: Iterable[Load]) -> list[Load]:
-    """Clone the values that share memory with ``tensors``, which the loads will overwrite.
+    """Clone each value that shares memory with one of ``tensors``, which the loads will overwrite.
 
-    Otherwise, to exchange the tensors of two parameters would give both the same values.
+    For example, the loads exchange the states ``a`` and ``b``. The copy of ``b`` into ``a`` overwrites ``a``, so the
+    value that is copied into ``b`` afterwards must be a clone of the former ``a``.
     """
     addresses = {_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     separate: list[Load] = []
@@ -48,7 +49,10 @@ def _address(tensor: Tensor) -> int:
 
 
 def require_fit(leaf: object, value: object) -> None:
-    """Raise `Misfit` if a saved value has the wrong shape or dtype for a state tensor."""
+    """Raise `Misfit` if a saved value cannot be copied into a tensor of the state without a loss.
+
+    The shapes must be equal. A value in bfloat16 fits a leaf in float32, and a value in float32 does not fit bfloat16.
+    """
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         raise Misfit(f"is {_shape_text(value)}, expected {_shape_text(leaf)}")
     # Eight-bit values are codes of quantized state, which are not numbers and have no meaning in another dtype.
@@ -66,29 +70,45 @@ def _shape_text(value: object) -> str:
 
 
 def on_this_rank(leaf: Any, value: Any) -> Tensor:
-    """Return this rank's part of a saved tensor, sharded like the state tensor ``leaf``, or raise `Misfit`.
+    """Return this rank's part of a saved tensor: the values to copy into this rank's part of ``leaf``.
 
-    The saved tensor is whole, or sharded like ``leaf``.
+    ``leaf`` is a tensor of the state: plain, a DTensor, or an interval of a flattened tensor. The saved tensor must be
+    whole, or sharded in the same way; otherwise raise `Misfit`. For example, if the shard of ``leaf`` has the elements
+    2 to 4 of the flattened tensor, the result for the whole value ``[[0, 1], [2, 3]]`` is ``[2, 3]``.
     """
     is_whole = not is_dtensor(value) and not isinstance(value, FlatShardTensor)
     if isinstance(leaf, FlatShardTensor):
-        shard = leaf.shard
-        if is_whole:
-            return value.reshape(-1)[shard.start : shard.stop]
-        if isinstance(value, FlatShardTensor) and (value.shard.start, value.shard.stop) == (shard.start, shard.stop):
-            return value.shard.data
+        local_value = _in_flat_shard(leaf, value, is_whole=is_whole)
     elif is_dtensor(leaf):
-        if is_whole:
-            value = _sharded_like(leaf, value)
-        if is_dtensor(value) and value.device_mesh == leaf.device_mesh and value.placements == leaf.placements:
-            require_same_position(value, leaf.device_mesh)
-            return local_of(value)
-    elif is_whole:
-        return value
+        local_value = _in_dtensor(leaf, value, is_whole=is_whole)
+    else:  # a plain tensor, which this rank has in full
+        local_value = value if is_whole else None
+    if local_value is not None:
+        return local_value
     raise Misfit(
         f"is placed as {_placement_text(value)}, here as {_placement_text(leaf)}: load through "
         "torch.distributed.checkpoint or muonfx.checkpoint, which move values between layouts"
     )
+
+
+def _in_flat_shard(leaf: FlatShardTensor, value: Any, *, is_whole: bool) -> Tensor | None:
+    """Return the part of a saved value that is in the interval of ``leaf``; None if it is sharded in another way."""
+    shard = leaf.shard
+    if is_whole:
+        return value.reshape(-1)[shard.start : shard.stop]
+    if isinstance(value, FlatShardTensor) and (value.shard.start, value.shard.stop) == (shard.start, shard.stop):
+        return value.shard.data
+    return None
+
+
+def _in_dtensor(leaf: DTensor, value: Any, *, is_whole: bool) -> Tensor | None:
+    """Return this rank's shard of a saved value, for a DTensor ``leaf``; None if it is sharded in another way."""
+    if is_whole:
+        value = _sharded_like(leaf, value)
+    if is_dtensor(value) and value.device_mesh == leaf.device_mesh and value.placements == leaf.placements:
+        require_same_position(value, leaf.device_mesh)
+        return local_of(value)
+    return None
 
 
 def _sharded_like(leaf: DTensor, value: Tensor) -> DTensor:
@@ -109,8 +129,11 @@ def _placement_text(value: Any) -> str:
 
 
 def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
-    """Raise `Misfit` if a loaded DTensor is the shard of a rank at another position in the mesh."""
-    # A mesh is saved with the coordinates of the rank that saves it, and keeps them when it is loaded.
+    """Raise `Misfit` if a loaded DTensor is the shard of another rank, as if rank 0 loads the file of rank 1.
+
+    ``mesh`` is the mesh of this process. A saved mesh has the coordinates of the rank that saved it, and keeps them
+    when it is loaded.
+    """
     saved_position = value.device_mesh.get_coordinate()  # such as [0, 1]; None for a rank that is not in the mesh
     position = mesh.get_coordinate()
     has_same_shard = saved_position == position
