@@ -19,14 +19,19 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 def constructed_together(constructor: Constructor) -> Constructor:
-    """Decorate the constructor of an optimizer: an error on one rank is raised on all ranks that construct it."""
+    """Decorate the constructor of an optimizer: an error on one rank is raised on all ranks that construct it.
+
+    Without this, the other ranks would wait for the failed rank until a timeout.
+    """
 
     @functools.wraps(constructor)
     def construct(self: Any, *args: Any, **options: Any) -> None:
+        # `params` is read twice, by the constructor and by `_group_of`, and an iterator can be read once only.
         if args:  # the first is ``params``
             args = (_without_iterators(args[0]), *args[1:])
         elif "params" in options:
             options["params"] = _without_iterators(options["params"])
+        # An error in this block is sent to the ranks of the process group, which is searched only after an error.
         with construction(lambda: _group_of(args, options)):
             constructor(self, *args, **options)
 
@@ -34,17 +39,18 @@ def constructed_together(constructor: Constructor) -> Constructor:
 
 
 def _without_iterators(params: Any) -> Any:
-    """Return parameters or groups with lists for iterators such as ``model.parameters()``.
+    """Return the argument ``params`` of an optimizer with a list in place of each iterator, so that it can be reread.
 
-    Both the constructor and the search for the process group read them, and an iterator can be read once.
+    >>> _without_iterators([{"params": iter(["w", "b"]), "lr": 0.1}])
+    [{'params': ['w', 'b'], 'lr': 0.1}]
     """
-    if isinstance(params, Iterator):
+    if isinstance(params, Iterator):  # such as model.parameters()
         params = list(params)
-    if not isinstance(params, list | tuple):
+    if not isinstance(params, list | tuple):  # a model, or a dict from names to tensors
         return params
     items: list[Any] = []
     for item in params:
-        if isinstance(item, dict) and isinstance(item.get("params"), Iterator):
+        if isinstance(item, dict) and isinstance(item.get("params"), Iterator):  # a param group
             items.append({**item, "params": list(item["params"])})
         else:
             items.append(item)
@@ -52,20 +58,23 @@ def _without_iterators(params: Any) -> Any:
 
 
 def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that construct an optimizer with these arguments; None if it is alone.
+    """Return the process group of the ranks that construct an optimizer with these arguments together.
 
-    The layout of the parameters has it, or else the parameters themselves, if they are DTensors.
+    Return None if this process constructs it alone: then no other rank waits for it. For example, the group of
+    ``Muon(model, layout=zero(params))`` is the group of the layout.
     """
     if not dist.is_initialized():
         return None
-    layout = options.get("layout")  # a layout, a function that creates one, or None
+    # A layout, a function that creates one, or None. It may also be within the transform, as in `sharded(tx, layout)`.
+    layout = options.get("layout")
     for argument in (*args, *options.values()):
-        if isinstance(argument, Sharded):  # a transform with a layout, as ``sharded(tx, layout)`` returns it
+        if isinstance(argument, Sharded):
             layout = argument.layout
     if isinstance(layout, Layout):
         return layout.group
     if layout is not None:
         return _group_of_function(layout)
+    # Without a layout, only DTensors are distributed. Plain parameters belong to this process.
     params = args[0] if args else options.get("params")
     return dist.group.WORLD if _are_on_all_ranks(params) else None
 
