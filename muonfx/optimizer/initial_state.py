@@ -58,16 +58,22 @@ class InitialState:
         return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
 
     def renewed(self, params: NamedTensors, state: PyTree, initial: PyTree) -> InitialState:
-        """Copy ``initial``, the initial state for these parameters, into the leaves of ``state`` that are unwritten.
+        """Initialize a state again after other weights were loaded, except for the tensors that somebody has written.
 
-        Return the record of the result.
+        Args:
+            params: the parameters with their new weights.
+            state: the state to change.
+            initial: the initial state for the new weights, whose values are copied.
+
+        Returns:
+            A new record, of the tensors that have initial values now.
         """
-        unwritten = self.unwritten(state)
+        unwritten_paths = self.unwritten(state)
         leaves = _tensors(state)
         initial_leaves = _tensors(initial)
-        for path in unwritten:
+        for path in unwritten_paths:
             leaves[path].copy_(initial_leaves[path])
-        return InitialState(params, state, unwritten)
+        return InitialState(params, state, unwritten_paths)
 
 
 def _tensors(state: PyTree) -> dict[Path, Tensor]:

@@ -51,9 +51,9 @@ class StateEntries:
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
         """For each parameter, the index of the leaf under each key: ``{"bias": {"momentum.trace": 0, "count": 1}}``."""
-        # `owner` is the name of the parameter to which a leaf belongs; None for a leaf such as a step count.
         for index, (owner, path) in enumerate(ownership_of(state, named)):
             key = path_of(path)
+            # A leaf such as a step count belongs to no single parameter: it is an entry of each of them.
             names = tuple(named) if owner is None else (owner,)
             self.slots.append(StateSlot(names, key))
             for name in names:
@@ -65,38 +65,53 @@ class StateEntries:
         """For each leaf, the object that ``optimizer.state`` has for it, such as a DTensor."""
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
-        """Put the changed tensors, converted by ``show(index, tensor)``, into ``entries`` (``optimizer.state``)."""
+        """Put the tensors of a new state into ``optimizer.state``, where users look for them.
+
+        Args:
+            entries: ``optimizer.state``, such as ``{parameter: {"momentum.trace": tensor}}``.
+            state: the new state of the transform.
+            show: converts ``(index, leaf)`` to the form for users: this rank's part of a tensor to a DTensor.
+        """
         leaves = tree.leaves(state)
         for index, (leaf, last_leaf) in enumerate(zip(leaves, self._leaves, strict=True)):
+            # Most steps write into the tensors of the state, so that the entries show the new values already.
             if leaf is last_leaf:
                 continue
             self.shown[index] = show(index, leaf)
-            slot = self.slots[index]
+            slot = self.slots[index]  # the parameters that have this entry, and its key
             for name in slot.names:
                 entries[self.named[name]][slot.key] = self.shown[index]
         self._leaves = leaves
 
     def is_edited(self, state: Mapping[Tensor, Group]) -> bool:
-        """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``)."""
+        """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``).
+
+        For example, after ``optimizer.state[param]["momentum.trace"] = tensor``, or ``optimizer.state.clear()``.
+        Values that were written into a tensor are no edit, because the state of the transform has the same tensor.
+        """
         if len(state) != len(self.named):
             return True
         for name, param in self.named.items():  # one look-up for each parameter: the hash of a tensor is slow
             entries = state.get(param)
-            indices = self.indices[name]
+            indices = self.indices[name]  # the index of the leaf for each key that `update` has written
             if entries is None or len(entries) != len(indices):
                 return True
             for key, index in indices.items():
-                if entries.get(key, _NO_ENTRY) is not self.shown[index]:
+                if entries.get(key, _NO_ENTRY) is not self.shown[index]:  # another object than `update` has put there
                     return True
         return False
 
 
 def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups: Iterable[Group]) -> dict[str, Group]:
-    """Return the entries of each parameter in ``state`` (``optimizer.state``), by name; nothing if they were removed.
+    """Return an edited ``optimizer.state`` with names in place of tensors: ``{"bias": {"momentum.trace": tensor}}``.
 
-    ``entries`` has the parameters for which the state was shown. The caller may have put another tensor for one of them
-    into the param groups, and assigned the state under it. Raise ValueError if any other tensor has entries, if only
-    some entries of a parameter were removed, or if others were added.
+    Parameters whose entries were all removed are left out. Raise ValueError if a tensor is no parameter, if only some
+    entries of a parameter were removed, or if others were added.
+
+    Args:
+        entries: the parameters and the keys that the optimizer has put into its state.
+        state: ``optimizer.state``, which the caller has edited.
+        groups: the param groups. The caller may have put a new tensor there, and assigned the state under it.
     """
     name_of = {param: name for name, param in entries.named.items()}
     for group in groups:
@@ -104,7 +119,7 @@ def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups
         name_of.update(zip(group["params"], group.get("param_names", ()), strict=False))
     entries_of: dict[str, Group] = {}
     for tensor, entries_of_tensor in state.items():
-        if not entries_of_tensor:
+        if not entries_of_tensor:  # the caller has emptied them, or the transform keeps no state
             continue
         name = name_of.get(tensor)
         if name not in entries.named:
@@ -120,7 +135,9 @@ def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups
 def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], stepping: Stepping) -> list[Load]:
     """Return the values to copy into the state from tensors that a caller has assigned in ``optimizer.state``.
 
-    Raise if an assigned value does not fit, or if a leaf that all parameters share has several values.
+    For example, ``optimizer.state[param]["momentum.trace"] = tensor`` becomes the index of this trace among the leaves
+    of the state, with the values of the tensor. Raise if a value does not fit, or if a leaf that all parameters share
+    has several values.
 
     Args:
         entries: the tensors that were last shown in ``optimizer.state``.
@@ -128,9 +145,10 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
         stepping: converts an assigned tensor to the values of this rank.
     """
     loads: list[Load] = []
-    for index, slot in enumerate(entries.slots):
+    for index, slot in enumerate(entries.slots):  # for each leaf of the state
         shown = entries.shown[index]
-        names = [name for name in slot.names if name in entries_of]  # several for a leaf that all parameters share
+        # The leaf of one parameter has one name. A step count, which all parameters share, has all of them.
+        names = [name for name in slot.names if name in entries_of]
         assigned: dict[str, Tensor] = {}
         for name in names:
             value = entries_of[name][slot.key]
@@ -139,16 +157,25 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
                 assigned[name] = value
         if not assigned:
             continue
+        common_value = _common_value(slot.key, assigned, len(names))
         try:
-            value = stepping.local_value(index, shown, _common_value(slot.key, assigned, len(names)))
+            local_value = stepping.local_value(index, shown, common_value)
         except Misfit as misfit:
             raise ValueError(f"optimizer.state: {slot.key!r} of {names[0]!r} {misfit}") from None
-        loads.append(Load(index, value))
+        loads.append(Load(index, local_value))
     return loads
 
 
 def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
-    """Warn if the state of some parameters starts again, but not the count that all parameters share."""
+    """Warn if the state of some parameters starts again, but not the step count that all parameters share.
+
+    For example, Adam's moments of one layer were removed from ``optimizer.state``, and the count is 1000. The moments
+    begin at zero, and the correction for the first steps, which depends on the count, is not applied again.
+
+    Args:
+        entries: the entries of all parameters.
+        emptied: the names of the parameters whose entries were removed.
+    """
     shared_keys = [slot.key for slot in entries.slots if len(slot.names) > 1]
     if shared_keys and 0 < len(emptied) < len(entries.indices):
         warn_caller(
@@ -159,7 +186,11 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
 
 
 def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
-    """Raise ValueError unless the entries of a parameter have exactly the keys of ``indices``."""
+    """Raise ValueError if a caller has removed or added some entries of a parameter in ``optimizer.state``.
+
+    ``entry`` is what the state has for the parameter, such as ``{"momentum.trace": tensor}``. The keys of ``indices``
+    are those that it must have.
+    """
     missing = sorted(indices.keys() - entry.keys())
     if missing:
         raise ValueError(
@@ -175,13 +206,17 @@ def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
 
 
 def _require_like(name: str, key: str, value: object, leaf: object) -> None:
-    """Raise unless an assigned value is a tensor with the shape, dtype and device of the ``leaf`` that was there."""
-    if _kind_text(value) != _kind_text(leaf):
-        error = ValueError if isinstance(value, Tensor) else TypeError
-        raise error(
-            f"optimizer.state: {key!r} of {name!r} is {_kind_text(value)}, expected {_kind_text(leaf)}: convert it, or "
-            "write into the tensor that is there"
-        )
+    """Raise unless an assigned value is a tensor with the shape, dtype and device of the ``leaf`` that was there.
+
+    Its values are copied into the leaf, and no conversion of them should be silent.
+    """
+    if _kind_text(value) == _kind_text(leaf):
+        return
+    error = ValueError if isinstance(value, Tensor) else TypeError
+    raise error(
+        f"optimizer.state: {key!r} of {name!r} is {_kind_text(value)}, expected {_kind_text(leaf)}: convert it, or "
+        "write into the tensor that is there"
+    )
 
 
 def _kind_text(value: object) -> str:
@@ -192,9 +227,15 @@ def _kind_text(value: object) -> str:
 
 
 def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
-    """Return the value that was assigned to a leaf of the state; raise if its parameters have several values.
+    """Return the one value that a caller has assigned to a leaf of the state; raise if there are several.
 
-    ``values`` has the assigned values by parameter name, and ``number`` is how many parameters have the leaf.
+    A step count is one tensor, and ``optimizer.state`` shows it for each parameter. An assignment for only some of
+    them, or of different values, is not clear.
+
+    Args:
+        key: the key of the leaf, such as "scale_by_adam.count".
+        values: the assigned values by parameter name.
+        number: how many parameters have the leaf; 1 for a leaf such as a momentum.
     """
     first_value, *other_values = values.values()
     if len(values) < number or not all(torch.equal(first_value, value) for value in other_values):
