@@ -48,36 +48,34 @@ def models_of(params: Any) -> list[nn.Module]:
 
 
 def check_usable(named: NamedTensors, layout: Layout | None) -> None:
-    """Raise ValueError if FSDP1 has flattened parameters, or if only some parameters are on the meta device.
+    """Raise ValueError if an optimizer cannot be created for these parameters.
 
-    A model may be entirely on the meta device: it is materialized before the first step. A flat ``layout`` describes
-    the tensors of FSDP1, and then they are accepted.
+    Examples are a matrix that FSDP1 has flattened, and a model of which only some parameters are on the meta device.
     """
     is_on_meta = all(param.is_meta for param in named.values())
-    if not is_on_meta:
+    if not is_on_meta:  # a whole model on the meta device is accepted: it gets its values before the first step
         check_real(named)
-    if layout is None or not layout.is_flat:
+    if layout is None or not layout.is_flat:  # a flat layout describes the tensors of FSDP1
         _require_not_flattened(named)
 
 
 def _require_not_flattened(named: NamedTensors) -> None:
     """Raise ValueError if FSDP1 (FullyShardedDataParallel) has flattened parameters, so that matrices have no shape.
 
-    FSDP1 copies all parameters into one flat tensor with the attribute ``_is_flat_param``. With ``use_orig_params``,
-    the parameters become views of it, with the attribute ``_fsdp_flattened``.
+    FSDP1 copies all parameters into one flat tensor. With ``use_orig_params``, the parameters become views of it.
     """
-    views: list[str] = []
-    flattened: list[str] = []
+    names_of_views: list[str] = []
+    flattened_names: list[str] = []
     for name, param in named.items():
-        if getattr(param, "_fsdp_flattened", False):
-            views.append(name)
-        elif getattr(param, "_is_flat_param", False):
-            flattened.append(name)
+        if getattr(param, "_fsdp_flattened", False):  # FSDP1 sets this attribute of a view
+            names_of_views.append(name)
+        elif getattr(param, "_is_flat_param", False):  # and this one of the flat tensor
+            flattened_names.append(name)
     # A sharded view has one dim. On one rank, and with NO_SHARD, views keep their shapes and can be used.
-    if all(named[name].ndim < 2 for name in views):
-        flattened += views
-    if flattened:
-        name = flattened[0]
+    if all(named[name].ndim < 2 for name in names_of_views):
+        flattened_names += names_of_views
+    if flattened_names:
+        name = flattened_names[0]
         raise ValueError(
             f"{name!r} has shape {tuple(named[name].shape)}: {FSDP1}, or give these shards by "
             "layout=muonfx.sharding.flat(...)"
@@ -190,15 +188,22 @@ class TrackedParameters:
             self._models.append(KnownModel(weakref.ref(model), None))
 
     def _add_model_of_names(self, model: nn.Module, params: Set[Tensor]) -> None:
-        """Record a model that has the parameters ``params`` of the optimizer, and perhaps others."""
-        all_params = list(model.named_parameters(remove_duplicate=False))
+        """Record a model from which the caller may have given only some parameters to the optimizer, ``params``.
+
+        A gradient of the others is then no mistake: another optimizer may train them.
+        """
+        all_params = list(model.named_parameters(remove_duplicate=False))  # also the second name of a tied parameter
         names = frozenset([name for name, param in all_params if param in params])
         has_others = len(names) < len(all_params)
         self._models.append(KnownModel(weakref.ref(model), names if has_others else None))
 
     def track(self, named: NamedTensors) -> None:
-        """Record the named tensors for which the optimizer now has state, and their positions in the models."""
-        slot_of = self._slots()
+        """Record the named tensors for which the optimizer now has state, and their positions in the models.
+
+        A position is a module with the name of its attribute, such as ``(model[0], "weight")``. If the module has
+        another tensor there later, as after ``fully_shard``, this tensor has replaced the parameter.
+        """
+        slot_of = self._slots()  # the position of each tensor in the models
         # A module may be used after the model that contained it was deleted, so positions recorded earlier count, too.
         for tracked in self.tracked.values():
             if tracked.slot is None:
@@ -211,8 +216,8 @@ class TrackedParameters:
             self.tracked[name] = TrackedParameter(
                 param, param.shape, param.device, _placement(param), slot_of.get(param)
             )
-            self._frozen.pop(name, None)
-            self._shown.pop(name, None)
+            self._frozen.pop(name, None)  # it is trained now
+            self._shown.pop(name, None)  # the state belongs to the new tensor now
         self.version += 1
 
     def leave_out(self, frozen: NamedTensors) -> None:
@@ -225,11 +230,14 @@ class TrackedParameters:
         return {name: slot_of.get(param, param) for name, param in params.items()}
 
     def _slots(self) -> dict[Tensor, Slot]:
-        """Return a dict from each parameter of the models to its module and attribute name."""
+        """Return the position of each parameter of the models: its module, and the attribute such as "weight".
+
+        A tied parameter has several positions, of which the first is returned.
+        """
         slot_of: dict[Tensor, Slot] = {}
         for module in self._modules():
             for attribute, param in module._parameters.items():
-                if param is not None:
+                if param is not None:  # such as the bias of Linear(bias=False)
                     slot_of.setdefault(param, Slot(weakref.ref(module), attribute))
         return slot_of
 
@@ -256,13 +264,14 @@ class TrackedParameters:
         return not self._others_in_models()
 
     def _others_in_models(self) -> NamedTensors:
-        """Return, by name, the tensors that modules have at the positions of parameters, if they are others.
+        """Return, by name, the tensors that modules now have in place of parameters of the optimizer.
 
-        They have replaced the parameters, or FSDP2 has put gathered tensors there during forward and backward.
+        For example, ``{"0.weight": dtensor}`` after ``fully_shard(model)``. During forward and backward, FSDP2 also
+        puts gathered tensors there, which replace the parameters for a short time only.
         """
         others: dict[str, Tensor] = {}
         for name, tracked in self.tracked.items():
-            if tracked.slot is None:
+            if tracked.slot is None:  # in no known model
                 continue
             current = tracked.slot.current()
             if current is not None and current is not tracked.param:
@@ -270,17 +279,22 @@ class TrackedParameters:
         return others
 
     def replaced(self, named: NamedTensors, *, at_step: bool) -> NamedTensors:
-        """Return, by name, the parameters that were replaced by other tensors or moved since the last `track`.
+        """Return the tensors, by parameter name, to which the optimizer state must move, because it is of others.
 
-        ``named`` are the parameters in the groups. ``at_step``: raise if gradients belong to the replaced tensors. A
-        moved parameter is one tensor object on another device, such as after ``param.data = param.data.cuda()``.
+        For example, ``{"0.weight": dtensor}`` after ``fully_shard(model)``, which replaces the parameters. After
+        ``param.data = param.data.cuda()``, the tensor object is the same, but on another device: it is included, too.
+
+        Args:
+            named: the parameters in the param groups.
+            at_step: True before a step, which needs gradients of the new tensors: raise if only the replaced ones
+                have them.
         """
         current = {**named, **self._replaced_in_models(named)}
         if at_step:
             self._require_new_gradients(current)
         replaced: dict[str, Tensor] = {}
         for name, param in current.items():
-            tracked = self.tracked[name]
+            tracked = self.tracked[name]  # the parameter as it was when its state was created
             if param.shape != tracked.shape:
                 cause = FSDP1 if getattr(param, "_fsdp_flattened", False) else CAUSES
                 raise ValueError(
@@ -318,12 +332,14 @@ class TrackedParameters:
         return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
     def replaced_in_models(self) -> dict[Tensor, Tensor]:
-        """Return a dict from each parameter that was replaced in the models to the new tensor. It is empty if none.
+        """Return a dict from each tensor in the param groups that was replaced in the models to the new tensor.
 
-        The caller puts the new tensors into the groups. If one of them is replaced later, the dict has it as a key.
+        The caller puts the new tensors into the groups, where users expect the parameters of the model. The state moves
+        to them later, such as at the next step.
         """
         param_of: dict[str, Tensor] = {}  # the tensor in the groups, by name
         for name, tracked in self.tracked.items():
+            # An earlier call may have put a new tensor there, which itself was replaced since.
             param_of[name] = self._shown.get(name, tracked.param)
         new_param_of = self._replaced_in_models(param_of)
         self._shown.update(new_param_of)
@@ -332,9 +348,11 @@ class TrackedParameters:
     def _replaced_in_models(self, named: NamedTensors) -> NamedTensors:
         """Return, by name, the tensors that have replaced parameters in the models since the last `track`.
 
-        ``named`` are the tensors in the param groups. If an engine has put another tensor there, it takes precedence
-        over the tensor in the model, which is left out here. A tensor of `_shown` is from a model, not from an engine.
-        Tensors that FSDP2 has gathered, and tensors that would be in two positions, are left out, too.
+        ``named`` are the tensors in the param groups. A tensor of a model is left out in three cases:
+
+        - An engine has put its own copy of the parameter into the groups, which takes precedence.
+        - FSDP2 has put a gathered tensor there for the time of forward and backward.
+        - The tensor would be in the groups twice.
         """
         others = self._others_in_models()
         if not others:  # usually; the search for gathered tensors walks through the models
@@ -343,6 +361,7 @@ class TrackedParameters:
         replaced: dict[str, Tensor] = {}
         for name, new_param in others.items():
             param_in_groups = named.get(name)
+            # The groups have the parameter of the state, or a new one that `param_groups` has shown, or an engine's.
             is_tracked = param_in_groups is self.tracked[name].param
             is_shown = name in self._shown and param_in_groups is self._shown[name]
             is_from_engine = not is_tracked and not is_shown
@@ -352,9 +371,14 @@ class TrackedParameters:
         return replaced
 
     def _gathered_by_fsdp2(self) -> set[int]:
-        """Return the ids of the gathered plain parameters that FSDP2 has in modules during forward and backward."""
+        """Return the ids of the tensors that FSDP2 has put into modules for the time of forward and backward.
+
+        FSDP2 gathers the shards of a parameter there, and puts the sharded parameter, a DTensor, back afterwards. So a
+        plain tensor in such a module is a gathered one.
+        """
         gathered_ids: set[int] = set()
         for module in self._modules():
+            # `fully_shard` adds FSDPModule to the bases of a module's class. Found by name, to import no FSDP here.
             class_names = [base.__name__ for base in type(module).__mro__]
             if "FSDPModule" in class_names:
                 gathered_ids.update([id(param) for param in module.parameters() if not is_dtensor(param)])
@@ -363,8 +387,7 @@ class TrackedParameters:
     def added_in(self, groups: Iterable[Group]) -> NamedTensors:
         """Return, by name, the parameters of the models that somebody has put into the groups, and that have no state.
 
-        Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed. A tensor that has
-        replaced a parameter is not added: it has no name yet, or the name of a parameter with state.
+        For example, Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed.
         """
         known_params = {tracked.param for tracked in self.tracked.values()}
         unknown_params = [param for group in groups for param in group["params"] if param not in known_params]
@@ -374,14 +397,16 @@ class TrackedParameters:
         added: dict[str, Tensor] = {}
         for param in unknown_params:
             name = name_of.get(param)
+            # A tensor that has replaced a parameter has no name yet, or the name of a parameter with state.
             if name is not None and name not in self.tracked:
                 added[name] = param
         return added
 
     def names_of(self, groups: Iterable[Group]) -> list[list[str]]:
-        """Return one list of parameter names per group. A new tensor gets the name of the tensor that it replaces.
+        """Return the names of the parameters in each group, such as ``[["0.weight"], ["0.bias"]]``.
 
-        Raise ValueError if a tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
+        Somebody has edited the groups: a new tensor gets the name of the tensor that it replaces. Raise ValueError if a
+        tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
         """
         name_of: dict[Tensor, str] = {}
         for name, param in self._others_in_models().items():  # the models have it in place of a parameter
@@ -389,7 +414,11 @@ class TrackedParameters:
         for name, tracked in self.tracked.items():
             name_of[tracked.param] = name
         names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
-        times = Counter(itertools.chain(*names_per_group))
+        self._require_each_once(Counter(itertools.chain(*names_per_group)))
+        return names_per_group
+
+    def _require_each_once(self, times: Mapping[str, int]) -> None:
+        """Raise ValueError unless each parameter is in the groups once. ``times`` is how often each name is there."""
         for name, count in times.items():
             if count > 1:
                 raise ValueError(
@@ -402,7 +431,6 @@ class TrackedParameters:
                 f"param_groups: {len(removed)} of {len(self.tracked)} parameters were removed, such as {removed[0]!r}: "
                 "put them back; to stop training a parameter, set requires_grad_(False) and .grad = None"
             )
-        return names_per_group
 
     def _names_in(self, index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[str]:
         """Return the names of the parameters in ``param_groups[index]``; raise ValueError if one has none.
@@ -469,18 +497,24 @@ class TrackedParameters:
 
 
 def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
-    """Remove tensors that would be in two positions: a tied parameter keeps the tensor that it has.
+    """Remove tensors that would be in the param groups twice, so that a step would update them twice.
 
-    A removal may put another tensor into two positions, so this repeats until none is.
+    For example, ``model.head.weight = model.embedding.weight`` ties two parameters. The head's name would get the
+    tensor that the groups have for the embedding, so it keeps its former tensor instead.
+
+    Args:
+        replaced: the new tensors by parameter name.
+        named: the tensors in the groups by parameter name.
     """
     while True:
-        # How often each tensor would be in the groups.
+        # How often each tensor would be in the groups with the replacements.
         times = Counter(id(replaced.get(name, param)) for name, param in named.items())
         tied = [name for name, param in replaced.items() if times[id(param)] > 1]
         if not tied:
             return
         for name in tied:
             del replaced[name]
+        # A parameter that has its former tensor again may have this in common with another replacement: check again.
 
 
 def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> NamedTensors:
@@ -533,12 +567,12 @@ class TrackedGroups:
         return self._are_recorded(groups) and self._parameters.are_current()
 
     def _are_recorded(self, groups: Sequence[Group]) -> bool:
-        """Return True if these are the param groups that `record` recorded, with the same parameters and names."""
+        """Return True if nobody has edited the param groups: they have the same parameters and names as in `record`."""
         if len(groups) != len(self.groups):
             return False
         params: list[Tensor] = []
         for group, tracked in zip(groups, self.groups, strict=True):
-            if group is not tracked.group or group.get("param_names") != tracked.names:
+            if group is not tracked.group or group.get("param_names") != tracked.names:  # another dict, or renamed
                 return False
             if len(group["params"]) != len(tracked.names):
                 return False
@@ -548,14 +582,15 @@ class TrackedGroups:
     def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
         """Record the param groups from which later steps read the hyperparameters.
 
-        Keys of one label that have no effect are removed: if a group has "weight_decay" for all labels, then
-        "adamw.weight_decay".
+        ``rules`` has, for each parameter name, the transforms that update it and their hyperparameters.
         """
         tracked_groups: list[TrackedGroup] = []
         for group in groups:
             names: list[str] = list(group["param_names"])
+            # Usually one. The parameters of a group with the labels "muon" and "adamw" have two.
             distinct = distinct_rules(names, rules)
             numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
+            # A key of one label has no effect if there is one for all: "weight_decay" replaces "adamw.weight_decay".
             for key in keys_by_label(distinct).difference(numbers.keys):
                 group.pop(key, None)
             tracked_groups.append(TrackedGroup(group, names, numbers))
@@ -563,10 +598,10 @@ class TrackedGroups:
         self._key_counts = []  # the next step reads the keys of all groups
 
     def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
-        """Return the object that reads the hyperparameters of a group.
+        """Return the object that reads the hyperparameters of a param group at every step.
 
-        It is a copy of the former one, if that had the same hyperparameters. The copy has the numbers of the last step,
-        which show whether the user has changed "momentum" or "betas" since.
+        If an object has read the group so far, for the same ``hyperparams``, return a copy of it. The copy has the
+        numbers of the last step, which show whether the user has changed "momentum" or "betas" since.
         """
         former_numbers = self._former_numbers(group, names)
         if former_numbers is None or former_numbers.hyperparams != hyperparams:
@@ -574,33 +609,41 @@ class TrackedGroups:
         return copy.copy(former_numbers)
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
-        """Return the object that has read a group so far, or the group in which its first parameter was; else None."""
+        """Return the object that has read the hyperparameters of a group so far; None for a group of new parameters."""
         for tracked in self.groups:
             if tracked.group is group:
                 return tracked.numbers
+        # An engine may have put new dicts into `param_groups`: find the group by its first parameter.
         for tracked in self.groups:
             if names and names[0] in tracked.names:
                 return tracked.numbers
         return None
 
     def follow(self, groups: Sequence[Group], rules: UpdateRules) -> None:
-        """Check param groups that a user or engine has edited, set their "param_names", and `record` them.
+        """Use param groups that a user or engine has edited, such as after a parameter was moved to another group.
 
-        Raise ValueError, before any change, if a tensor is of no parameter, or if a group lacks hyperparameters.
+        ``rules`` has the transforms of each parameter, by name. Raise ValueError, before any change, if a tensor is of
+        no parameter, or if a group lacks hyperparameters.
         """
-        if self._are_recorded(groups):
+        if self._are_recorded(groups):  # not edited
             return
+        # 1. Check all groups before any is changed.
         names_per_group = self._parameters.names_of(groups)
-        for group, names in zip(groups, names_per_group, strict=True):  # check all groups before any is changed
+        for group, names in zip(groups, names_per_group, strict=True):
             _require_all_hyperparams(group, names, rules)
+        # 2. Add the entries that a group of an optimizer must have.
         for group, names in zip(groups, names_per_group, strict=True):
             group["params"] = list(group["params"])
             group["param_names"] = names
             group.setdefault("label", label_of(distinct_rules(names, rules)))
+        # 3. Later steps read these groups.
         self.record(groups, rules)
 
     def read_new_keys(self, rules: UpdateRules) -> None:
-        """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay"."""
+        """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay".
+
+        ``rules`` has the transforms and hyperparameters of each parameter, by name.
+        """
         if self._count_keys() == self._key_counts:  # a step only counts the keys, which is faster than comparing them
             return
         # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
@@ -609,18 +652,21 @@ class TrackedGroups:
         all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
         for tracked in self.groups:
             first_name = tracked.names[0] if tracked.names else "no parameter"
-            # A scheduler may write a hyperparameter of some groups into all groups, as OneCycleLR does.
+            # A scheduler may write a hyperparameter of some groups into all groups, as OneCycleLR does: do not warn.
             reported_or_known = self._reported | all_keys
             new_entries = {key: value for key, value in tracked.group.items() if key not in reported_or_known}
             self._reported.update(warn_of_unread_keys(new_entries, first_name, set(tracked.numbers.keys), all_keys))
 
     def warn_of_unread_rate(self) -> None:
-        """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it."""
+        """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it.
+
+        For example, the rate is a schedule of the transform, and a scheduler of torch sets "lr" in vain.
+        """
         if self._has_warned_of_rate or any("lr" in tracked.numbers.keys for tracked in self.groups):
             return
         for index, tracked in enumerate(self.groups):
             rate = tracked.group["lr"]
-            is_set = not isinstance(rate, Tensor) and rate != 0.0
+            is_set = not isinstance(rate, Tensor) and rate != 0.0  # 0.0 is the value for groups without a rate
             has_scheduler = "initial_lr" in tracked.group  # which a scheduler adds
             if is_set or has_scheduler:
                 self._has_warned_of_rate = True
@@ -637,10 +683,19 @@ class TrackedGroups:
 
 
 def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
-    """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these."""
+    """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these.
+
+    For example, a parameter of AdamW was moved into a group of Muon, which has "momentum" and no "betas".
+
+    Args:
+        group: the param group.
+        names: the names of the parameters that it has now.
+        rules: the transforms and hyperparameters of each parameter, by name.
+    """
     distinct = distinct_rules(names, rules)
     if len(distinct) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(distinct, group)):
         return
+    # The message shows two parameters that different transforms update.
     first = names[0]
     others = [name for name in names if rules[name] != rules[first]]
     raise ValueError(
@@ -674,24 +729,26 @@ class GradientCheck:
         """True after the warning that no parameter has a gradient."""
 
     def check(self, named: NamedTensors, gradients: Gradients) -> None:
-        """Raise or warn if gradients are missing. ``named`` are the parameters, and ``gradients`` theirs.
+        """Raise or warn, before a step, if gradients are missing, because the step would not train the model.
 
-        Raise if no parameter has a gradient, but parameters of the models that are outside of the optimizer have some.
+        The usual cause: the model got new parameters after the optimizer was created, and backward() fills the
+        gradients of these.
+
+        Args:
+            named: the parameters of the optimizer.
+            gradients: the gradient of each, or None.
         """
         check_real(named)
         self._parameters.check_frozen()
+        # Parameters of the models that are not in the optimizer. The search takes time, so it follows a change only.
         without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
-        if self._changes(without_gradient) != self._last_changes:  # a search takes time
+        if self._changes(without_gradient) != self._last_changes:
             self._search_outside(named, without_gradient)
         outside_with_gradient = {name: param for name, param in self._outside.items() if param.grad is not None}
+        # An error if only such parameters have gradients; a warning if parameters of the optimizer have some, too.
         has_no_gradient = len(without_gradient) == len(gradients)
         if has_no_gradient and outside_with_gradient:
-            name, param = next(iter(outside_with_gradient.items()))
-            cause = FSDP1 if getattr(param, "_is_flat_param", False) else CAUSES
-            raise ValueError(
-                f"none of the {len(named)} parameters has a gradient, but {name!r} of the model has one and is not "
-                f"among them: {cause}"
-            )
+            raise _only_outside(outside_with_gradient, len(named))
         self._warn_of_outside(outside_with_gradient)
         if has_no_gradient and self._is_alone:  # over ranks, the step finds out whether another rank has one
             self.warn_of_none(named)
@@ -710,10 +767,14 @@ class GradientCheck:
         self._last_changes = self._changes(without_gradient)  # with the lengths of these lists
 
     def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
-        """Return values of which at least one changes if a model gets a parameter, or another tensor for one.
+        """Return values that differ from those of the last search if a model may have got a new parameter since.
 
-        A parameter that was replaced has no gradient; an assignment to a module is counted; and an insertion makes a
-        list of modules longer.
+        This is faster than another search. The values are:
+
+        - the names of the parameters without gradient, because a parameter that was replaced has none
+        - how often the parameters of the optimizer have changed
+        - how often any module got a parameter or module by assignment
+        - the lengths of the module lists, because ``ModuleList.insert`` is no such assignment
         """
         lengths: list[int] = []
         for ref in self._module_lists:
@@ -723,7 +784,8 @@ class GradientCheck:
         return without_gradient, self._parameters.version, _registrations["assigned"], lengths
 
     def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
-        """Warn once of each of the parameters that have a gradient and are not in the optimizer."""
+        """Warn of parameters that have a gradient and are not in the optimizer, once for each of them."""
+        # A name is reported again if the model has another tensor for it now.
         unreported = [name for name, param in with_gradient.items() if self._reported.get(name) is not param]
         self._reported.update(with_gradient)
         if unreported:
@@ -733,9 +795,13 @@ class GradientCheck:
             )
 
     def warn_of_none(self, named: NamedTensors) -> None:
-        """Warn once that no parameter has a gradient, over ranks that none has one on any rank."""
+        """Warn once that no parameter has a gradient, so that a step changes nothing.
+
+        The usual causes are a forgotten backward(), and a loss of detached tensors. Over ranks, the caller has found
+        that no rank has a gradient.
+        """
         is_trained = any(not is_frozen(param) for param in named.values())
-        if self._has_warned_of_none or not is_trained:
+        if self._has_warned_of_none or not is_trained:  # frozen parameters need no gradient
             return
         self._has_warned_of_none = True
         parameters = f"{len(named)} parameters"
@@ -749,9 +815,25 @@ class GradientCheck:
         )
 
 
+def _only_outside(outside_with_gradient: NamedTensors, number: int) -> ValueError:
+    """Return an error for a step in which only parameters outside of the optimizer have gradients.
+
+    ``number`` is how many parameters the optimizer has.
+    """
+    name, param = next(iter(outside_with_gradient.items()))
+    cause = FSDP1 if getattr(param, "_is_flat_param", False) else CAUSES
+    return ValueError(
+        f"none of the {number} parameters has a gradient, but {name!r} of the model has one and is not "
+        f"among them: {cause}"
+    )
+
+
 def require_dense_and_real(gradients: Gradients) -> None:
-    """Raise TypeError if a gradient is sparse or complex."""
-    if all_usable(gradients.values()):
+    """Raise TypeError if a gradient is sparse or complex: transforms accept neither.
+
+    For example, ``Embedding(sparse=True)`` has sparse gradients.
+    """
+    if all_usable(gradients.values()):  # one pass without names, as at almost every step
         return
     for name, grad in gradients.items():
         if grad is not None and not is_usable(grad):
