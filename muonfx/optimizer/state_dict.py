@@ -22,28 +22,35 @@ SavedGroups = Sequence[Mapping[str, Any]]
 
 
 def groups_with_names(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
-    """Return saved groups in which "param_names" are this optimizer's names of the parameters.
+    """Return the groups of a state dict with this optimizer's names of the parameters as "param_names".
 
-    Names are translated by ``rename``, and the prefixes of wrappers are ignored. Saved groups without names are matched
-    by order.
+    For example, the name "module.0.weight", saved under DistributedDataParallel, becomes "0.weight". ``rename`` has
+    further differences of names. Saved groups without names get the names of this optimizer in their order.
     """
     saved_groups = _named_by_path(saved_groups, groups)
     if not all("param_names" in saved for saved in saved_groups):
         return _named_by_order(saved_groups, groups, rename)
     plain_saved_names = unwrapped(_saved_names_in(saved_groups))  # {"module.0.weight": "0.weight"}
-    new_name_of = _new_name_of(plain_saved_names, groups, rename)
+    new_name_of = _new_name_of(plain_saved_names, groups, rename)  # by the saved name
     new_name_of_plain = {plain_name: new_name_of[name] for name, plain_name in plain_saved_names.items()}
     renamed_groups: list[Group] = []
     for number, saved in enumerate(saved_groups):
         names = [new_name_of[name] for name in saved["param_names"]]
-        count = len(saved.get("params", names))  # a checkpoint has only the names
-        if count != len(names):
-            raise ValueError(
-                f"nothing was loaded: group {number} of the state dict has {count} 'params' and {len(names)} "
-                "'param_names', expected a name for each parameter: load the state dict as state_dict() returned it"
-            )
+        _require_name_for_each(saved, number)
+        # The saved group also has the names of parameters in the record of its chains.
         renamed_groups.append({**with_new_names(saved, new_name_of_plain), "param_names": names})
     return renamed_groups
+
+
+def _require_name_for_each(saved: Mapping[str, Any], number: int) -> None:
+    """Raise ValueError unless a saved group has a name for each parameter. ``number`` is its index, for the message."""
+    names = saved["param_names"]
+    count = len(saved.get("params", names))  # a checkpoint has only the names
+    if count != len(names):
+        raise ValueError(
+            f"nothing was loaded: group {number} of the state dict has {count} 'params' and {len(names)} "
+            "'param_names', expected a name for each parameter: load the state dict as state_dict() returned it"
+        )
 
 
 def _names_in(groups: Iterable[TrackedGroup]) -> list[str]:
@@ -57,11 +64,11 @@ def _saved_names_in(saved_groups: SavedGroups) -> list[str]:
 
 
 def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) -> SavedGroups:
-    """Return saved groups whose "param_names" are the paths in "params", if these are names of this optimizer.
+    """Return saved groups with the names from "params" as "param_names", if torch.distributed.checkpoint loaded them.
 
-    torch.distributed.checkpoint loads ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``:
-    the paths in "params" have the order of the optimizer that loads, and "param_names" of the optimizer that saved.
-    Other saved groups are returned unchanged, such as torch's, in which "params" are numbers.
+    It loads ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``: the names in "params" have
+    the order of this optimizer, but "param_names" the order of the optimizer that saved. So the result has
+    ``"param_names": ["0.bias", "0.weight"]``. Other saved groups have numbers in "params", and are returned unchanged.
     """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):
@@ -69,7 +76,7 @@ def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) ->
     names = _names_in(groups)
     # Compare without the prefixes of wrappers, such as "module." of DistributedDataParallel.
     plain_paths = set(unwrapped(paths).values())
-    if plain_paths.issuperset(unwrapped(names).values()):
+    if plain_paths.issuperset(unwrapped(names).values()):  # all names of this optimizer are among the paths
         return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
     # The paths are names of the model, and this optimizer has other names for the parameters. The saved state then has
     # the order of this optimizer, so "param_names" are right only if they have that order, too.
@@ -83,10 +90,14 @@ def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) ->
 
 
 def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
-    """Give saved groups without names the names of this optimizer, whose order torchtitan and other engines keep."""
+    """Return saved groups without names, as torchtitan saves them, with the names of this optimizer in their order.
+
+    The first parameter of the first saved group gets the first name of the first group, and so on. Raise ValueError if
+    the numbers of parameters differ.
+    """
     saved_sizes = [len(saved["params"]) for saved in saved_groups]
     sizes = [len(tracked.names) for tracked in groups]
-    problem = None
+    problem: str | None = None
     if rename:
         problem = "rename= needs names"
     elif saved_sizes != sizes:
@@ -130,43 +141,64 @@ def match_groups(
 ) -> list[Group | None]:
     """Return the saved group of each group of this optimizer, or None if no parameter of the group was saved.
 
-    Groups are matched by the names of their parameters. A parameter that is in the optimizer and was not saved, or that
-    was saved and is not trained now, is ignored. Groups without parameters are matched by order.
+    For example, the group with the names "w" and "v" has the saved group with these names. Groups without parameters
+    are matched by order.
+
+    Args:
+        saved_groups: the groups of a state dict, with the names of this optimizer as "param_names".
+        groups: the groups of this optimizer.
+        not_trained: the names of parameters that have no state here, as they are frozen. They may be in saved groups.
     """
     names = set(_names_in(groups))
     saved_names = set(_saved_names_in(saved_groups))
     _require_known(names, saved_names, not_trained)
-    if names == saved_names and len(saved_groups) != len(groups):
-        raise ValueError(
-            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
-            "optimizer with the groups of the optimizer that was saved"
-        )
+    _require_same_number(saved_groups, groups)
     saved_group_of: dict[str, Group] = {}  # by the name of each parameter
     for saved in saved_groups:
-        saved_group_of |= dict.fromkeys(saved["param_names"], saved)
-    without_known_names = deque([saved for saved in saved_groups if names.isdisjoint(saved["param_names"])])
+        for name in saved["param_names"]:
+            saved_group_of[name] = saved
+    saved_without_known_names = deque([saved for saved in saved_groups if names.isdisjoint(saved["param_names"])])
     matched: list[Group | None] = []
     for tracked in groups:
-        members = saved_names.intersection(tracked.names)
+        members = saved_names.intersection(tracked.names)  # the parameters that both runs train
         if members:
             saved = saved_group_of[min(members)]
             _require_same_members(members, names.intersection(saved["param_names"]))
             matched.append(saved)
-        elif not tracked.names and without_known_names:  # a group without parameters
-            matched.append(without_known_names.popleft())
+        elif not tracked.names and saved_without_known_names:  # a group without parameters
+            matched.append(saved_without_known_names.popleft())
         else:  # for example, all of its parameters were frozen when the state was saved
             matched.append(None)
     return matched
 
 
+def _require_same_number(saved_groups: Sequence[Group], groups: Sequence[TrackedGroup]) -> None:
+    """Raise ValueError if a state dict has the parameters of an optimizer, but divided into more or fewer groups."""
+    has_same_names = set(_names_in(groups)) == set(_saved_names_in(saved_groups))
+    if has_same_names and len(saved_groups) != len(groups):
+        raise ValueError(
+            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
+            "optimizer with the groups of the optimizer that was saved"
+        )
+
+
 def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
-    """Raise if a state dict is of another model: it has names that are unknown here, or none that is known."""
+    """Raise ValueError if a state dict is of another model: it has names that are unknown here, or none that is known.
+
+    Args:
+        names: the names of the parameters in this optimizer.
+        saved_names: the names in the state dict.
+        not_trained: the names of other parameters of the model, which were perhaps trained when it was saved.
+    """
+    # Without the prefixes of wrappers, such as "module." of DistributedDataParallel.
     plain_not_trained = set(unwrapped(not_trained).values())
     plain_names = unwrapped(saved_names - names)
     unknown = sorted(name for name, plain_name in plain_names.items() if plain_name not in plain_not_trained)
-    has_common_names = not names.isdisjoint(saved_names) or not names or not saved_names
-    if not unknown and has_common_names:
+    has_common_names = not names.isdisjoint(saved_names)
+    is_one_empty = not names or not saved_names
+    if not unknown and (has_common_names or is_one_empty):
         return
+    # The message shows both differences.
     lacking = sorted(names - saved_names)
     differences: list[str] = []
     if lacking:
@@ -181,9 +213,14 @@ def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]
 
 
 def _require_same_members(members: Set[str], saved_members: Set[str]) -> None:
-    """Raise unless a group and its saved group have the same members, of the parameters that both runs train."""
+    """Raise ValueError unless a group and its saved group have the same parameters, of those that both runs train.
+
+    Otherwise one of two groups would lose its learning rate: for example, if "w" and "v" were in one group, and each
+    has its own now.
+    """
     if members == saved_members:
         return
+    # The message shows one parameter, with the others in its group.
     name = min(members)
     saved_with_name = format_list(sorted(saved_members - {name})) or "no other"
     now_with_name = format_list(sorted(members - {name})) or "no other"
@@ -225,10 +262,12 @@ def read_state_dict(
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(state_dict)}")
+    # 1. The saved group of each group.
     saved_groups = groups_with_names(state_dict["param_groups"], groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
     problems = _missing_hyperparams(stepping.tx, groups, matched_groups)  # a line for each difference
-    loads: list[Load] = []  # the values to copy into the state
+    # 2. The values to copy into the state, parameter by parameter.
+    loads: list[Load] = []
     without_state: list[str] = []
     for tracked, saved in zip(groups, matched_groups, strict=True):
         saved_state_of = _saved_state(saved, state_dict["state"])
@@ -241,6 +280,7 @@ def read_state_dict(
             elif has_state and param.requires_grad:
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
                 without_state.append(name)
+    # 3. All differences in one error, before any change; else the warnings.
     _raise_problems(problems)
     loads.sort(key=lambda load: load.leaf_index)  # all ranks load in this order
     warnings = [
@@ -265,21 +305,31 @@ def read_groups(
 def _saved_state(saved: Group | None, state: Mapping[Any, Group]) -> dict[str, Group]:
     """Return the saved state of each parameter of a group by name: ``{"bias": {"momentum.trace": tensor}}``.
 
-    ``state`` has it by index, usually a number. A group of which no parameter was saved has none.
+    Args:
+        saved: the saved group, such as ``{"params": [0], "param_names": ["bias"]}``; None if there is none.
+        state: the "state" of the state dict, such as ``{0: {"momentum.trace": tensor}}``, by the items of "params".
     """
+    if saved is None:
+        return {}
     state_of: dict[str, Group] = {}
-    if saved is not None:
-        for name, index in zip(saved["param_names"], saved["params"], strict=True):
-            if index in state:
-                state_of[name] = state[index]
+    for name, index in zip(saved["param_names"], saved["params"], strict=True):
+        if index in state:  # absent for a parameter without state
+            state_of[name] = state[index]
     return state_of
 
 
 def _read_entries(
     name: str, saved_state: Group, entries: StateEntries, stepping: Stepping
 ) -> tuple[list[Load], list[str]]:
-    """Return the values to load into the state of a parameter, and a line for each saved value that does not fit."""
-    indices = entries.indices[name]
+    """Return the values to load into the state of a parameter, and a line for each saved value that does not fit.
+
+    Args:
+        name: the name of the parameter.
+        saved_state: its saved state, such as ``{"momentum.trace": tensor}``.
+        entries: the state of the optimizer, as ``optimizer.state`` shows it.
+        stepping: converts a saved tensor to the values of this rank.
+    """
+    indices = entries.indices[name]  # the index of the leaf of the state for each key
     loads: list[Load] = []
     problems = [f"{name!r} has no {key!r}" for key in indices.keys() - saved_state.keys()]
     problems += [f"{name!r} has an unexpected {key!r}" for key in saved_state.keys() - indices.keys()]
@@ -287,7 +337,7 @@ def _read_entries(
         index = indices[key]
         leaf = entries.shown[index]
         value = saved_state[key]
-        if leaf is None and value is None:
+        if leaf is None and value is None:  # only another rank has it
             continue
         try:
             require_fit(leaf, value)
@@ -302,12 +352,15 @@ def _read_entries(
 def _missing_hyperparams(
     tx: Transform, groups: Sequence[TrackedGroup], matched_groups: Sequence[Group | None]
 ) -> list[str]:
-    """Return a line for each hyperparameter that a saved group lacks. Raise if a saved value is not a number."""
+    """Return a line for each hyperparameter that a saved group lacks, such as "betas" if SGD has saved it.
+
+    Raise TypeError or ValueError if a saved value is not a number.
+    """
     lines: list[str] = []
     for tracked, saved in zip(groups, matched_groups, strict=True):
         if saved is None:
             continue
-        tracked.numbers.parse(saved)
+        tracked.numbers.parse(saved)  # raises if a value is not a number
         from_code = keys_of_schedules(tx, tracked)
         for key in tracked.numbers.keys:
             # Entries that torch's schedulers add are not required, nor are numbers of schedules: the code has them.
@@ -326,7 +379,11 @@ def _raise_problems(problems: list[str]) -> None:
 
 
 def _warnings(groups: Sequence[TrackedGroup], saved_groups: Sequence[Group], without_state: Sequence[str]) -> list[str]:
-    """Return a warning if state was saved for parameters that are not trained now, or the other way round."""
+    """Return a warning if state was saved for parameters that are not trained now, or the other way round.
+
+    It is no error, because layers are often frozen or unfrozen between two runs. ``without_state`` are the names of
+    trained parameters of which no state was saved.
+    """
     trained = set(_names_in(groups))
     not_loaded = [name for name in _saved_names_in(saved_groups) if name not in trained]
     warnings: list[str] = []
