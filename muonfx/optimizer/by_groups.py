@@ -30,11 +30,13 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
     """Return `by_groups` whose versions update stacks of matrices, and a dict from stack name to (rows, columns).
 
-    The versions differ only in numbers, so the dict is equal for all of them.
+    Matrices of equal shape are updated together, as a stack such as a tensor of shape (12, 64, 64). ``shapes`` has the
+    shape of each stack by name.
     """
     versions: list[Transform] = []
     shapes_of_matrices: dict[str, tuple[int, int]] = {}
     for version in tx.arguments["versions"]:
+        # The versions differ only in numbers, so the shapes of the last one are those of all.
         stacked_version, shapes_of_matrices = stacked(version, shapes)
         versions.append(stacked_version)
     return tx.replace(versions=tuple(versions)), shapes_of_matrices
@@ -78,9 +80,11 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         for version, names in zip(versions, members_of_version, strict=True):
             group_updates = {name: update if name in names else None for name, update in updates.items()}
             new_updates, new_state = version.run(group_updates, state, params, donate=donate, **extras)
+            # Keep the updates of the members.
             for name in names:
                 if name in updates:
                     merged_updates[name] = new_updates[name]
+            # Keep the state tensors that this version has changed.
             for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
                 # The same object: a tensor of other parameters, which another version updates.
                 # Another object: a tensor of a member, or a leaf such as a step count, which all versions make equal.
@@ -100,9 +104,12 @@ class GroupMembers(NamedTuple):
 
 
 def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], set[str]]:
-    """Return the numbers in groups by dotted name, and the names of those that differ between groups.
+    """Return the numbers in param groups by dotted name, and the names of those that differ between groups.
 
     A number that differs has the value of the first group.
+
+    >>> common_numbers([GroupMembers(["a"], {"momentum.decay": 0.9}), GroupMembers(["b"], {"momentum.decay": 0.5})])
+    ({'momentum.decay': 0.9}, {'momentum.decay'})
     """
     common: dict[str, Number] = {}
     conflicts: set[str] = set()
@@ -114,10 +121,16 @@ def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], s
 
 
 def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers], defaults: Numbers) -> Transform:
-    """Return a transform with the hyperparameters of all param groups.
+    """Return a transform with the hyperparameters of all param groups, which users and schedulers may have changed.
 
-    ``root`` is the visit of ``tx``, and ``defaults`` are its numbers. If groups have different numbers for a transform
-    within ``tx``, that transform is replaced by `by_groups`.
+    If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`, which
+    runs it once with the numbers of each group.
+
+    Args:
+        tx: the transform of the optimizer, with the numbers from construction.
+        root: the visit of ``tx``: its parameters and its numbers, and those of each transform that it calls.
+        groups: the parameter names and the current numbers of each group.
+        defaults: the numbers of ``tx`` by dotted name.
     """
     common, conflicts = common_numbers(groups)
     changes = common
@@ -125,7 +138,7 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers], defau
         changes = {name: number for name, number in common.items() if number is not defaults[name]}
     if changes:  # none at construction
         tx = with_hyperparams(tx, changes)
-    if not conflicts:
+    if not conflicts:  # usually: all groups have the same numbers
         return tx
     return _split_by_groups(tx, root, groups, conflicts)
 
@@ -142,6 +155,7 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
         groups: the parameters and the numbers of each group.
         conflicts: the dotted names of the numbers that differ between groups, such as "momentum.decay".
     """
+    # Those of `tx` itself. The numbers of the transforms within it are names of other visits.
     conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
     if conflicts_of_tx and not runs_once(visited):
         return _versions(tx, visited, groups)
@@ -168,7 +182,7 @@ def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> 
     members_of: dict[tuple[object, ...], tuple[str, ...]] = {}  # parameter names, by the numbers of their version
     for group in groups:
         numbers = [group.numbers.get(name, default) for name, default in default_of.items()]
-        key = tuple([_identity(number) for number in numbers])
+        key = tuple([_identity(number) for number in numbers])  # groups with equal numbers have one version
         if key not in versions:
             versions[key] = with_numbers(tx, iter(numbers))
             members_of[key] = ()
@@ -195,10 +209,13 @@ def runs_once(visited: Visit) -> bool:
 
 
 def _keeps_a_number(visited: Visit) -> bool:
-    """Return True if the state of a transform has a float tensor that belongs to no single parameter."""
-    state = visited.tx.functions.init(visited.params)
+    """Return True if a transform keeps a float that belongs to no single parameter, such as an average of the loss.
+
+    Several versions of the transform would compute different values for it.
+    """
+    state = visited.tx.functions.init(visited.params)  # on meta tensors, so that it takes no memory
     for leaf, name in zip(tree.leaves(state), parameters_of(state, visited.params), strict=True):
-        if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():  # an integer is a count of steps
             return True
     return False
 
