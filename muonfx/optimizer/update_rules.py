@@ -36,38 +36,41 @@ UpdateRules = Mapping[str, UpdateRule]
 
 
 def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
-    """Return the update rule of each parameter by name. Parameters with the same transforms have the same rule."""
-    # Per parameter name, the indices of its visits: {"w": [0, 1, 3], "b": [0, 2]}.
+    """Return the update rule of each parameter by name: the transforms that update it, with their hyperparameters.
+
+    ``visits`` has each transform within the optimizer's transform, with the names of its parameters. Parameters of the
+    same transforms have the same rule, and form a param group.
+    """
+    # Per parameter name, the indices of its transforms: {"w": [0, 1, 3], "b": [0, 2]}.
     indices_of: dict[str, list[int]] = {}
     for index, visited in enumerate(visits):
         for name in visited.names:
             indices_of.setdefault(name, []).append(index)
     rules: dict[str, UpdateRule] = {}
-    created: dict[tuple[int, ...], UpdateRule] = {}  # to create the rule of many parameters once
+    rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}  # to create the rule of many parameters once
     for name, index_list in indices_of.items():
         indices = tuple(index_list)
-        if indices not in created:
-            created[indices] = _update_rule(name, indices, [visits[index] for index in indices])
-        rules[name] = created[indices]
+        if indices not in rule_of_indices:
+            rule_of_indices[indices] = _update_rule(name, indices, [visits[index] for index in indices])
+        rules[name] = rule_of_indices[indices]
     return rules
 
 
 def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
-    """Return the update rule of a parameter.
-
-    The field ``order`` sorts the param groups: first Muon's, then Adam's, then others. Of two groups of one kind, the
-    group with a transform of whole matrices is first.
+    """Return the update rule of a parameter: its label, the hyperparameters, and the position of its param group.
 
     Args:
         name: the name of the parameter.
-        indices: the indices, among all visits, of the transforms that update it.
-        visits: the visits of these transforms.
+        indices: the indices of the transforms that update it, among all transforms of the optimizer.
+        visits: these transforms, each with the label by which a partition has selected the parameter.
     """
+    # "muon" for a partition; "muon/large" for a partition within the transform of the label "muon".
     labels = [visited.label for visited in visits if visited.label is not None]
     label = "/".join(labels) if labels else None
     is_left_out = any(_leaves_out(visited, name) for visited in visits)
     hyperparams = tuple(hyperparams_of(visits))
-    # The order of the group: the first value that differs between two groups counts, and False comes before True.
+    # The sort key of the param group: first Muon's groups, then Adam's, then others. Of two groups of one kind, a group
+    # with a transform of whole matrices is first, because False is less than True.
     keys = {hyperparam.key for hyperparam in hyperparams}
     has_matrices = any(needs_matrices(visited.tx) for visited in visits)
     order = (_kind_of_group(keys), not has_matrices, indices)
@@ -75,10 +78,14 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
-    """Return True if a transform is a partition that gives a parameter the label None."""
+    """Return True if a transform is a partition that gives a parameter the label None, so that it is not trained.
+
+    ``visited`` is the visit of the transform. Its ``calls`` are the visits of the transforms that it calls, for example
+    those of the labels "muon" and "adamw". A parameter with the label None is given to none of them.
+    """
     is_partition = False
     for call in visited.calls:
-        if name in call.names:
+        if name in call.names:  # this inner transform updates the parameter
             return False
         is_partition = is_partition or call.label is not None
     return is_partition
@@ -94,8 +101,16 @@ def _kind_of_group(keys: Set[str]) -> int:
 
 
 def warn_of_ascent(root: Visit, rules: UpdateRules, params: NamedTensors) -> None:
-    """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss."""
-    ascending: list[str] = []
+    """Warn of trained parameters whose updates keep the sign of the gradient, so that a step increases the loss.
+
+    For example, ``chain(momentum())`` lacks ``scale_by_learning_rate(0.1)``, which multiplies by -0.1.
+
+    Args:
+        root: the visit of the optimizer's transform, with the visits of the transforms that it calls.
+        rules: the transforms of each parameter, by name.
+        params: the parameters by name.
+    """
+    ascending: list[str] = []  # their names
     for pairs in pairs_by_rule(params.items(), rules).values():
         names = [name for name, param in pairs if param.requires_grad]
         # One parameter of a rule suffices, because the same transforms update the others. 1: the sign of the gradient.
@@ -116,11 +131,15 @@ def _signs(visited: Visit, name: str) -> frozenset[int]:
 
 
 def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
-    """Return the hyperparameters of several transforms, each with its own key for a param group.
+    """Return the hyperparameters of several transforms, each with a key of its own for a param group.
 
-    The key is the short name, such as "lr", if only one of the transforms declares it; else the name without labels,
-    such as "momentum.decay", or the full name, such as "muon.momentum.decay", if two transforms have the same name
-    without labels. ``visits`` have these names for each transform.
+    The key is the shortest of three names that no other of the transforms has:
+
+    1. the short name, as in torch: "lr"
+    2. the name without labels: "scale_by_learning_rate.learning_rate"
+    3. the full name: "muon.scale_by_learning_rate.learning_rate"
+
+    ``visits`` has these names for each transform.
     """
     # In how many of the transforms each short name and each name without labels is.
     short_name_counts: Counter[str] = Counter()
@@ -130,20 +149,31 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
         key_counts.update(visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
+        unique_short_names = [name for name in visited.numbers.short_names if short_name_counts[name] == 1]
+        with_short_keys = _with_short_keys(visited, unique_short_names)
+        hyperparams += with_short_keys
         names_with_short_key: set[str] = set()
-        for short_name, target in visited.numbers.short_names.items():
-            if short_name_counts[short_name] > 1:
-                continue
-            is_tuple = isinstance(target, tuple)  # of names, as for "betas"
-            names = target if is_tuple else (target,)
-            is_mirror = names_with_short_key.issuperset(names)  # "momentum" repeats the first of "betas"
-            hyperparams.append(Hyperparam(short_name, names, is_tuple, is_mirror))
-            names_with_short_key.update(names)
+        for hyperparam in with_short_keys:
+            names_with_short_key.update(hyperparam.names)
         for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
             if name in names_with_short_key:
                 continue
             unique_key = name if key_counts[key] > 1 else key
             hyperparams.append(Hyperparam(unique_key, (name,)))
+    return hyperparams
+
+
+def _with_short_keys(visited: Visit, short_names: Iterable[str]) -> list[Hyperparam]:
+    """Return the hyperparameters of a transform under some of its short names, such as "betas" and "momentum"."""
+    hyperparams: list[Hyperparam] = []
+    names_so_far: set[str] = set()
+    for short_name in short_names:
+        target = visited.numbers.short_names[short_name]  # such as ("scale_by_adam.b1", "scale_by_adam.b2")
+        is_tuple = isinstance(target, tuple)
+        names = target if is_tuple else (target,)
+        is_mirror = names_so_far.issuperset(names)  # "momentum" repeats the first of "betas"
+        hyperparams.append(Hyperparam(short_name, names, is_tuple, is_mirror))
+        names_so_far.update(names)
     return hyperparams
 
 
@@ -161,12 +191,12 @@ def distinct_rules(names: Iterable[str], rules: UpdateRules) -> list[UpdateRule]
 
 
 def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperparam, ...]:
-    """Return the hyperparameters of a param group whose parameters have these rules.
+    """Return the hyperparameters of a param group, which may have parameters of several labels, each with its rule.
 
-    A key that several rules have, such as "lr", sets the numbers of all of them. If the group lacks the key, each
-    rule has its own, with its label in front: "muon.weight_decay" and "adamw.weight_decay".
+    For the labels "muon" and "adamw", a group with the key "weight_decay" sets the decay of both with it. If the group
+    lacks the key, each label has its own: "muon.weight_decay" and "adamw.weight_decay".
     """
-    if len(rules) == 1:
+    if len(rules) == 1:  # usually
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
     for key, hyperparam_of_label in holders_of(rules).items():
@@ -176,9 +206,9 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         has_common_value = key in group and len(forms) == 1
         if len(distinct) == 1 or has_common_value:
             hyperparams += distinct
-        else:
-            for label, hyperparam in hyperparam_of_label.items():
-                hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
+            continue
+        for label, hyperparam in hyperparam_of_label.items():
+            hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
     return tuple(hyperparams)
 
 
@@ -190,14 +220,14 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
 
 
 def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
-    """Return, for each key such as "lr", a dict from label to the `Hyperparam` that the rule of the label has.
+    """Return, for each key of a param group, the labels that have it: ``{"lr": {"muon": ..., "adamw": ...}}``.
 
-    Mirrors are left out: "momentum" would set Muon's momentum and repeat Adam's first beta.
+    The value of a label is its `Hyperparam`: the names of the numbers that the key sets for it.
     """
     holders: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
         for hyperparam in rule.hyperparams:
-            if hyperparam.is_mirror:
+            if hyperparam.is_mirror:  # "momentum" would set Muon's momentum, and repeat Adam's first beta
                 continue
             hyperparam_of_label = holders.setdefault(hyperparam.key, {})
             label = str(rule.label)
@@ -214,10 +244,10 @@ def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) ->
     """
     agreed: Group = {}
     for key, hyperparam_of_label in holders_of(rules).items():
-        values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label.values()]
+        values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label.values()]  # one for each label
         if len(values) > 1 and all(equal(values[0], value) for value in values):
             agreed[key] = values[0]
-    return {**agreed, **group}
+    return {**agreed, **group}  # the entries of the group replace the defaults
 
 
 def label_of(rules: Sequence[UpdateRule]) -> str | None:
