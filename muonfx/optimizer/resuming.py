@@ -28,10 +28,13 @@ _NOT_TAKEN = ("params", "param_names", SCHEDULES, CHAINS)
 
 
 def schedules_in(tx: Transform) -> dict[str, Schedule]:
-    """Return the schedules in a transform by dotted name, such as "scale_by_learning_rate.learning_rate"."""
+    """Return the schedules in a transform by dotted name: ``{"scale_by_learning_rate.learning_rate": cosine(...)}``.
+
+    A schedule may be made from other schedules, such as a warmup and a decay. These parts are left out.
+    """
     schedules: dict[str, Schedule] = {}
-    for name, value in walk(tx):
-        is_part = any(name.startswith(f"{outer}.") for outer in schedules)  # of a schedule made from others
+    for name, value in walk(tx):  # a schedule comes before its parts, whose names begin with its name
+        is_part = any(name.startswith(f"{outer}.") for outer in schedules)
         if isinstance(value, Schedule) and not is_part:
             schedules[name] = value
     return schedules
@@ -45,9 +48,10 @@ def schedule_texts(tx: Transform, tracked: TrackedGroup) -> dict[str, str]:
     names = schedules_of(tx, tracked)
     if not names:
         return {}
+    # The numbers of the group, such as the peak, may have changed since construction.
     numbers = fitted(hyperparams(tx), tracked.numbers.read(tracked.group))
-    current = schedules_in(with_hyperparams(tx, numbers))
-    return {name: repr(current[name]) for name in names}
+    current_schedules = schedules_in(with_hyperparams(tx, numbers))
+    return {name: repr(current_schedules[name]) for name in names}
 
 
 def schedules_of(tx: Transform, tracked: TrackedGroup) -> list[str]:
@@ -57,28 +61,33 @@ def schedules_of(tx: Transform, tracked: TrackedGroup) -> list[str]:
 
 
 def keys_of_schedules(tx: Transform, tracked: TrackedGroup) -> tuple[str, ...]:
-    """Return the first levels of the keys of schedules, such as "scale_by_learning_rate.learning_rate.".
+    """Return the beginnings of the keys of a group that are numbers of schedules.
 
-    A key that begins with one of them, such as "scale_by_learning_rate.learning_rate.peak", is a schedule's number.
+    For example, "scale_by_learning_rate.learning_rate." is the beginning of
+    "scale_by_learning_rate.learning_rate.peak", a number of the schedule of the learning rate.
     """
-    levels: list[str] = []
-    for name in schedules_of(tx, tracked):
+    beginnings: list[str] = []
+    for name in schedules_of(tx, tracked):  # such as "muon.scale_by_learning_rate.learning_rate"
         for hyperparam in tracked.numbers.hyperparams:
             if hyperparam.names[0].startswith(f"{name}."):
+                # The key in the group may lack the label "muon.", but it ends with the same argument.
                 argument = hyperparam.names[0].removeprefix(f"{name}.")  # such as "peak"
-                levels.append(hyperparam.key.removesuffix(argument))
-    return tuple(levels)
+                beginnings.append(hyperparam.key.removesuffix(argument))
+    return tuple(beginnings)
 
 
 def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group:
-    """Return copies of the entries of a saved group that replace those of the optimizer's group."""
-    from_code = keys_of_schedules(tx, tracked)
+    """Return copies of the entries of a saved group that a resumed run takes, such as "lr" and keys of the user.
+
+    Numbers of schedules stay as in the code: a run may be resumed with a longer schedule.
+    """
+    beginnings = keys_of_schedules(tx, tracked)
     entries: Group = {}
     for key, value in saved.items():
-        is_of_schedule = isinstance(key, str) and key.startswith(from_code)
+        is_of_schedule = isinstance(key, str) and key.startswith(beginnings)
         if key not in _NOT_TAKEN and not is_of_schedule:
             entries[key] = value
-    return copy.deepcopy(entries)
+    return copy.deepcopy(entries)  # no tensor or list in common with the state dict
 
 
 def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
@@ -118,12 +127,13 @@ def _difference(title: str, file_text: str, code_text: str, source: str) -> str:
 def _comparable_keys(tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return the keys of hyperparameters that a group and a saved group have, without those that need no comparison.
 
-    A mirror, such as "momentum" for the first of "betas", repeats another key. An entry that a scheduler changes at
-    every step differs in any case, and its value before that is unknown.
+    ``saved`` is the saved group. Two kinds of keys need no comparison: mirrors, and entries that a scheduler changes at
+    every step, whose values before that are unknown.
     """
     keys: list[str] = []
     for key in tracked.numbers.keys:
-        if key in saved and key not in tracked.numbers.mirrors and not _is_cycled(key, tracked.group, saved):
+        is_mirror = key in tracked.numbers.mirrors  # "momentum" repeats the first of "betas"
+        if key in saved and not is_mirror and not _is_cycled(key, tracked.group, saved):
             keys.append(key)
     return keys
 
@@ -146,6 +156,9 @@ def _are_close(first: object, second: object) -> bool:
 
     Tuples such as ``(0.9, 0.95)`` are compared number by number. A list may stand for a tuple, as in files of JSON.
     Another value, such as None, may be in "initial_lr", which is not checked before.
+
+    >>> _are_close(0.1, 0.1 + 1e-9), _are_close((0.9, 0.95), [0.9, 0.95]), _are_close(0.1, None)
+    (True, True, False)
     """
     first = _without_tensor(first)
     second = _without_tensor(second)

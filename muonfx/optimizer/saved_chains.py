@@ -27,12 +27,14 @@ from muonfx.transforms.matrices import MatrixView
 
 
 def chains_of(stepping: Stepping, names: Iterable[str]) -> dict[str, Transform]:
-    """Return the chain of each named parameter. Parameters with equal chains have the same object.
+    """Return what the optimizer's transform does to each named parameter: a chain of transforms without labels.
 
-    A chain has the numbers with which the optimizer was created, because param groups have the current numbers.
+    For example, ``{"weight": chain(momentum(), scale_by_learning_rate(0.1))}``. Parameters with equal chains have the
+    same object. A chain has the numbers with which the optimizer was created, because param groups have the current
+    numbers.
     """
     choices = _choices(stepping.inner)
-    chain_of_key: dict[tuple[object, ...], Transform] = {}
+    chain_of_key: dict[tuple[object, ...], Transform] = {}  # to create the chain of many parameters once
     chain_of: dict[str, Transform] = {}
     for name in names:
         # Parameters with the same transforms, patterns and values of masks have equal chains.
@@ -44,32 +46,49 @@ def chains_of(stepping: Stepping, names: Iterable[str]) -> dict[str, Transform]:
 
 
 def _choices(tx: Transform) -> list[Callable[[str], object]]:
-    """Return a function from a parameter name to its value, for each argument that differs between parameters."""
+    """Return, for each argument of the transforms in ``tx`` that differs between parameters, its value by name.
+
+    Each is a function: for the labels ``{"w": "muon", "b": "adamw"}`` of a partition, it returns "muon" for "w".
+    """
     choices: list[Callable[[str], object]] = []
     for _, part in walk(tx):
         for value in part.arguments.values():
-            if isinstance(value, MatrixView):
+            if isinstance(value, MatrixView):  # returns the pattern of a parameter, such as "out in -> out in"
                 choices.append(value.text)
-            elif isinstance(value, Mapping):
+            elif isinstance(value, Mapping):  # labels or a mask
                 choices.append(value.get)
     return choices
 
 
 def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
-    """Return what a transform does to one parameter: a transform without labels, with its pattern and mask only.
+    """Return what a transform does to one parameter, as a transform without the labels of all parameters.
 
-    ``visited`` is the visit of ``tx``. A transform that does not receive the parameter is replaced by `identity`.
+    For example, for a parameter with the label "muon", it is ``momentum()`` for
+    ``partition({"muon": momentum(), "adamw": scale_by_adam()}, labels)``.
+
+    Args:
+        name: the name of the parameter.
+        tx: the transform.
+        visited: the visit of ``tx``. Its ``calls`` are the visits of the inner transforms, with their parameters.
     """
-    inner_chains: list[Transform] = []
+    # A partition or mask gives the parameter to one of its transforms at most. A chain gives it to each of them.
     is_divided = tx.factory is masked or any(call.label is not None for call in visited.calls)
+    inner_chains: list[Transform] = []
     for child, call in zip(tx.children, visited.calls, strict=True):
         if name in call.names:
             inner_chains.append(_chain_of(name, child, call))
         elif not is_divided:
             inner_chains.append(identity())
-    if is_divided:  # one of the transforms receives the parameter, or none
+    if is_divided:
         return inner_chains[0] if inner_chains else identity()
-    chain = tx.with_children(inner_chains)
+    return _for_parameter(tx.with_children(inner_chains), name)
+
+
+def _for_parameter(chain: Transform, name: str) -> Transform:
+    """Return a transform in which each argument for all parameters has the value for one of them only.
+
+    For example, a view with patterns of many parameters becomes ``MatrixView("out in -> out in")``.
+    """
     changes: dict[str, Any] = {}
     for argument, value in chain.arguments.items():
         if isinstance(value, Schedule):  # schedules are compared and reported with the numbers of groups
@@ -99,11 +118,11 @@ class SavedChain(NamedTuple):
 
 
 def record_of(chain_of: Mapping[str, SavedChain]) -> list[Any]:
-    """Return what a state dict records of the chains of a group, under the key `CHAINS`.
+    """Return the list in a state dict that has the chains of the parameters of a group, under the key `CHAINS`.
 
-    It is a list with the number of parameters, then a list for each chain: its code, its fingerprint, and the names of
-    its parameters. The first chain belongs to all other parameters, and has no names. It is a list and no dict, because
-    torch.distributed.checkpoint stores a list without tensors as one value. Without parameters, it is empty.
+    First the number of parameters, then a list for each chain: its code, its fingerprint, and the names of its
+    parameters. The chain of most parameters comes first, without names, to keep the state dict small. It is a list and
+    no dict, because torch.distributed.checkpoint stores a list without tensors as one value.
 
     ``chain_of`` has the chain of each parameter by name, without the components that wrappers add to names.
 
@@ -116,30 +135,37 @@ def record_of(chain_of: Mapping[str, SavedChain]) -> list[Any]:
     names_of: dict[SavedChain, list[str]] = {}
     for name, chain in chain_of.items():
         names_of.setdefault(chain, []).append(name)
-    usual = max(names_of, key=lambda chain: len(names_of[chain]))
-    del names_of[usual]
+    usual = max(names_of, key=lambda chain: len(names_of[chain]))  # the chain of most parameters
     record: list[Any] = [len(chain_of), list(usual)]
     for chain, names in names_of.items():
-        record.append([*chain, *names])
+        if chain != usual:
+            record.append([*chain, *names])
     return record
 
 
 def record_of_group(stepping: Stepping, names: Iterable[str], plain_name_of: Mapping[str, str]) -> list[Any]:
-    """Return the record of the chains of named parameters, a group of an optimizer.
+    """Return the list that a state dict has for the chains of the parameters in a group, as `record_of` describes it.
 
-    ``plain_name_of`` has each name without the components that wrappers add.
+    Args:
+        stepping: has the transform of the optimizer.
+        names: the names of the parameters in the group.
+        plain_name_of: each name without the components that wrappers add: ``{"module.0.weight": "0.weight"}``.
     """
-    saved_chain_of: dict[Transform, SavedChain] = {}  # most parameters have the same chain
-    plain_chains: dict[str, SavedChain] = {}
+    saved_chain_of: dict[Transform, SavedChain] = {}  # to write the code of each chain once
+    saved_chain_of_name: dict[str, SavedChain] = {}
     for name, chain in chains_of(stepping, names).items():
         if chain not in saved_chain_of:
             saved_chain_of[chain] = SavedChain(repr(chain), chain.fingerprint)
-        plain_chains[plain_name_of[name]] = saved_chain_of[chain]
-    return record_of(plain_chains)
+        saved_chain_of_name[plain_name_of[name]] = saved_chain_of[chain]
+    return record_of(saved_chain_of_name)
 
 
 def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the entries of a saved group, in which the record of its chains has this optimizer's names."""
+    """Return the entries of a saved group, in which the record of its chains has this optimizer's names.
+
+    For example, with ``{"b": "0.bias"}``, the chain ``["scale(0.5)", "7f1e", "b"]`` becomes
+    ``["scale(0.5)", "7f1e", "0.bias"]``. `record_of` describes the record.
+    """
     if not saved.get(CHAINS):
         return saved
     count, *chains = saved[CHAINS]
@@ -161,12 +187,18 @@ def chain_in(record: Sequence[Any], name: str) -> SavedChain:
 def saved_chains(record: Sequence[Any], names: Sequence[str]) -> dict[str, SavedChain]:
     """Return the chain of each named parameter of a saved group; nothing for parameters whose chain is not known.
 
-    ``record`` is a value of `record_of`, with the names of this optimizer.
+    >>> saved_chains([2, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]], ["w", "b"])["w"]
+    SavedChain(code='momentum()', fingerprint='d4c1')
+
+    Args:
+        record: the chains in the state dict, as `record_of` returns them, with the names of this optimizer.
+        names: the names of the parameters in the saved group.
     """
     count, usual, *exceptions = record
     saved_chain_of: dict[str, SavedChain] = {}
     for code, fingerprint, *exceptional_names in exceptions:
-        saved_chain_of.update(dict.fromkeys(exceptional_names, SavedChain(code, fingerprint)))
+        for name in exceptional_names:
+            saved_chain_of[name] = SavedChain(code, fingerprint)
     # torch.distributed.checkpoint merges saved groups whose parameters are in one group now, and keeps one record. And
     # names of exceptions may be unknown here. Both make it unknown which parameters have the usual chain.
     if len(names) <= count and saved_chain_of.keys() <= set(names):
@@ -205,8 +237,14 @@ def chain_warnings(
 def _differences(
     tracked: TrackedGroup, chain_of: Mapping[str, Transform], saved_chain_of: Mapping[str, SavedChain]
 ) -> list[str]:
-    """Return a line for each argument, except numbers, that differs between saved chains and the chains of a group."""
-    # By the saved chain and the chain of this optimizer, if they differ: the names of the parameters that have them.
+    """Return a line for each argument, except numbers, that differs between saved chains and the chains of a group.
+
+    Args:
+        tracked: the group, whose label begins each line.
+        chain_of: the chain of each of its parameters in this optimizer.
+        saved_chain_of: the chain of each parameter in the state dict.
+    """
+    # Per pair of chains that differ, the names of the parameters that have them, to report each difference once.
     names_of: dict[tuple[SavedChain, Transform], list[str]] = {}
     for name, chain in chain_of.items():
         saved_chain = saved_chain_of.get(name)
@@ -214,7 +252,7 @@ def _differences(
             names_of.setdefault((saved_chain, chain), []).append(name)
     lines: list[str] = []
     for (saved_chain, chain), names in names_of.items():
-        titles: list[str] = []  # which parameters differ, if not all of the optimizer
+        titles: list[str] = []  # which parameters differ, such as "group 'muon'", if not all of the optimizer
         if tracked.group.get("label") is not None:
             titles.append(f"group {tracked.group['label']!r}")
         if len(names) < len(chain_of):
