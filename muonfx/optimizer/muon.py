@@ -133,6 +133,7 @@ class Muon(TransformOptimizer):
         >>> Muon.transform_for(torch.nn.Linear(4, 4), 0.01, labels={"weight": "muon", "bias": "adamw"}).name
         'partition'
         """
+        # `_transform` has the arguments of the constructor except those of the optimizer, and no defaults.
         signature = inspect.signature(Muon)
         of_optimizer = ("layout", "donate_grads", "bucket_bytes")
         parameters = [parameter for name, parameter in signature.parameters.items() if name not in of_optimizer]
@@ -152,7 +153,7 @@ class Muon(TransformOptimizer):
     def _transform_for(self, new: NamedTensors) -> Transform:
         """Return the transform with labels for the ``new`` parameters too; earlier parameters keep their labels."""
         new_labels = self._labels_of_new(new)
-        routes: dict[str, Route] = {}
+        routes: dict[str, Route] = {}  # a route: the label of a parameter, with its reason and its view as matrices
         for name, route in self.tx.arguments["labels"].routes.items():
             # Without the view of the parameter: construction has used it, or has warned that it is not used.
             routes[name] = Route(route.label, route.reason, shape=route.shape)
@@ -160,16 +161,23 @@ class Muon(TransformOptimizer):
         return with_views(self.tx.replace(labels=labels), new_labels)
 
     def _labels_of_new(self, new: NamedTensors) -> Labels:
-        """Return labels for parameters that are added after construction, chosen as at construction."""
+        """Return labels for parameters that are added after construction, chosen as at construction.
+
+        For example, ``{"layer.weight": "muon", "layer.bias": "adamw"}``, each with its reason.
+        """
         # Labels are roles, such as "hidden" and "embedding", if `adamw_lr` was a dict; else "muon" and "adamw".
         has_roles = "hidden" in self.tx.arguments["transforms"]
-        # A parameter that is added is trained: Lightning puts one into the groups before it is unfrozen again.
+        # Frozen parameters would get the label None. A parameter that is added is trained: Lightning puts one into the
+        # groups before it is unfrozen again.
         with warnings.catch_warnings(), _as_trained(new.values()):
             warnings.filterwarnings("ignore", message="user rule")  # a rule may match only earlier parameters
             return _labels_for(self._labels, new, self._model_with(new), roles=has_roles)
 
     def _model_with(self, new: NamedTensors) -> nn.Module | None:
-        """Return the first known model that has all of these parameters under their names, or None."""
+        """Return the first known model that has all of these parameters under their names, or None.
+
+        The labels follow from the types of its modules, such as ``nn.Embedding``.
+        """
         for model in self._parameters.models:
             params = dict(model.named_parameters())
             if all(params.get(name) is param for name, param in new.items()):
@@ -233,7 +241,10 @@ def _named_unless_model(params: NamedParameters, model: nn.Module | None) -> nn.
 
 
 def _adam(betas: Any) -> Transform:
-    """Return the transform of AdamW's moments for its two decays."""
+    """Return the transform of AdamW's moments for the argument ``betas``, such as ``(0.9, 0.95)``, or raise.
+
+    Each of the two decays is a number, or a tensor of one element.
+    """
     is_sequence = isinstance(betas, tuple | list)
     if not is_sequence or len(betas) != 2:
         error = ValueError if is_sequence else TypeError
@@ -246,10 +257,13 @@ def _adam(betas: Any) -> Transform:
 def _labels_for(
     labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.Module | None, *, roles: bool
 ) -> Labels:
-    """Return the label of each parameter, from the argument ``labels`` of `Muon`: a dict, a function, or None.
+    """Return the label of each parameter: ``{"weight": "muon", "bias": "adamw"}``, as a `Labels` with reasons.
 
-    With None, `default_labels` chooses the labels: roles such as "embedding" if ``roles`` is True, else "muon" and
-    "adamw".
+    Args:
+        labels: the argument of `Muon`: a dict of labels, a function that returns one, or None for the default labels.
+        params: a model, or parameters by name.
+        model: the model that has ``params``, which gives better default labels; None if it is unknown.
+        roles: True for default labels such as "hidden" and "embedding"; False for "muon" and "adamw".
     """
     params_or_model = params if model is None else model
     label_of: object = labels
@@ -258,13 +272,7 @@ def _labels_for(
     elif callable(labels) and not isinstance(labels, Mapping):
         label_of = labels(params_or_model)
     if not isinstance(label_of, Mapping):
-        found = repr(labels)
-        if callable(labels):
-            found = f"a function that returns {label_of!r}"
-        raise TypeError(
-            "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
-            f"labels=lambda model: muonfx.default_labels(model, rules); found {found}"
-        )
+        raise _no_labels(labels, label_of)
     label_of = cast("Mapping[str, str | None]", label_of)
     names = [name for name, _ in named_pairs(params)]
     missing = [name for name in names if name not in label_of]
@@ -272,18 +280,27 @@ def _labels_for(
         raise ValueError(f"labels: found none for {format_list(missing)}, expected a label for every parameter")
     if not isinstance(label_of, Labels):
         label_of = Labels(label_of)
-    return label_of.restrict(names)
+    return label_of.restrict(names)  # a model may have other parameters, which also have labels
+
+
+def _no_labels(labels: object, result: object) -> TypeError:
+    """Return an error for the argument ``labels`` of `Muon`, or for its ``result`` if it is a function."""
+    found = f"a function that returns {result!r}" if callable(labels) else repr(labels)
+    return TypeError(
+        "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
+        f"labels=lambda model: muonfx.default_labels(model, rules); found {found}"
+    )
 
 
 @contextmanager
 def _as_trained(params: Iterable[Tensor]) -> Generator[None]:
-    """Return a context manager in which frozen parameters require gradients, as rules for labels read this flag."""
+    """Return a context manager in which frozen parameters require gradients: rules give frozen ones the label None."""
     frozen = [param for param in params if is_frozen(param) and is_usable(param)]
     for param in frozen:
         param.requires_grad = True
     try:
         yield
-    finally:
+    finally:  # also after an error in the block
         for param in frozen:
             param.requires_grad = False
 
@@ -301,10 +318,12 @@ def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
     if not named or "muon" in labels.values() or "hidden" in labels.values():
         return
     trained = [name for name, label in labels.items() if label is not None]
-    reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     if any(param.ndim >= 2 for param in named.values()):
-        names = sorted(labels, key=lambda name: labels[name] is None)  # trained parameters first
+        # Show the labels of five parameters with their reasons, trained parameters first.
+        names = sorted(labels, key=lambda name: labels[name] is None)
         reason = "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in names[:5]])
+    else:
+        reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     warn_caller(
         f"Muon: found no parameter with the label 'muon' or 'hidden' ({reason}), expected at least one; AdamW trains "
         f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. Give labels=, or use "

@@ -34,12 +34,14 @@ def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
 def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     """Convert the argument ``params`` of an optimizer to a list of groups whose "params" are (name, tensor) pairs.
 
-    ``model`` provides the names of tensors without names. Raise unless each parameter is given once.
+    For example, ``model`` becomes ``[{"params": [("weight", tensor), ("bias", tensor)]}]``. A list of groups keeps its
+    other entries, such as "lr". ``model`` provides the names of tensors without names. Raise unless each parameter is
+    given once.
     """
     require_parameters(params)
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    known = {} if model is None else names_in([model])
+    name_of = {} if model is None else names_in([model])
     groups: list[Group] = [{"params": params}]  # one group, unless `params` is a list of groups
     if not isinstance(params, nn.Module | Mapping):
         items: list[Any] = list(params)
@@ -48,7 +50,7 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     named_groups: list[Group] = []
     all_pairs: NamedPairs = []
     for group in groups:
-        pairs = named_pairs(params_of(group), known)
+        pairs = named_pairs(params_of(group), name_of)
         named_groups.append({**group, "params": pairs})
         all_pairs += pairs
     check_once(all_pairs)
@@ -82,7 +84,10 @@ def params_of(group: object) -> Any:
 
 
 def require_parameters(params: object) -> None:
-    """Raise TypeError unless an argument can be the parameters of an optimizer."""
+    """Raise TypeError unless an argument can be the parameters of an optimizer: a model, or an iterable of them.
+
+    The error shows the right order of arguments if a learning rate or a transform is in their position.
+    """
     if isinstance(params, nn.Module | Mapping | Iterable) and not isinstance(params, str):
         return
     advice = ""
@@ -97,13 +102,18 @@ def require_parameters(params: object) -> None:
 
 
 def divide(named: NamedTensors, names: Container[str]) -> tuple[NamedTensors, NamedTensors]:
-    """Return the parameters whose names are in ``names``, and the others."""
-    inside: dict[str, Tensor] = {}
-    outside: dict[str, Tensor] = {}
+    """Divide parameters into those whose names are in ``names``, and the others, as two dicts by name.
+
+    For example, ``{"w": tensor, "b": tensor}`` and ``["w"]`` give ``({"w": tensor}, {"b": tensor})``.
+    """
+    with_these_names: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
     for name, param in named.items():
-        part = inside if name in names else outside
-        part[name] = param
-    return inside, outside
+        if name in names:
+            with_these_names[name] = param
+        else:
+            others[name] = param
+    return with_these_names, others
 
 
 def divide_frozen(named: NamedTensors) -> tuple[NamedTensors, NamedTensors]:
@@ -112,16 +122,19 @@ def divide_frozen(named: NamedTensors) -> tuple[NamedTensors, NamedTensors]:
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if two parameters have the same name, or if one tensor is given under two names."""
-    names = set[str]()
+    """Raise ValueError if two parameters have the same name, or if one tensor is given under two names.
+
+    State is stored by name, and each step would update the tensor twice.
+    """
+    names_so_far = set[str]()
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
-        if name in names:
+        if name in names_so_far:
             raise ValueError(f"two parameters are named {name!r}: give each parameter of all groups another name")
         if param in name_of:
             first = name_of[param]
             raise ValueError(f"{first!r} and {name!r} are one tensor, which would be stepped on twice: give it once")
-        names.add(name)
+        names_so_far.add(name)
         name_of[param] = name
 
 
@@ -136,7 +149,10 @@ def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> Named
 
 
 def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:
-    """Return the (name, tensor) pair of an item that is such a pair, or a tensor whose name ``known`` has."""
+    """Return the name and the tensor of one item of the argument ``params``: such a pair, or a tensor of a model.
+
+    ``known`` has the names of the tensors of the model, if the caller has given one. Raise for any other item.
+    """
     if isinstance(item, Tensor) and known:
         if item not in known:
             shape = tuple(item.shape)

@@ -60,13 +60,13 @@ def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
     ('weight_decay', None)
     """
     # Compare last components, because "eps_root" is written for "scale_by_adam.eps_root".
-    full_names = {name.rpartition(".")[2]: name for name in hyperparams}
+    full_name_of = {name.rpartition(".")[2]: name for name in hyperparams}
     plain_key = key.lower().replace("-", "_")
-    plain_key = _SYNONYMS.get(plain_key, plain_key)
-    if plain_key in full_names:
-        return full_names[plain_key]
-    close_names = difflib.get_close_matches(plain_key, full_names, n=1, cutoff=_SIMILAR)
-    return full_names[close_names[0]] if close_names else None
+    plain_key = _SYNONYMS.get(plain_key, plain_key)  # "wd" is "weight_decay"
+    if plain_key in full_name_of:
+        return full_name_of[plain_key]
+    close_names = difflib.get_close_matches(plain_key, full_name_of, n=1, cutoff=_SIMILAR)
+    return full_name_of[close_names[0]] if close_names else None
 
 
 _KEYS_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
@@ -77,7 +77,9 @@ _ARGUMENTS_OF_MUON = {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}
 
 
 def warn_of_unread_keys(entries: Group, name: str, group_keys: Set[str], all_keys: Set[str]) -> list[str]:
-    """Warn of keys of a group that look like hyperparameters and set none. Return these keys.
+    """Warn of keys of a param group that look like hyperparameters and set none, such as "weight_dacay".
+
+    Return these keys. Other unknown keys are the user's own, such as "lr_scale", and are kept without a warning.
 
     Args:
         entries: the keys to check and their values.
@@ -95,21 +97,32 @@ def warn_of_unread_keys(entries: Group, name: str, group_keys: Set[str], all_key
 
 
 def _problem_of_key(key: str, value: Any, group_keys: Set[str], all_keys: Set[str]) -> str | None:
-    """Return the end of a warning if a key of a group looks like a hyperparameter and sets none, else None."""
+    """Return the end of a warning if a key of a param group looks like a hyperparameter and sets none, else None.
+
+    Args:
+        key: the key, such as "weight_dacay".
+        value: its value in the group.
+        group_keys: the hyperparameters of the group.
+        all_keys: the hyperparameters of all groups.
+    """
     if key in group_keys or key in NOT_HYPERPARAMS:
         return None
+    # 1. An argument of `Muon`, such as "adamw_lr".
     if key in _ARGUMENTS_OF_MUON:
         return (
             "has no effect, because it is an argument of Muon: make a group of the parameters of AdamW, and "
             f"give it {_ARGUMENTS_OF_MUON[key]!r}"
         )
+    # 2. A misspelt hyperparameter of the group.
     group_key = intended_hyperparam(key, group_keys)
     if group_key is not None:
         return f"it is no hyperparameter of the group: did you mean {group_key!r}?"
+    # 3. A hyperparameter of other groups, such as "betas" in a group of Muon.
     if intended_hyperparam(key, all_keys) is not None:
         expected = ", ".join(sorted(group_keys)) or "none"
         return f"it is no hyperparameter of the group: the group has {expected}"
-    if key in _KEYS_OF_OTHERS and value:  # such as "amsgrad": True
+    # 4. A key of another optimizer that is switched on, such as "amsgrad": True.
+    if key in _KEYS_OF_OTHERS and value:
         return (
             "has no effect: the labels choose the transform of a parameter, and the arguments of the transform choose "
             "its update"
@@ -128,12 +141,19 @@ def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one: bool) -> list[Group]:
-    """Return the param groups for named parameters, with ``entries`` and all hyperparameters of their transforms.
+    """Return the param groups for named parameters, with all hyperparameters of the transforms that update them.
 
-    With ``as_one``, they are one group, unless the parameters have different rates and ``entries`` has none. Else they
-    are split, so that the same transforms update all parameters of a group.
+    For example, parameters of the labels "muon" and "adamw" with ``{"weight_decay": 0.1}`` become two groups: one with
+    "lr", "weight_decay" and "momentum", and one with "lr", "weight_decay" and "betas".
+
+    Args:
+        stepping: has the transforms of each parameter, and their numbers.
+        entries: the entries that the caller has given for the group.
+        pairs: the names and the parameters.
+        as_one: True for one group, unless the labels have different rates and ``entries`` has none. False to split
+            them, so that the same transforms update all parameters of a group.
     """
-    pairs_of = pairs_by_rule(pairs, stepping.rules)
+    pairs_of = pairs_by_rule(pairs, stepping.rules)  # a rule: the transforms of a parameter, and its label
     rules = list(pairs_of)
     if entries:
         # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
@@ -154,15 +174,19 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
 
 
 def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) -> Group:
-    """Return the entries for the group of one rule: for the label "adamw", "lr" is the value of "adamw.lr", if given.
+    """Return the entries for the group of one label, from the entries for a group that is split by labels.
 
-    Keys that only other rules read are left out, such as "muon.lr" and Muon's "momentum".
+    For example, ``{"muon.lr": 0.1, "adamw.lr": 0.2, "momentum": 0.9, "my_key": 1}`` becomes
+    ``{"lr": 0.2, "my_key": 1}`` for "adamw". ``rule`` has the label and its hyperparameters, and ``rules`` those of all
+    labels.
     """
-    labelled_keys = keys_by_label(rules)
+    labelled_keys = keys_by_label(rules)  # such as "muon.lr" and "adamw.lr"
     keys_of_rule = holders_of([rule]).keys()
     keys_of_others = holders_of(rules).keys() - keys_of_rule - NOT_HYPERPARAMS
+    # Keep entries that the label reads, and keys of the user.
     left_out = labelled_keys | keys_of_others
     entries_of_rule = {key: value for key, value in entries.items() if key not in left_out}
+    # A value for the label alone replaces a value for all labels.
     for key in keys_of_rule:
         labelled_key = f"{rule.label}.{key}"
         if labelled_key in entries and labelled_key in labelled_keys:
@@ -173,9 +197,10 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
 def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, pairs: NamedPairs) -> Group:
     """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
 
-    ``rules`` are the different rules (labels and transforms) of the parameters.
+    For example, with the entries ``{"lr": 0.1}``, it is ``{"label": "muon", "lr": 0.1, "params": pairs, "momentum":
+    0.95, ...}``. ``rules`` are the different rules (labels and transforms) of the parameters.
     """
-    # With copies, since a group of the caller may be split into several, which would have a tensor in common.
+    # Copies of tensors, because the entries may be used for several groups, which would have a tensor in common.
     group: Group = {key: own_copy(value) for key, value in entries.items()}
     group["params"] = pairs
     complete_entries(stepping, rules, group)
@@ -191,11 +216,12 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     """
     defaults = stepping.defaults  # the transform's numbers by dotted name: {"muon.momentum.decay": 0.95}
     with_common_values = with_agreed(rules, group, defaults)
-    # Converts between keys of the group and dotted names.
+    # All numbers of the group by dotted name, with copies of tensors, which no other group has.
     group_numbers = GroupNumbers(group_hyperparams(rules, with_common_values))
     completed = group_numbers.complete(with_common_values, defaults)
     numbers = {name: own_copy(number) for name, number in completed.items()}
     require_in_range(stepping.tx, group_numbers.hyperparams, numbers, defaults)
+    # The same numbers under the keys of the group, such as "momentum".
     group.update(group_numbers.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 
@@ -222,23 +248,24 @@ def _register_refusal() -> None:
 
 
 def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
-    """Raise if another optimizer, before its step, has param groups of a muonfx optimizer, which then never steps.
+    """Raise if an optimizer that was made from the groups of a muonfx optimizer steps in its place.
 
-    A wrapper has a muonfx optimizer in an attribute, and may have its groups, because it calls the step of that.
+    For example, accelerate creates ``DeepSpeedCPUAdam(optimizer.param_groups)`` when DeepSpeed offloads. Without an
+    error, the user would train with Adam instead of Muon. torch calls this before each step of any optimizer.
     """
-    if torch.compiler.is_compiling() or optimizer in _owners:
+    if torch.compiler.is_compiling() or optimizer in _owners:  # a muonfx optimizer
         return
-    group_ids = {id(group) for owner in _owners for group in owner.param_groups}
+    ids_of_owned_groups = {id(group) for owner in _owners for group in owner.param_groups}
     labels: list[str] = []  # of its groups that a muonfx optimizer has, too
     for group in optimizer.param_groups:
-        if id(group) in group_ids or isinstance(group, OwnedGroup):
+        if id(group) in ids_of_owned_groups or isinstance(group, OwnedGroup):
             labels.append(repr(group.get("label")))
     if not labels:
         return
+    # A wrapper may have the groups of the optimizer in one of its attributes, because it calls the step of that.
     for attribute in vars(optimizer).values():
-        if isinstance(attribute, Optimizer) and attribute in _owners:  # it is a wrapper
+        if isinstance(attribute, Optimizer) and attribute in _owners:
             return
-    # For example, accelerate creates DeepSpeedCPUAdam(optimizer.param_groups) when DeepSpeed offloads.
     raise RuntimeError(
         f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
         "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
