@@ -76,12 +76,16 @@ class CommonTensors:
                     self._common.append((visited, name, tensors))
 
     def check(self) -> None:
-        """Raise ValueError if two groups have tensors of different values. Compare only if a tensor was written to."""
+        """Raise ValueError if two groups have tensors of different values, where one transform reads both.
+
+        For example, a scheduler has written into the rate of one group only. A comparison waits for the device, so the
+        tensors are compared only if one of them was written to.
+        """
         if torch.compiler.is_compiling() or not self._common:
             return
         write_counts: list[int] = []
         for _, _, tensors in self._common:
-            write_counts += [tensor._version for tensor in tensors]
+            write_counts += [tensor._version for tensor in tensors]  # torch increases it with every write
         if write_counts == self._write_counts:
             return
         for visited, name, tensors in self._common:
@@ -147,6 +151,7 @@ class Stepping:
         """
         check_params(params)
         warn_of_unmatched(patterns_in(self.tx), params)
+        # The state does not depend on the numbers in the groups, so the transform from construction creates it.
         state = self._placed_transforms(self.inner, params, self.visits[0]).functions.init(params)
         self.refresh(params, groups)
         return self._with_former_values(state, former)
@@ -154,7 +159,8 @@ class Stepping:
     def _with_former_values(self, state: PyTree, former: FormerState | None) -> PyTree:
         """Return a new state with the values of a former state, if any, at all paths that both have.
 
-        The former state may be sharded in another way: its leaves are gathered and cut again.
+        For example, after a parameter was added, the momenta of all others keep their values. The former state may be
+        sharded in another way, as before ``fully_shard``: its leaves are gathered and cut again.
         """
         if former is None:
             return state
@@ -166,7 +172,7 @@ class Stepping:
                 continue
             former_index = former_index_of[path]
             full_value = former.stepping.full_leaf(former_index, former_leaves[former_index])
-            if full_value is not None:
+            if full_value is not None:  # else the leaf is None, as for a parameter that has no state of a transform
                 leaves[index] = self._local_part(index, leaves[index], full_value)
         return tree.unflatten(treedef, leaves)
 
@@ -230,17 +236,20 @@ class Stepping:
     def refresh(self, params: NamedTensors, groups: Sequence[TrackedGroup]) -> None:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them.
 
-        Raise ValueError if two groups have different tensors for a number that one transform reads for all parameters.
+        For example, after a scheduler has changed "lr", the following steps use the new rate. Raise ValueError if a
+        number is out of range, or if groups have different tensors for a number that one transform reads for all.
         """
         numbers = read_numbers(groups)
         # Identities suffice: `read_numbers` returns the dict objects of its last call if no number has changed.
         if self._last_groups is groups and all(map(is_, numbers, self._last_numbers)):
             self._common.check()  # a caller may have written into a tensor
             return
+        # 1. Each group gets its own tensors; those that must have one value are compared.
         if not torch.compiler.is_compiling():
             numbers = separate_tensors(groups, numbers, self.callers_tensors)
         self._common = CommonTensors(self.visits, numbers)
         self._common.check()
+        # 2. The transform checks its numbers. Its error names an argument; replace it by one with the key of a group.
         try:
             self._prepare(self._with_numbers(groups, numbers), params)
         except ValueError:
@@ -254,8 +263,8 @@ class Stepping:
     def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> Transform:
         """Return the transform with the hyperparameters of the param groups, ``numbers``.
 
-        A transform for which groups have different numbers becomes a `by_groups`, which has one version of it for each
-        set of numbers.
+        If groups have different numbers for a transform, such as two rates, `by_groups` replaces it. That runs the
+        transform once for each set of numbers.
         """
         tx = for_groups(self.inner, self.visits[0], self.members(groups, numbers), self.defaults)
         if torch.compiler.is_compiling() and any(visited.tx.factory is accumulate for visited in self.visits):
@@ -263,7 +272,10 @@ class Stepping:
         return prepared(tx)
 
     def members(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> list[GroupMembers]:
-        """Return the parameter names of each group, and its hyperparameters in the types of the transform's."""
+        """Return the parameter names and the hyperparameters of each group, in an order that is equal on all ranks.
+
+        The numbers are by dotted name, and have the types that the transform accepts.
+        """
         members: list[GroupMembers] = []
         for tracked, group_numbers in zip(groups, numbers, strict=True):
             if tracked.names:  # a group without parameters has no effect
@@ -283,10 +295,13 @@ class Stepping:
         return tx, tree.unflatten(treedef, whole_leaves), params, grads
 
     def _prepare(self, tx: Transform, params: NamedTensors) -> None:
-        """Use a transform, rebuilt with the current hyperparameters, in the following steps."""
+        """Use a transform, rebuilt with the current hyperparameters, in the following steps.
+
+        It is placed: divided into buckets of parameters, and connected with the memory of the state.
+        """
         if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
             placed = with_numbers(self._placed, iter(numbers_of(tx)))
-        else:
+        else:  # the first time, or `by_groups` is needed: this takes longer
             placed = self._placed_transforms(tx, params)
             self._placed_structure = tx.structure
         self._placed = prepared(placed)
@@ -298,8 +313,10 @@ class Stepping:
         """
         if problem is not None:
             raise problem
+        # Extra arguments, such as value=loss: a transform must accept each of them.
         check_extras(self.tx, call.extras)
         check_values_of_extras([visited.tx for visited in self.visits], call.extras)
+        # Donated tensors may be overwritten, so they must not share memory.
         updates, state = call.updates, call.state
         if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
             donate = Donation(updates=False, state=True)
@@ -314,11 +331,11 @@ class Stepping:
 
 
 def add_in_place(params: NamedTensors, updates: Mapping[str, Tensor | None]) -> None:
-    """Add updates to parameters in place; raise ValueError if the shapes differ."""
-    dense = {name: update for name, update in updates.items() if update is not None}
-    updated = [params[name] for name in dense]
-    for param, update in zip(updated, dense.values(), strict=True):
-        if update.shape != param.shape:  # would be broadcast
-            check_updates_fit(params, updates)
-    if updated:
-        torch._foreach_add_(updated, list(dense.values()))
+    """Add updates to parameters in place; raise ValueError if the shapes differ. An update of None changes nothing."""
+    dense_updates = {name: update for name, update in updates.items() if update is not None}
+    updated_params = [params[name] for name in dense_updates]
+    for param, update in zip(updated_params, dense_updates.values(), strict=True):
+        if update.shape != param.shape:  # the addition would broadcast the update
+            check_updates_fit(params, updates)  # raises, with the name of the parameter
+    if updated_params:
+        torch._foreach_add_(updated_params, list(dense_updates.values()))

@@ -241,7 +241,7 @@ class TransformOptimizer(Optimizer):
         return "\n".join([*lines, ")"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle. Raise TypeError if the optimizer runs over several ranks."""
+        """Return the attributes for ``copy.deepcopy`` and pickle. Raise TypeError if the optimizer runs over ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         # First read what the caller has changed in `optimizer.state`, the weights and the groups, as a step does.
@@ -262,7 +262,10 @@ class TransformOptimizer(Optimizer):
         return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer. It has no reference to the model of its parameters."""
+        """Restore a copied or unpickled optimizer from the attributes that `__getstate__` has returned.
+
+        It has no reference to the model of its parameters.
+        """
         attributes = dict(state)
         tx: Transform = attributes.pop("tx")
         initial_paths: set[Path] | None = attributes.pop("initial_paths", None)
@@ -346,15 +349,19 @@ class TransformOptimizer(Optimizer):
         warn_of_lost_decay(self._stepping, self._tracked_groups.groups, trained)
 
     def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
-        """Add a group of named parameters, ``pairs``, with all hyperparameters of its transforms.
+        """Add a param group for named parameters to ``param_groups``, or one for each label.
 
-        If not ``as_one``, split it by its transforms. ``group`` has values for some hyperparameters.
+        Args:
+            group: the group of the caller, such as ``{"params": ..., "lr": 0.1}``. Hyperparameters that it lacks are
+                added.
+            pairs: the names and the parameters.
+            as_one: False to split the group, so that the same transforms update all parameters of each.
         """
         entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if not pairs:
+        if not pairs:  # the group is kept, so that the caller finds the groups at the indices in the argument `params`
             super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
             return
-        self._callers_tensors.note(entries)
+        self._callers_tensors.note(entries)  # to warn if the caller writes into a tensor of which groups have copies
         for new_group in new_groups(self._stepping, entries, pairs, as_one=as_one):
             absent_keys = self.defaults.keys() - new_group.keys()
             super().add_param_group(new_group)
@@ -419,8 +426,11 @@ class TransformOptimizer(Optimizer):
     def _stepping_for(self, tx: Transform, named: NamedTensors, not_trained: NamedTensors | None = None) -> Stepping:
         """Return the object that creates the state of the named parameters and steps on them.
 
-        Parameters with the label None, and those in ``not_trained``, get no state, but are in the layout.
-        ``not_trained`` is None after construction, when `_parameters` has them.
+        Args:
+            tx: the transform. It may give some parameters the label None, so that they get no state.
+            named: the parameters to train, by name.
+            not_trained: other parameters of the model, such as frozen ones, which get no state, but are in the layout.
+                None after construction, when `_parameters` has them.
         """
         if not_trained is None:
             not_trained = self._parameters.not_trained_params()
@@ -497,28 +507,35 @@ class TransformOptimizer(Optimizer):
         """
         if self._parameters.on_meta:
             former = None  # state on the meta device has no values to keep
+        # 1. Read the groups, and create the state.
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named_params()
         # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             state = self._stepping.init(named, self._tracked_groups.groups, former)
+        # 2. Record which leaves have initial values: if weights are loaded before the first step, it renews these.
         if former is None:
             self._current["initial"] = InitialState(named, state)
         else:
             added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
             self._record_initial(added_paths, named, state, former.state)
+        # 3. Last, when no error can leave half of the changes.
         self._current["state"] = state
         self._show_all(named)
 
     def _record_initial(self, new_paths: set[Path], named: NamedTensors, state: PyTree, former_state: PyTree) -> None:
-        """Record that the leaves of ``state`` at ``new_paths`` were initialized just now, from ``named`` parameters.
+        """Record which tensors of the state have initial values, so that a step renews them if weights were loaded.
 
-        ``former_state`` is the state before; leaves at other paths have its values. Before the first step, some of
-        these have initial values too, perhaps from weights that were replaced since. A record without parameters fits
-        no weights, so that the next step initializes all of these leaves again.
+        Args:
+            new_paths: the paths of the leaves that were initialized just now, such as those of an added parameter.
+            named: the parameters from which they were initialized.
+            state: the state. Its other leaves have the values of ``former_state``.
+            former_state: the state before.
         """
         former_initial = self._current["initial"]
         if former_initial is not None:
+            # Before the first step, other leaves have initial values, too, perhaps from weights that were replaced
+            # since. A record without parameters fits no weights, so that the next step initializes all of them again.
             no_params: NamedTensors = {}
             paths = new_paths | former_initial.unwritten(former_state)
             self._current["initial"] = InitialState(no_params, state, paths)
@@ -564,23 +581,27 @@ class TransformOptimizer(Optimizer):
     def _adopt_state(self) -> None:
         """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again.
 
-        Examples are ``optimizer.state[param]["momentum.trace"] = tensor`` and ``optimizer.state.clear()``.
+        Examples are ``optimizer.state[param]["momentum.trace"] = tensor`` and ``optimizer.state.clear()``. The tensors
+        of the state stay the same objects: they receive the values.
         """
-        entries = self._current["entries"]
+        entries = self._current["entries"]  # what `optimizer.state` had before
         if not entries.is_edited(self.state):
             return
         state = self._current["state"]
         named = self._tracked_groups.named
+        # 1. Read and check all changes.
         entries_of = entries_by_name(entries, self.state, self._groups)
         emptied = [name for name in named if entries.indices[name] and name not in entries_of]
         assigned_values = read_assigned(entries, entries_of, self._stepping)
         initial_values = self._initial_values_of(emptied, named)
+        # 2. Copy the values into the state.
         with torch.no_grad():
             self._stepping.assign(assigned_values + initial_values, state)
         if initial_values:  # the next step initializes these leaves again if weights are loaded before it
             paths = tree.paths(state)
             restarted_paths = {paths[load.leaf_index] for load in initial_values}
             self._record_initial(restarted_paths, named, state, state)
+        # 3. Show the tensors of the state in place of those that were assigned.
         self._show_all(named)
         warn_of_shared(entries, emptied)
 
@@ -678,7 +699,11 @@ class TransformOptimizer(Optimizer):
         self._parameters.track(named)
 
     def _add_listed(self, added: NamedTensors) -> None:
-        """Create state for parameters of the model that somebody has put into the param groups."""
+        """Create state for parameters of the model that somebody has put into ``param_groups`` without names.
+
+        For example, Lightning does so when a run with unfrozen layers is resumed. ``added`` are these parameters by
+        name.
+        """
         with self._undone_on_error() as former:
             all_params = {**self._tracked_groups.named, **added}
             self._stepping = self._stepping_for(self._transform_for(added), all_params)
@@ -702,9 +727,9 @@ class TransformOptimizer(Optimizer):
     def _undone_on_error(self) -> Generator[FormerState]:
         """Return a context manager that undoes changes of the optimizer if an error is raised in its block.
 
-        It restores the attributes that adding or replacing parameters changes, and the entries of the param groups, and
-        removes groups that were added. The state is not restored: a block sets it after all checks. The value of the
-        context manager is the state before the block, with the object that created it.
+        For example, if a parameter cannot be added, the optimizer has the groups and attributes that it had before. The
+        state is not restored, because a block sets it after all checks. The value of the context manager is the state
+        before the block, with the object that created it.
         """
         former = FormerState(self._stepping, self._current["state"])
         initial = self._current["initial"]
@@ -718,8 +743,10 @@ class TransformOptimizer(Optimizer):
             self._current["initial"] = initial
             self._parameters.restore(parameters)
             self._tracked_groups.groups = tracked_groups
-            del self._groups[len(former_groups) :]
-            for group, former_group in zip(self._groups, former_groups, strict=True):
+            del self._groups[len(former_groups) :]  # groups that were added
+            for group, former_group in zip(
+                self._groups, former_groups, strict=True
+            ):  # the same dicts, as users have them
                 group.clear()
                 group.update(former_group)
             raise
@@ -769,9 +796,14 @@ class TransformOptimizer(Optimizer):
         return self._step(closure, extras)
 
     def _step(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
-        """Run a step and return the result of the closure."""
+        """Run a step and return the result of the closure.
+
+        An error of this rank is kept in ``problem``. The calls after the ``try`` block raise it on all ranks, which
+        would otherwise wait for this one.
+        """
         loss: Any = None
-        problem: Exception | None = None  # an error of this rank; the calls after the block raise it, on all ranks
+        problem: Exception | None = None
+        # 1. Compute the gradients, and check everything that this rank can check alone.
         try:
             if closure is not None:
                 loss = _evaluate(closure)
@@ -780,10 +812,12 @@ class TransformOptimizer(Optimizer):
             problem = error
             params = self._tracked_groups.named  # only to call what the other ranks call
             gradients = _gradients_of(params)
+        # 2. Update the parameters.
         self._update_initial_state(may_communicate=True, problem=problem)
         donate = Donation(updates=self.donate_grads, state=True)  # the step may overwrite these tensors
         call = Arguments(gradients, self._current["state"], params, donate, extras)
         state = self._stepping.step(call, problem)
+        # 3. Keep the new state, and show it in `optimizer.state`.
         self._current["state"] = state
         self._current["initial"] = None  # weights that are loaded from now on do not change the state
         self._current["entries"].update(self.state, state, self._stepping.show)
@@ -845,9 +879,10 @@ class TransformOptimizer(Optimizer):
             saved_group[SCHEDULES] = schedules
 
     def _add_exported(self, saved_state: dict[int, Group]) -> None:
-        """Put the leaves that are saved in another form than `optimizer.state` has into the state of a state dict.
+        """Put the tensors that ``optimizer.state`` has on one rank only into the state of a state dict, for all ranks.
 
-        ``saved_state`` has the entries of each parameter, by its index among all parameters of the groups.
+        For example, the state of `normalize_neurons` is on the rank that computes a matrix. In one process, there are
+        none. ``saved_state`` has the entries of each parameter, by its index among all parameters of the groups.
         """
         index_of = {name: index for index, name in enumerate(self._named_params())}
         slots = self._current["entries"].slots
@@ -989,11 +1024,13 @@ class TransformOptimizer(Optimizer):
                 warn_caller(warning)
 
     def _load_groups(self, saved_groups: Sequence[Group | None], source: str) -> None:
-        """Copy the entries of each saved group, if there is one, and warn of numbers that differ.
+        """Copy the entries of saved groups, such as "lr", into the groups, and warn of numbers that differ.
 
-        ``source`` begins the warning, such as "load_state_dict: the state dict".
+        Args:
+            saved_groups: the saved group of each group, or None if there is none.
+            source: the beginning of the warning, such as "load_state_dict: the state dict".
         """
-        lines: list[str] = []
+        lines: list[str] = []  # one for each number that differs
         for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
                 lines += differences(self.tx, tracked, saved_group)
@@ -1016,7 +1053,10 @@ def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, Lay
 
 
 def _layout_for(named: NamedTensors, layout: LayoutLike) -> Layout | None:
-    """Return the argument ``layout``, or its result if it is a function of the named parameters."""
+    """Return the argument ``layout``, or its result if it is a function of the named parameters.
+
+    For example, ``layout=muonfx.sharding.zero`` is such a function. Raise TypeError for anything else.
+    """
     if callable(layout):
         layout = layout(named)
     if layout is not None and not isinstance(layout, Layout):
@@ -1028,8 +1068,8 @@ def _layout_for(named: NamedTensors, layout: LayoutLike) -> Layout | None:
 
 
 def _evaluate(closure: Callable[[], Any]) -> Any:
-    """Return the result of the closure of a step, which computes gradients."""
-    if not callable(closure):
+    """Call the closure of ``step(closure)``, which computes the gradients, and return its result: the loss."""
+    if not callable(closure):  # for example, step(loss)
         raise TypeError(
             f"closure must be a function that returns the loss, found a {type(closure).__name__}: call step(), "
             "or step(value=loss) if a transform such as reduce_on_plateau reads the loss"
@@ -1046,16 +1086,17 @@ def _gradients_of(params: NamedTensors) -> Gradients:
 def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
     """Return the state of a state dict, in which no two parameters have the same tensor.
 
-    Formats such as safetensors store no tensor twice. A count that all parameters share is copied for each.
+    A step count is one tensor for all parameters: each but the first gets a copy. Formats such as safetensors do not
+    accept one tensor under two names.
     """
     unshared: dict[int, Group] = {}
-    leaf_ids: set[int] = set()  # of the tensors so far
+    ids_so_far: set[int] = set()
     for index, entries in state.items():
         unshared[index] = {}
         for key, leaf in entries.items():
-            if id(leaf) in leaf_ids and isinstance(leaf, Tensor):
+            if id(leaf) in ids_so_far and isinstance(leaf, Tensor):
                 leaf = leaf.clone()
-            leaf_ids.add(id(leaf))
+            ids_so_far.add(id(leaf))
             unshared[index][key] = leaf
     return unshared
 
