@@ -57,14 +57,20 @@ def stepping_for(
 ) -> Stepping:
     """Return the object that runs an optimizer's steps: over ranks with a layout or DTensors, else in one process.
 
-    ``others`` are parameters that are not trained. The layout has them too, so that they can be saved with the others.
+    Args:
+        tx: the transform of the optimizer.
+        params: the parameters to train, by name.
+        others: parameters that are not trained. The layout has them too, so that they can be saved with the others.
+        layout: which rank has which part of each parameter; None for DTensors and in one process.
+        settings: options of the communication.
+        bucket_bytes: how many bytes of parameters are updated at a time; None for a default.
     """
     layout = _complete_layout(layout, params, others)
     if layout is not None:
         if bucket_bytes is not None:
             settings = settings._replace(bucket_bytes=bucket_bytes)
         return SteppingOverRanks(tx, layout.meta(list(params)), layout, settings)
-    if bucket_bytes is None:
+    if bucket_bytes is None:  # the largest parameter, but at least 8 MiB, or 512 MiB on CUDA
         is_on_cuda = any(param.is_cuda for param in params.values())
         smallest = SMALL_BUCKET_ON_CUDA if is_on_cuda else SMALL_BUCKET
         bucket_bytes = max([smallest, *[param.nbytes for param in params.values()]])
@@ -72,23 +78,25 @@ def stepping_for(
 
 
 def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedTensors) -> Layout | None:
-    """Return the layout of all parameters, trained or not; None in one process.
+    """Return the layout of all parameters: which rank has which part of each. Return None in one process.
 
-    It is the caller's ``layout``, or follows from the DTensors. A layout in which every rank has every parameter in
-    full is extended to parameters that were added later.
+    Args:
+        layout: the layout that the caller has given, or None: then DTensors have their layout themselves.
+        params: the parameters to train, by name. Some may have been added after the layout was made.
+        others: the parameters that are not trained.
     """
     all_params = {**params, **others}
     dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
     if layout is None:
         return from_dtensors(all_params) if dtensor_names else None
-    if dtensor_names and not layout.dtensors:
+    if dtensor_names and not layout.dtensors:  # a layout for plain tensors
         raise TypeError(
             f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
         )
     has_all = params.keys() <= layout.specs.keys()
-    # Which ranks have an added parameter follows only from a layout in which every rank has all.
     if has_all or layout.dtensors or layout.is_flat:
         return layout
+    # A parameter was added. In this layout every rank has every parameter in full, so also the added one.
     return replicated(all_params, layout.group or layout.size)
 
 
@@ -167,21 +175,28 @@ class SteppingOverRanks(Stepping):
                 self._on_one_rank[index] = placement
 
     def _is_on_one_rank(self, placement: LeafPlacement) -> bool:
-        """Return True if only one rank has a leaf, and no DTensor on the parameter's mesh can express that."""
+        """Return True if one rank alone has a tensor of the state, so that a state dict of others would lack it.
+
+        The rank is the owner of a matrix: it computes the update for all. Return False if a DTensor can show the tensor
+        on all ranks.
+        """
         if not self._is_distributed or not placement.owned:
             return False
         if all(shard.owner is None for shard in placement.shards):  # each rank computes all matrices
             return False
+        # The parameter is no DTensor, or one rank owns all of its matrices.
         if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shards) == 1:
             return True
+        # Several owners: if each has the matrices of its shard, the leaf is sharded like the parameter.
         return not own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
 
     def _local_part(self, index: int, leaf: Any, full_value: Tensor) -> Any:
-        """Return this rank's part of a full state tensor to replace ``leaf``; None if the rank has no part of it.
+        """Return this rank's part of a full state tensor; None if the rank has no part of it.
 
-        If the leaf has another shape, return ``leaf`` itself.
+        For example, on the second of two ranks, it is the second half of the rows. It replaces ``leaf``, the part of
+        the new state at this ``index``. If the shapes do not fit, return ``leaf`` itself.
         """
-        placement = self._placements[index]
+        placement = self._placements[index]  # which rank has which part
         if placement is None or tuple(full_value.shape) != placement.shape:
             return leaf
         full_value = full_value.to(self._device)
@@ -194,24 +209,32 @@ class SteppingOverRanks(Stepping):
         return _owned_interval(placement, full_value).view(placement.local)  # `local` is the shape of this rank's part
 
     def full_leaf(self, index: int, leaf: Any) -> Any:
-        """Gather a leaf of the state and return it in full. All ranks must call this together."""
-        placement = self._placements[index]
+        """Return a leaf of the state in full, on all ranks. They must call this together, because they gather it.
+
+        ``index`` is the index of the leaf among all leaves, and ``leaf`` is this rank's part.
+        """
+        placement = self._placements[index]  # which rank has which part
         if placement is None or placement.name is None:  # of no parameter: every rank has it in full
             return leaf
         if not placement.owned:  # sharded like its parameter
             return self.layout.gather({placement.name: leaf})[placement.name]
         if not self._is_distributed:  # this rank computes all matrices
             return leaf.view(placement.shape)
+        # Each owner has it for its matrices, and sends it to all others.
         return Gathering(self.layout, self._device, {index: (placement, leaf)}).wait()[index]
 
     def show(self, index: int, leaf: Tensor | None) -> Tensor | None:
-        """Convert a leaf of the state to its form in ``optimizer.state``, such as a DTensor."""
-        placement = self._placements[index]
-        if placement is None or placement.name is None:
+        """Convert a leaf of the state to its form in ``optimizer.state``, with which torch can save and reshard it.
+
+        For example, this rank's rows of a momentum become a DTensor with the shape of the whole momentum.
+        """
+        placement = self._placements[index]  # which rank has which part
+        if placement is None or placement.name is None:  # of no parameter, such as a step count
             return leaf
         dtensor = leaf_to_dtensor(self.binding, placement, leaf)
         if is_dtensor(dtensor):
             return dtensor
+        # The parameter is a plain tensor, or an interval of a flattened one.
         piece = global_leaf(self.binding, self._device, placement, leaf)
         return FlatShardTensor.of(piece) if isinstance(piece, FlatShard) else piece
 
@@ -224,8 +247,11 @@ class SteppingOverRanks(Stepping):
     # ------------------------------------------------------------------------------------------------- persistence
 
     def _share(self, state: PyTree) -> None:
-        """Under DDP, start to copy the state of single ranks to all ranks, so that each rank can save all of it."""
-        # This state is small compared with the updates sent to replicas, and the copy overlaps with the next forward.
+        """Under DDP, start to copy the state of single ranks to all ranks, so that each rank can save all of it.
+
+        Often only rank 0 calls ``state_dict()``, so it cannot gather the state there. The state is small compared with
+        the updates sent to replicas, and the copy overlaps with the next forward.
+        """
         if self._gathering is not None:
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
         if self._on_one_rank and self._is_replicated:
@@ -263,38 +289,45 @@ class SteppingOverRanks(Stepping):
     def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
         """Return the part of a saved tensor to load on this rank. `assign` copies it into the state.
 
-        ``leaf`` is what `optimizer.state` has. Most leaves were saved in this form. Leaves that only their owner has
-        were saved as `exported` returns them: as full tensors, or as DTensors sharded evenly over the parameter's mesh.
+        A tensor of the state may have been saved in two forms: as ``optimizer.state`` shows it, or as `exported`
+        returns it, if only the owner of a matrix has it. The latter is a full tensor, or a DTensor that is sharded
+        evenly over the parameter's mesh. ``leaf`` is what ``optimizer.state`` has now.
         """
+        # 1. In the form of `optimizer.state`.
         placement = self._placements[index]
         if placement is None or not placement.owned or isinstance(value, FlatShardTensor):
             return on_this_rank(leaf, value)
-        if not is_dtensor(value):  # a full tensor: `assign` cuts this rank's part out of it
+        # 2. Exported as a full tensor: `assign` cuts this rank's part out of it.
+        if not is_dtensor(value):
             return value
+        # 3. A DTensor on another mesh, or one that was not exported.
         mesh = self._mesh_of(placement)
         if mesh is None or value.device_mesh != mesh:
             return on_this_rank(leaf, value)
         if is_dtensor(leaf) and leaf.device_mesh == mesh:  # not exported: `optimizer.state` has a DTensor on this mesh
             return on_this_rank(leaf, value)
-        # An exported DTensor. Put its shard on the mesh of this process, because the mesh that was loaded with it may
-        # have the coordinates of the rank that saved it.
+        # 4. An exported DTensor. Put its shard on the mesh of this process, because the mesh that was loaded with it
+        # may have the coordinates of the rank that saved it.
         require_same_position(value, mesh)
         return dtensor_of(local_of(value), mesh, value.placements, value.shape, value.stride())
 
     def load(
         self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
     ) -> None:
-        """Copy saved values into the state.
+        """Copy saved values into the state. If parameters are sharded, all ranks load together, or none does.
 
-        If parameters are sharded, all ranks load together. All raise if one has a ``problem``, or if they found saved
-        state for different parameters: ``without_state`` are the names of those without. Replicas load alone.
+        Args:
+            loads: the values, each with the index of the leaf of the state.
+            state: the state of the transform.
+            problem: an error of this rank from reading the state dict, or None. It is raised on all ranks.
+            without_state: the names of the parameters without saved state, which must be equal on all ranks.
         """
         if self._is_distributed and not self._is_replicated:
             assert self.layout.group is not None
             wait_for_all(self.layout.group, "load_state_dict()")
             reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
             agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
-        elif problem is not None:
+        elif problem is not None:  # in one process, or under DDP, where each rank has all of the state
             raise problem
         self.assign(loads, state)
         if self._is_distributed:
@@ -339,7 +372,10 @@ class SteppingOverRanks(Stepping):
         return agree("the first step", self.layout.group, problem, request=is_here).is_requested
 
     def initial_state(self, params: NamedTensors) -> PyTree:
-        """Return the initial state of this rank's shards. All ranks call this together."""
+        """Return the initial state of this rank's shards. All ranks call this together, and raise if one has an error.
+
+        Otherwise the other ranks would make the next step without the rank that has failed, and wait for it.
+        """
         local_params = {name: local_of(param) for name, param in params.items()}
         state: PyTree = None
         problem: Exception | None = None
@@ -369,7 +405,11 @@ class SteppingOverRanks(Stepping):
 
 
 def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:
-    """Return the interval of a flattened full state tensor that this rank holds for the matrices that it computes."""
+    """Return the part of a full state tensor, flattened, that this rank holds for the matrices that it computes.
+
+    For example, of four matrices of shape (2, 3), a rank that computes the second has the elements 6 to 12. The result
+    is empty for a rank that computes none.
+    """
     flat = full_value.reshape(-1)
     if placement.shard is None:
         return flat[:0]
@@ -378,11 +418,14 @@ def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:
 
 
 def _evenly_sharded(full_value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a full tensor as a DTensor that is sharded over the last dim of a mesh."""
+    """Return a full tensor as a DTensor whose rows are sharded over the last dim of a mesh, which needs less memory.
+
+    For example, on a mesh of shape (2, 4), each rank has a quarter of the rows.
+    """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    if full_value.ndim:
+    if full_value.ndim:  # a scalar has no rows
         placements[-1] = Shard(0)
     # Cloned, because a shard is a view that would keep the full tensor in memory.
     return distribute_tensor(full_value, mesh, placements, src_data_rank=None).clone()
@@ -406,7 +449,7 @@ class Gathering:
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
     ) -> None:
-        sizes = [prod(placement.shape) * placement.dtype.itemsize for placement, _ in leaves.values()]
+        sizes = [prod(placement.shape) * placement.dtype.itemsize for placement, _ in leaves.values()]  # in bytes
         padded_sizes = [size + -size % _ALIGNED for size in sizes]
         # One buffer of bytes for all leaves, so that a single collective copies them. Each byte is written by one rank
         # and is zero on the others, so the sum over ranks has the exact bits of the owners.
