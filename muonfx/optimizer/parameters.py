@@ -567,7 +567,7 @@ class TrackedGroups:
         return self._are_recorded(groups) and self._parameters.are_current()
 
     def _are_recorded(self, groups: Sequence[Group]) -> bool:
-        """Return True if nobody has edited the param groups: they have the same parameters and names as in `record`."""
+        """Return True if the param groups are as `record` recorded them: the same dicts, parameters and names."""
         if len(groups) != len(self.groups):
             return False
         params: list[Tensor] = []

@@ -172,7 +172,7 @@ class Stepping:
                 continue
             former_index = former_index_of[path]
             full_value = former.stepping.full_leaf(former_index, former_leaves[former_index])
-            if full_value is not None:  # else the leaf is None, as for a parameter that has no state of a transform
+            if full_value is not None:  # else there was no tensor
                 leaves[index] = self._local_part(index, leaves[index], full_value)
         return tree.unflatten(treedef, leaves)
 

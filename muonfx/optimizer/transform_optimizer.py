@@ -358,7 +358,7 @@ class TransformOptimizer(Optimizer):
             as_one: False to split the group, so that the same transforms update all parameters of each.
         """
         entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if not pairs:  # the group is kept, so that the caller finds the groups at the indices in the argument `params`
+        if not pairs:  # a group without parameters is kept as it is
             super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
             return
         self._callers_tensors.note(entries)  # to warn if the caller writes into a tensor of which groups have copies
@@ -519,7 +519,7 @@ class TransformOptimizer(Optimizer):
         else:
             added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
             self._record_initial(added_paths, named, state, former.state)
-        # 3. Last, when no error can leave half of the changes.
+        # 3. Use the new state.
         self._current["state"] = state
         self._show_all(named)
 
@@ -744,10 +744,8 @@ class TransformOptimizer(Optimizer):
             self._parameters.restore(parameters)
             self._tracked_groups.groups = tracked_groups
             del self._groups[len(former_groups) :]  # groups that were added
-            for group, former_group in zip(
-                self._groups, former_groups, strict=True
-            ):  # the same dicts, as users have them
-                group.clear()
+            for group, former_group in zip(self._groups, former_groups, strict=True):
+                group.clear()  # the dict itself stays, because a scheduler may have it
                 group.update(former_group)
             raise
 
