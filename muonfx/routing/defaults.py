@@ -129,7 +129,11 @@ def _warn_of_unknown_module_types(hidden: Sequence[ParamInfo]) -> None:
 
 
 def _warn_of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> None:
-    """Warn of hidden parameters of three or more dims if no convolution and no view explains the dims."""
+    """Warn of hidden parameters of three or more dims for an unknown reason: a stack of matrices would be flattened.
+
+    A convolution explains the dims, and so does a view in the labels, such as "... out in -> ... out in" for experts.
+    The warning has the argument of `Muon` to write if the parameters are stacks.
+    """
     views = labels.views
     unexplained: list[ParamInfo] = []
     for info in hidden:
@@ -154,11 +158,15 @@ def _name_and_shape(info: ParamInfo) -> str:
 
 
 def _warn_of_no_head(possible_heads: Sequence[ParamInfo], label_of_role: Mapping[Role, Label]) -> None:
-    """Warn that layers that may be heads were labelled as hidden, with the argument of `Muon` that changes it."""
+    """Warn that layers that may be output heads were labelled as hidden matrices, which Muon would train.
+
+    The warning has the argument of `Muon` that labels them as heads. ``label_of_role`` has the label of each role:
+    ``{"hidden": "muon", "head": "adamw", ...}``.
+    """
     hidden_label = label_of_role["hidden"]
     head_label = label_of_role["head"]
     predicate = path(*[escape(info.name) for info in possible_heads])
-    rule = f"({predicate.code_in('muonfx.routing.')}, {head_label!r})"
+    rule = f"({predicate.code_in('muonfx.routing.')}, {head_label!r})"  # (muonfx.routing.path('fc.weight'), 'adamw')
     warn_caller(
         "default_labels: found no output head, and labelled the weights of the layers that may be one, "
         f"{format_list(possible_heads, _name_and_shape)}, as hidden matrices, {hidden_label!r}. If the model returns "
@@ -213,15 +221,22 @@ def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dic
 def _labels(
     model_or_params: Params, rules: Sequence[Rule], label_of_role: Mapping[Role, Label]
 ) -> tuple[Labels, list[ParamInfo], list[ParamInfo]]:
-    """Label the parameters by the user's rules, then by their roles.
+    """Label the parameters by the user's rules, then by their roles (the function in the model, such as "head").
 
-    Return the labels, the parameters that are hidden matrices by their roles, and, if no parameter is of a head, the
-    hidden matrices that may be of one.
+    Args:
+        model_or_params: the model, or named tensors.
+        rules: the user's rules.
+        label_of_role: the label of each role: ``{"hidden": "muon", "head": "adamw", ...}``.
+
+    Returns:
+        The labels; the parameters that are hidden matrices by their roles, for warnings; and, if no parameter is of an
+        output head, those of the hidden matrices that may be of one.
     """
     infos, absent = read_params(model_or_params)
     label_by_rule = apply_rules(infos, rules, "user rule")
     structure = structure_of(model_or_params)
     decisions = roles_of(infos, structure)
+    # 1. The label of each parameter, with the reason for it.
     labels_with_reasons: dict[str, tuple[Label, str]] = {}
     hidden: list[ParamInfo] = []
     for info in infos:
@@ -234,12 +249,12 @@ def _labels(
             labels_with_reasons[info.name] = (label_of_role[role], reason)
             if role == "hidden":
                 hidden.append(info)
-    # A head by its structure may have another role, such as "vector" for a head that returns one number.
+    # 2. Layers that may be heads. By structure, a head may have another role: "vector" if it returns one number.
     has_head = bool(structure.heads) or _has_head(infos, decisions, label_by_rule, label_of_role["hidden"])
     possible_heads: list[ParamInfo] = []
     if not has_head:
         possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
-    # Only hidden matrices are divided.
+    # 3. The division into matrices, of hidden matrices only.
     whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
     labels = make_labels(model_or_params, infos, labels_with_reasons, absent, structure.read_in_parts, whole_labels)
     return labels, hidden, possible_heads
@@ -251,7 +266,9 @@ def _has_head(
     label_by_rule: Mapping[str, tuple[Label, str]],
     hidden_label: Label,
 ) -> bool:
-    """Return True if a parameter of a model is of its head, by its role or by a rule of the user.
+    """Return True if the output head of a model is found, by the role of a parameter or by a rule of the user.
+
+    Otherwise a head may be among the hidden matrices, and the user is warned.
 
     Args:
         infos: the parameters.

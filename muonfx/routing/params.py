@@ -74,7 +74,11 @@ class ParamInfo:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter name without the components that parametrizations and wrappers ("_orig_mod") add."""
+    """Return a parameter name without the components that parametrizations and wrappers ("_orig_mod") add.
+
+    >>> plain_name("_orig_mod.fc.weight"), plain_name("fc.parametrizations.weight.original")
+    ('fc.weight', 'fc.weight')
+    """
     components = [component for component in name.split(".") if component not in WRAPPERS]
     if "parametrizations" in components[:-2]:
         # The name of the parametrized tensor follows, and then the name of a tensor of the parametrization.
@@ -108,7 +112,7 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     if isinstance(params, nn.Module):
         return _read_model(params), ()
     values: dict[str, object] = {}
-    names_of_tensor: dict[int, list[str]] = {}
+    names_of_tensor: dict[int, list[str]] = {}  # by the id of the tensor: several names if it is tied
     for name, value in _named_values(params):
         if name in values:
             raise ValueError(
@@ -147,16 +151,21 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
 
 
 def written_type(module: nn.Module) -> type:
-    """Return the class of a module in its source code, not the subclass that parametrize or FSDP2 generates."""
+    """Return the class of a module in its source code, not the subclass that parametrize or FSDP2 generates.
+
+    For example, it is ``Linear`` for the class ``FSDPLinear`` with the bases ``(FSDPModule, Linear)``.
+    """
     module_class: type = parametrize.type_before_parametrizations(module)
     other_bases = [base for base in module_class.__bases__ if base.__name__ != "FSDPModule"]
-    if len(module_class.__bases__) == 2 and len(other_bases) == 1:
-        return other_bases[0]
-    return module_class
+    is_generated_by_fsdp2 = len(module_class.__bases__) == 2 and len(other_bases) == 1
+    return other_bases[0] if is_generated_by_fsdp2 else module_class
 
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:
-    """Return (name, value) pairs of named tensors, in any of the forms that `Params` describes, except a model."""
+    """Return (name, value) pairs of named tensors: an iterator, a dict, a list of pairs, or any pytree of tensors.
+
+    For example, ``{"w": tensor}`` and ``[("w", tensor)]`` both give ``[("w", tensor)]``.
+    """
     if isinstance(params, Iterator):  # such as model.named_parameters()
         pairs = list(cast("Iterator[object]", params))
         if not _is_pairs(pairs):
@@ -189,7 +198,15 @@ def _is_pairs(params: object) -> TypeGuard[Sequence[tuple[str, object]]]:
 def _info(
     name: str, tensor: object, tied: tuple[str, ...], module: type | None = None, tied_modules: tuple[type, ...] = ()
 ) -> ParamInfo:
-    """Return the `ParamInfo` of one tensor. Raise if it is no tensor, or a lazy parameter without a shape."""
+    """Return the `ParamInfo` of one tensor. Raise if it is no tensor, or a lazy parameter without a shape.
+
+    Args:
+        name: the name of the tensor.
+        tensor: the tensor, which may be a shard.
+        tied: its other names in the model.
+        module: the type of the module that owns it; None without a model.
+        tied_modules: the types of the modules that own it under the other names.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
             f"parameter {name!r} is a {type(tensor).__name__}; expected a torch.Tensor: "

@@ -181,11 +181,14 @@ def _by_type(info: ParamInfo) -> Decision | None:
 
 
 def _by_adapter(info: ParamInfo) -> Decision | None:
-    """Return the decision for a factor of an adapter, such as ``lora_A``; None for another parameter."""
+    """Return the decision for a factor of an adapter, such as ``lora_A``; None for another parameter.
+
+    The update of the weight is the product of two factors, so that neither is a hidden matrix itself.
+    """
     role: Role = "other"
     if info.ndim < 2:
         role = "vector"
-    for name in info.names:
+    for name in info.names:  # also the other names of a tied tensor
         for component in name.split("."):
             if "lora" in _words(component) or _ADAPTER.match(component.lower()):
                 return Decision(role, f"low-rank factor (name component {component!r})")
@@ -202,6 +205,7 @@ def _table(info: ParamInfo, model: _Model) -> Decision | None:
 
     The result is None for another parameter. A parameter with the name of a matrix, such as ``c_fc``, is no table.
     """
+    # A layer, such as nn.Linear, would hold it under the name "weight".
     is_held_by_no_layer = any(name in model.structure.held_by_no_layer for name in (info.name, *info.tied))
     if info.ndim != 2 or not is_held_by_no_layer:
         return None
@@ -214,7 +218,11 @@ def _table(info: ParamInfo, model: _Model) -> Decision | None:
 
 
 def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision for a layer of raw input or a head by the structure of the model; None for another layer."""
+    """Return the decision for the first or the last layer of a model, by the widths of its layers; None for others.
+
+    The first layer reads a width that no earlier layer returns: 768 pixels of a patch. The last one returns a width
+    that no layer reads: 1000 classes.
+    """
     if info.name in model.projections:  # queries and keys meet in a product, so that no layer reads them
         return None
     for name in (info.name, *info.tied):
@@ -258,8 +266,8 @@ def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
 
 def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision by any name of a tied tensor. A head that is tied to an embedding is an embedding."""
-    first_decision = None
-    for name in info.names:
+    first_decision: Decision | None = None
+    for name in info.names:  # such as "lm_head.weight" and "wte.weight"
         decision = _by_one_name(name, info, model)
         if decision and decision.role == "embedding":
             return decision
@@ -476,7 +484,10 @@ def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
-    """Return (path, ndim) of modules with ``up`` or ``down`` matrices, in which a ``gate`` is not a router."""
+    """Return (path, ndim) of modules with ``up`` or ``down`` matrices, in which a ``gate`` is not a router.
+
+    For ``mlp.up.weight`` of two dims, it is ("mlp", 2): then ``mlp.gate.weight`` is a matrix of the same gated MLP.
+    """
     mlps: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
@@ -502,7 +513,10 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
 
 
 def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision for a shape without a matrix to orthogonalize; None if there is a matrix."""
+    """Return the decision for a shape without a matrix to orthogonalize, such as (64, 1); None if there is a matrix.
+
+    Examples are a depthwise convolution, which has one vector for each channel, and a layer from 3 image channels.
+    """
     rows = info.shape[0]
     columns = prod(info.shape[1:])  # a tensor of more dims is flattened to (rows, columns)
     if rows == 1 or columns == 1:
@@ -562,9 +576,12 @@ def _is_inside(modules_around: Iterable[str], words: Set[str]) -> bool:
 
 
 def _components(name: str) -> list[str]:
-    """Split a parameter name at its dots, without the components that wrappers and peft's adapters add."""
+    """Split a parameter name at its dots, without the components that wrappers and peft's adapters add.
+
+    For example, "_orig_mod.fc.base_layer.weight" gives ["fc", "weight"].
+    """
     components = plain_name(name).split(".")
-    if "modules_to_save" in components[:-1]:  # followed by the name of the adapter
+    if "modules_to_save" in components[:-1]:  # as in "head.modules_to_save.default.weight", with the adapter's name
         index = components.index("modules_to_save")
         del components[index : index + 2]
     components = [component for component in components if component not in ("base_layer", "original_module")]

@@ -102,6 +102,7 @@ def structure_of(model: object) -> Structure:
     """
     if not isinstance(model, nn.Module):
         return _UNKNOWN_STRUCTURE
+    # 1. The layers and norms, in the order of definition, each with the block that contains it.
     layers = list(_layers_of(model))
     norms = list(_norms_of(model))
     widths_of_norms = {norm.width for norm in norms}
@@ -109,6 +110,7 @@ def structure_of(model: object) -> Structure:
     blocks = set(_blocks_of(model, read_widths))
     layers = [layer._replace(block=_block_around(layer.path, blocks)) for layer in layers]
     norms = [norm._replace(block=_block_around(norm.path, blocks)) for norm in norms]
+    # 2. The parts of the structure that do not depend on blocks.
     structure = Structure(
         held_by_no_layer=frozenset(_held_by_no_layer(model)),
         read_in_parts=_read_in_parts(layers, read_widths),
@@ -118,6 +120,7 @@ def structure_of(model: object) -> Structure:
         # Without blocks, nothing shows which layers are the first and the last.
         unread_layers = _possible_heads_without_blocks(layers, widths_of_norms)
         return structure._replace(possible_heads=unread_layers)
+    # 3. Inputs are before blocks; heads are outside of them, and no layer reads their outputs.
     inputs = _inputs(layers)
     widths_read_outside = _widths_read_outside_blocks(layers, inputs, norms)
     unread = _unread_outside_blocks(layers, inputs, widths_read_outside, read_widths)
@@ -137,9 +140,10 @@ def structure_of(model: object) -> Structure:
 def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
     """Return True if the last layer of a model is in a block, and returns features that no layer or norm reads.
 
-    ``read_widths`` are the widths that some layer or norm reads.
+    Such a layer may be an output head in an ``nn.ModuleList``. ``read_widths`` are the widths that some layer or norm
+    of the model reads.
     """
-    if last_layer.block is None or last_layer.reads is None:
+    if last_layer.block is None or last_layer.reads is None:  # outside all blocks, or an embedding
         return False
     return last_layer.returns not in read_widths and not _returns_parts(last_layer)
 
@@ -195,8 +199,8 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
         if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):  # tensors without layers
             continue
         is_layer = _is_layer(module)
-        for leaf, _ in module.named_parameters(recurse=False):
-            is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS
+        for leaf, _ in module.named_parameters(recurse=False):  # a leaf: the last component of a name
+            is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS  # such as "weight"
             if not is_weight_of_layer:
                 yield joined(path, leaf)
 
@@ -214,7 +218,10 @@ def _leaves_of(module: nn.Module) -> set[str]:
 
 
 def _layers_of(model: nn.Module) -> Iterator[Layer]:
-    """Yield the layers and embeddings of a model in the order of definition."""
+    """Yield the layers and embeddings of a model in the order of definition, with the widths that they read and return.
+
+    For example, ``nn.Linear(8, 16)`` at "blocks.0.fc" gives ``Layer("blocks.0.fc", reads=8, returns=16)``.
+    """
     for path, module in model.named_modules():
         if widths := _widths_of(module):
             reads, returns = widths
@@ -425,7 +432,7 @@ def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, La
     """
     last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
     heads: dict[str, Layer] = {}
-    fused_after_blocks: list[Layer] = []
+    fused_after_blocks: list[Layer] = []  # heads or fused projections
     for index, layer in enumerate(layers):
         if layer.path not in unread or is_modulation(layer.path):
             continue
@@ -435,6 +442,7 @@ def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, La
             heads[layer.path] = layer
         elif index > last_in_blocks:
             fused_after_blocks.append(layer)
+    # Of the latter, those next to a head are heads.
     modules_with_heads = {_module_around(path) for path in heads}
     for layer in fused_after_blocks:
         if _module_around(layer.path) in modules_with_heads:
@@ -505,9 +513,12 @@ def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]
 
 
 def _norms_of(model: nn.Module) -> Iterator[Norm]:
-    """Yield the norms of a model, and other modules with vectors that belong to no layer."""
+    """Yield the norms of a model, and other modules with vectors that belong to no layer.
+
+    A norm reads vectors of the width of its gain: ``nn.LayerNorm(64)`` at "ln" gives ``Norm("ln", 64)``.
+    """
     for path, module in model.named_modules():
-        if _widths_of(module) is not None:
+        if _widths_of(module) is not None:  # a layer, whose vector is a bias
             continue
         for param in module.parameters(recurse=False):
             if param.ndim == 1:
@@ -515,8 +526,12 @@ def _norms_of(model: nn.Module) -> Iterator[Norm]:
 
 
 def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
-    """Return the paths of layers in blocks whose outputs another layer of the same block reads."""
-    reader_counts = Counter((layer.block, layer.reads) for layer in layers)
+    """Return the paths of layers in blocks whose outputs another layer of the same block reads.
+
+    Such a layer is hidden, also under a name such as "q_head". A layer that returns 64 features is read if another
+    layer of its block reads 64.
+    """
+    reader_counts = Counter((layer.block, layer.reads) for layer in layers)  # how many layers of a block read a width
     read: set[str] = set()
     for layer in layers:
         readers = reader_counts[layer.block, layer.returns]
