@@ -18,7 +18,13 @@ from muonfx.tree import PyTree
 def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform], params: PyTree) -> None:
     """Raise if a tensor has more dims than when its label was chosen, so that its transform would flatten them.
 
-    An example is a stack of weights of several models under ``torch.func.vmap``.
+    For example, the label "muon" was chosen for a matrix of shape (8, 4), and the tensor of three models stacked is
+    (3, 8, 4). Muon would orthogonalize it as one matrix of shape (3, 32).
+
+    Args:
+        routes: the label of each parameter, with the shape for which it was chosen.
+        transforms: the transform of each label.
+        params: the parameters.
     """
     leaves = tree.leaves(params)  # in the order of ``routes``
     for (name, route), leaf in zip(routes.items(), leaves, strict=True):
@@ -26,7 +32,7 @@ def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform
             continue
         if leaf.ndim <= len(route.shape):  # fewer dims are allowed: a rank may hold a flat shard of a matrix
             continue
-        for tx in within(transforms[route.label]):
+        for tx in within(transforms[route.label]):  # the transform of the label, and all transforms that it calls
             if _would_mix(tx, name):
                 raise _mixed_matrices(tx, name, route, tuple(leaf.shape))
 
@@ -53,9 +59,18 @@ def _mixed_matrices(tx: Transform, name: str, route: Route, shape: tuple[int, ..
 
 
 def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transform]) -> None:
-    """Warn if parameters hold several matrices, judged by label or name, but are updated as one matrix."""
-    unused: dict[str, str] = {}  # a text for each parameter with a view in the labels that its transform does not use
-    suggested: dict[str, str] = {}  # the patterns of parameters for which only names or widths suggest several matrices
+    """Warn if parameters hold several matrices, judged by label or name, but are updated as one matrix.
+
+    For example, query, key and value are one weight "qkv", and the transform has no ``view`` that divides it.
+
+    Args:
+        routes: the label of each parameter, with the view (division into matrices) that belongs to it.
+        transforms: the transform of each label.
+    """
+    # 1. The labels have a view, and the transform does not use it: {"attn.qkv": "'attn.qkv' (query, key, value)"}.
+    unused: dict[str, str] = {}
+    # 2. Only names or widths suggest several matrices: {"attn.qkv": "(part=3 out) in -> part out in"}.
+    suggested: dict[str, str] = {}
     view_to_extend: MatrixView | None = None  # the view of the first transform with such a parameter
     for name, route, view in _used_views(routes, transforms):
         if route.view.pattern and not view.is_set_for(name):
@@ -76,11 +91,14 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
 def _used_views(
     routes: Mapping[str, Route], transforms: Mapping[str, Transform]
 ) -> Iterator[tuple[str, Route, MatrixView]]:
-    """Yield the name and the route of each parameter with each view in the transform of its label."""
+    """Yield each parameter with each transform that updates it as matrices: its name, its route, the transform's view.
+
+    A route is the label of a parameter, and a view how a transform divides parameters into matrices.
+    """
     for label, tx in transforms.items():
-        for transform in within(tx):
+        for transform in within(tx):  # the transform of the label, and all transforms that it calls
             view = view_of(transform)
-            if view is None:
+            if view is None:  # it does not work on matrices
                 continue
             for name, route in routes.items():
                 if route.label == label:

@@ -267,12 +267,18 @@ _STORED = (
 def find_matrices(
     model_or_params: Params, infos: Sequence[ParamInfo], read_in_parts: Mapping[str, int]
 ) -> dict[str, Matrices]:
-    """Find how parameters of two or more dims divide into matrices; return a dict from name to view, note and pattern.
+    """Find how parameters of two or more dims divide into matrices, such as a "qkv" into query, key and value.
 
-    ``read_in_parts`` has the number of vectors that a layer returns, by the path of each layer that is read in parts.
+    Args:
+        model_or_params: the model, or named tensors, which have no module types: only stacks of experts are found
+            among them.
+        infos: the parameters.
+        read_in_parts: the number of vectors that a layer returns, for each layer of which other layers read only parts:
+            ``{"mlp.fc1": 2}``.
 
-    Named tensors have no module types; only stacks of experts are found among them. A convolution is one matrix (out,
-    in x kernel), unless it is transposed or has groups.
+    Returns:
+        A dict from name to `Matrices`: the view, a note for `describe`, and a pattern that is only suggested. A
+        convolution is one matrix (out, in x kernel), unless it is transposed or has groups.
     """
     modules: dict[str, nn.Module] = {}
     if isinstance(model_or_params, nn.Module):
@@ -312,19 +318,22 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shap
 
 
 def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices | None:
-    """Return the matrices of the first layer that the table `_FUSED` contains; None if it contains none of them.
+    """Return the matrices of a layer of a known package, such as query, key and value of GPT-2; None for other layers.
 
-    ``storage`` is the order of the parameter's dims. A layer whose sizes do not fit its entry in the table remains one
-    matrix, with a note about it.
+    Args:
+        info: the parameter.
+        storage: the order of its dims, such as (out, in).
+        layers: its layer, and the wrappers around it.
     """
     rows = _number_of_rows(storage.pattern, info.shape)
     for layer in layers:
-        fused = _fused_layer(layer)
+        fused = _fused_layer(layer)  # the entry of the layer in the table of known packages
         if fused is None:
             continue
         pattern = _pattern_of(fused, storage.pattern, layer.holder, rows)
         if pattern is not None:
             return Matrices(MatrixView(pattern), _joined(storage.note, fused.parts))
+        # The sizes in the table do not fit, so the parameter remains one matrix.
         note = f"{fused.parts}, of sizes that do not fit {rows} rows: not split"
         return Matrices(MatrixView(_pattern_of_one_matrix(storage.pattern)), _joined(storage.note, note))
     return None
@@ -359,16 +368,19 @@ def _suggested_split(
     parts have unequal sizes, as with fewer keys than queries. The pattern then has placeholders for the sizes, as in
     "(q=<rows> + k=<rows> + v=<rows>) in -> q in, k in, v in".
     """
+    # 1. The name of the layer: "qkv" suggests the parts q, k and v.
     part_names = _names_of_parts(layers)
     if part_names is not None:
         if _number_of_rows(stored, info.shape) % len(part_names) != 0:
             return divided(stored, dict.fromkeys(part_names, ROWS))
         return divided(stored, len(part_names))
+    # 2. A modulation of norms, or the widths that other layers read.
     number_of_parts = _parts_of_modulation(info.shape, layers)
     if number_of_parts is None:
         number_of_parts = read_parts
     if number_of_parts is not None:
         return divided(stored, number_of_parts)
+    # 3. The widths of another stack of experts.
     return _split_of_stack(info, stored, shapes)
 
 
@@ -584,7 +596,10 @@ def _number_of_rows(stored: str, shape: tuple[int, ...]) -> int:
 
 
 def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Matrices | None:
-    """Return the matrices of a transposed convolution, or of one with groups; None for another parameter."""
+    """Return the matrices of a transposed convolution, or of one with groups; None for another parameter.
+
+    A convolution with two groups holds two matrices along its output channels, each of its own input channels.
+    """
     if not is_convolution(info):
         return None
     if isinstance(owner, _ConvTransposeNd):
@@ -732,8 +747,11 @@ def _stack_note(info: ParamInfo, pattern: str) -> str:
 
 
 def _fused_layer(layer: _Layer) -> _Fused | None:
-    """Return the first entry of the table `_FUSED` that applies to a layer; None if the layer is unknown."""
-    if layer.holder is None:
+    """Return the first entry of the table `_FUSED` that applies to a layer; None if the layer is unknown.
+
+    For the layer "c_attn" in a ``GPT2Attention`` of transformers, it is the entry with query, key and value.
+    """
+    if layer.holder is None:  # named tensors without a model
         return None
     holder_class = written_type(layer.holder)
     for fused in _FUSED:
@@ -828,10 +846,13 @@ def _is_expert(info: ParamInfo) -> bool:
 
 
 def is_convolution(info: ParamInfo) -> bool:
-    """Return True if a parameter is a convolution kernel, judged by module type, or else by its short sides."""
+    """Return True if a parameter is a convolution kernel, such as (64, 3, 7, 7), and not a stack of matrices.
+
+    The type of its module decides. Without a model, its name and its short sides decide.
+    """
     if info.ndim < 3:
         return False
-    if info.module is not None:
+    if info.module is not None:  # the Conv1D of transformers is a linear layer
         return class_name_fits(info.module, "Conv") and not class_name_fits(info.module, "^Conv1D$")
     if info.ndim == 3 and (_is_expert(info) or info.name.rpartition(".")[2] not in PLAIN_LEAVES):
         return False
@@ -859,7 +880,7 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
     names_without_value = [name for name in others if name not in values]
     value_of_glob: dict[str, T] = {}
     for name, value in values.items():
-        if any(matches(name, glob) for glob in value_of_glob):
+        if any(matches(name, glob) for glob in value_of_glob):  # the glob of an earlier name has this value
             continue
         excluded = list(names_without_value)
         for other_name, other_value in values.items():
