@@ -54,8 +54,11 @@ class Routing(Shown):
         return Table(header, rows)
 
     def _divided_labels(self) -> set[Label]:
-        """Return the labels with a parameter that is not one matrix of its own shape: it has a view or more dims."""
-        labels = set(map(self.labels.get, self.labels.views))
+        """Return the labels for which the table must explain matrices: a parameter is not one matrix of its own shape.
+
+        For example, "muon" if it has a stack of experts, a transposed weight or a convolution.
+        """
+        labels = set(map(self.labels.get, self.labels.views))  # the labels of parameters with a view
         for info in self.params:
             label = self.labels[info.name]
             if info.ndim > 2 and label in self.matrix_labels:
@@ -86,10 +89,13 @@ class Routing(Shown):
         return self._totals(["group", "label"], totals)
 
     def _totals(self, titles: list[str], totals: Sequence[tuple[list[str], Sequence[ParamInfo]]]) -> Table:
-        """Return a table with numbers of tensors and elements, the share of all elements, and a last row for all.
+        """Return a table with the numbers of tensors and elements of each row, and a last row for all parameters.
 
-        ``titles`` are the titles of the first columns. For each row, ``totals`` has the cells of these columns, and the
-        parameters that the row counts.
+        A row is such as "muon  1  256  66.7%".
+
+        Args:
+            titles: the titles of the first columns, such as ["label"].
+            totals: for each row, the cells of these columns, such as ["muon"], and the parameters that it counts.
         """
         all_elements = sum(info.numel for info in self.params)
         empty_cells = [""] * (len(titles) - 1)
@@ -100,7 +106,8 @@ class Routing(Shown):
             share = elements / max(1, all_elements)
             rows.append([*cells, f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"])
         titles = [*titles, "tensors", "elements", "share"]
-        return Table(titles, rows, right=range(len(titles) - 3, len(titles)))
+        columns_of_numbers = range(len(titles) - 3, len(titles))
+        return Table(titles, rows, right=columns_of_numbers)
 
     def _hyperparameters(self) -> Table:
         """Return a table with a row for each number, such as "lr", and a column for each of the ``param_groups``.
@@ -233,28 +240,36 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
 
 
 def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView | None]) -> Route:
-    """Return the route of a parameter with the view of its transform, which may differ from the view of the labels.
+    """Return the route of a parameter (its label and reason) with the view that its transform really uses.
 
-    ``views`` is a dict from label to the view of its transform, or None if this does not work on matrices.
+    A view is how the parameter divides into matrices, such as "... out in -> ... out in". The labels suggest one, and
+    the transform may have another.
+
+    Args:
+        name: the name of the parameter.
+        route: its label, the reason, and the view of the labels.
+        views: the view of the transform of each label; None for a transform that does not work on matrices.
     """
-    if route.label not in views:
+    if route.label not in views:  # no partition has this label
         return route
     view = views[route.label]
     if view is None:
         return route._replace(view=MatrixView())
     pattern = view.text(name)
-    if pattern == route.view.pattern:
+    if pattern == route.view.pattern:  # the transform uses the view of the labels
         return route
     if pattern is None:
         return route._replace(reason=f"{route.reason}; the transform has no view for it", view=MatrixView())
+    # The transform has a pattern of its own, so a note that the parameter may be fused is out of date.
     reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
     return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
 
 
 def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView | None]:
-    """Return the view of the transform for each label of the partitions in ``transforms``.
+    """Return, for each label such as "muon", how its transform divides parameters into matrices: its view.
 
-    The view is None if the transform does not work on matrices.
+    The view is None if the transform does not work on matrices, as for "adamw". ``transforms`` are all transforms of an
+    optimizer, of which partitions have labels.
     """
     views: dict[Label, MatrixView | None] = {}
     for transform in transforms:
@@ -267,10 +282,12 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView |
 
 
 def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Route:
-    """Return the route of a parameter in the first `Labels` that give it the label of its group, or a new one.
+    """Return the route of a parameter of an optimizer: its label, and the reason that its transform has stored.
 
-    ``label`` is the label of the group: several labels are joined, as in "muon+adamw". ``transforms`` are those that
-    may have `Labels` as their argument ``labels``.
+    Args:
+        name: the name of the parameter.
+        label: the label of its param group: several labels are joined, as in "muon+adamw".
+        transforms: all transforms of the optimizer. A partition has `Labels` with reasons as its argument ``labels``.
     """
     labels_of_group = str(label).split("+")
     for transform in transforms:

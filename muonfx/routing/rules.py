@@ -103,13 +103,15 @@ class Labels(RoutedLabels):
         >>> labels.view(MatrixView({"*experts*": "... out in -> ... out in"}))
         MatrixView({'*experts*': '... out in -> ... out in'})
         """
-        pattern_of: dict[str, str] = {}  # the stored patterns, by name, for parameters that ``given`` does not set
+        # 1. The stored patterns by parameter name, where ``given`` has none.
+        pattern_of: dict[str, str] = {}
         labels_with_views: set[Label] = set()
         for name, view in self.views.items():
             if isinstance(view.pattern, str) and not given.is_set_for(name):
                 pattern_of[name] = view.pattern
                 labels_with_views.add(self[name])
-        # A glob must not match another parameter of these labels. A transform receives no parameters of other labels.
+        # 2. Globs in place of names. A glob must not match another parameter of these labels. A transform receives no
+        # parameters of other labels.
         names = [name for name, label in self.items() if label in labels_with_views]
         pattern_of_glob = patterns(pattern_of, names)
         return given.extended(pattern_of_glob)
@@ -226,9 +228,12 @@ def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: st
 
 
 def _check_rule(rule: object, number: int) -> None:
-    """Raise TypeError unless a rule is a pair of a predicate and a label."""
+    """Raise TypeError unless a rule is a pair of a predicate and a label, such as ``(ndim(2), "muon")``.
+
+    ``number`` is the position of the rule in the list, from 1, for the message.
+    """
     pair = cast("tuple[object, ...]", rule) if isinstance(rule, tuple | list) else ()
-    if len(pair) != 2 or not isinstance(pair[0], Predicate):
+    if len(pair) != 2 or not isinstance(pair[0], Predicate):  # for example, a lambda in place of a predicate
         raise TypeError(
             f"rule {number} is {rule!r}; expected a (Predicate, label) pair such as (path('*.gate.*'), 'adamw'); "
             "wrap a function of your own as where(fn)"
