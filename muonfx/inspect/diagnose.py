@@ -102,7 +102,7 @@ class Diagnosis(Shown):
 
     def report(self) -> Report:
         """Return the table of the parameters' next updates, with lines that explain its columns."""
-        rows_of_role: dict[str, list[ParameterDiagnosis]] = {}
+        rows_of_role: dict[str, list[ParameterDiagnosis]] = {}  # a role: the same name in all layers, "blocks.*.up"
         for row in self.rows:
             rows_of_role.setdefault(row.role, []).append(row)
         table_rows: list[Row] = []
@@ -110,7 +110,7 @@ class Diagnosis(Shown):
             row_of_each = [Row(_cells(row.name, [row])) for row in rows]
             if len(rows) == 1:
                 table_rows += row_of_each
-            else:
+            else:  # a row for all of them, with the row of each below it
                 table_rows.append(Row(_cells(f"{role} ({len(rows)})", rows), tuple(row_of_each)))
         titles = ("parameter", "per rate", "per weight", "min", "max", "rms", "tail", "needed")
         legend = (
@@ -128,16 +128,16 @@ def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
 
     For example ``("up", "0.2", "0.01", "0.8", "1.1", "1", "0.03", "6 of 5")``. Sizes are means over the parameters.
     """
-    per_rate: list[float] = []
-    per_weight: list[float] = []
+    updates_per_rate: list[float] = []
+    updates_per_weight: list[float] = []
     spectra: list[Spectrum] = []
     for row in rows:
-        per_weight.append(row.update_per_weight)
-        if row.update_per_rate is not None:
-            per_rate.append(row.update_per_rate)
-        if row.spectrum is not None:
+        updates_per_weight.append(row.update_per_weight)
+        if row.update_per_rate is not None:  # None: the chain has no learning rate
+            updates_per_rate.append(row.update_per_rate)
+        if row.spectrum is not None:  # None: the parameter is not orthogonalized
             spectra.append(row.spectrum)
-    return (title, _mean(per_rate), _mean(per_weight), *_cells_of_spectra(spectra))
+    return (title, _mean(updates_per_rate), _mean(updates_per_weight), *_cells_of_spectra(spectra))
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -218,11 +218,14 @@ def diagnose(what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree]
 
 
 def _rows(params: PyTree, updates: PyTree, measurements: _Measurements) -> tuple[ParameterDiagnosis, ...]:
-    """Return a row for each parameter that has an update with elements."""
+    """Return a row for each parameter that has an update: its sizes, and its spectrum if it is orthogonalized.
+
+    ``measurements`` has the values that were measured by name while the chain computed the updates.
+    """
     weight_of = dict(tree.named_leaves(params))
     rows: list[ParameterDiagnosis] = []
     for name, update in tree.named_leaves(updates):
-        if update is None or update.numel() == 0:
+        if update is None or update.numel() == 0:  # without gradient, or without elements
             continue
         row = ParameterDiagnosis(
             name=name,
@@ -246,13 +249,20 @@ class _Measurements:
     has_orthogonalized: bool = False
 
     def record(self, tx: Transform, updates: PyTree, new_updates: PyTree) -> None:
-        """Measure the input and the output of an `orthogonalize`, or the input of a learning rate."""
+        """Measure the updates before and after one transform of the chain.
+
+        Args:
+            tx: the transform: an `orthogonalize`, of which the singular values are measured, or a learning rate, of
+                which the size of the input is measured.
+            updates: the updates of all parameters before it.
+            new_updates: the updates after it.
+        """
         is_orthogonalize = tx.factory is orthogonalize
         if is_orthogonalize:
             self.has_orthogonalized = True
         result_of = dict(tree.named_leaves(new_updates))
         for name, update in tree.named_leaves(updates):
-            if update is None or update.numel() == 0:
+            if update is None or update.numel() == 0:  # without gradient, or without elements
                 continue
             if is_orthogonalize:
                 self.spectra[name] = _spectrum(tx, name, update, result_of[name])
@@ -276,18 +286,22 @@ def _require_whole_trees(argument: Any) -> None:
 
 
 def _watched(tx: Transform, measurements: _Measurements) -> Transform:
-    """Return a transform with the same updates, in which each orthogonalization and learning rate is measured."""
+    """Return a transform with the same updates, in which each orthogonalization and learning rate is measured.
+
+    For example, in ``chain(momentum(), orthogonalize(), scale_by_learning_rate(0.1))``, the second and the third
+    transform are replaced by ones that also write into ``measurements``.
+    """
     is_rate = tx.position == "learning_rate" and not tx.children
-    if tx.factory is not orthogonalize and not is_rate:
-        return tx.with_children([_watched(part, measurements) for part in tx.children])
+    if tx.factory is not orthogonalize and not is_rate:  # the transforms to measure may be within this one
+        return tx.with_children([_watched(child, measurements) for child in tx.children])
 
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
     def watched():
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any):
-            """Run the transform, and report its input and output."""
-            out, state = tx.run(updates, state, params, **extras)
-            measurements.record(tx, updates, out)
-            return out, state
+            """Run the transform, and measure the updates before and after it."""
+            new_updates, new_state = tx.run(updates, state, params, **extras)
+            measurements.record(tx, updates, new_updates)
+            return new_updates, new_state
 
         return tx.functions.init, update
 
@@ -295,15 +309,24 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
 
 
 def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor) -> Spectrum:
-    """Return the spectrum of one parameter: of its momentum, and of the result of ``tx``, an `orthogonalize`."""
+    """Return the singular values of one parameter before and after its orthogonalization, as a few numbers.
+
+    Args:
+        tx: the `orthogonalize`, with its coefficients and its view (how a parameter divides into matrices).
+        name: the name of the parameter.
+        momentum: the input of ``tx``.
+        orthogonalized: the result of ``tx``.
+    """
     argument = tx.arguments["coefficients"]
     if isinstance(argument, Tensor):
         argument = argument.tolist()
     coefficients = polar.coefficients(argument)
     view = tx.arguments["view"]
+    # Before: scaled as the iteration scales them, because this decides how many steps are needed.
     momentum_values: list[Tensor] = []
     for batch in _wide_batches(view, momentum, name):
         momentum_values.append(_singular_values(_normalized(batch, coefficients)))
+    # After: of all matrices together.
     result_values = [_singular_values(batch).flatten() for batch in _wide_batches(view, orthogonalized, name)]
     results = torch.cat(result_values)
     return Spectrum(
@@ -317,7 +340,11 @@ def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor
 
 
 def _wide_batches(view: MatrixView, leaf: Tensor, name: str) -> list[Tensor]:
-    """Return the matrices of a parameter in float64: a batch ``(b, n, m)`` with n <= m for each term of its pattern."""
+    """Return the matrices of a parameter in float64: a batch ``(b, n, m)`` with n <= m for each size of matrices.
+
+    For example, for a weight of shape (12, 4) whose view has three matrices along the rows, it is one batch of shape
+    (3, 4, 4). Tall matrices are transposed, which keeps the singular values.
+    """
     (pattern,) = view.of([name])
     batches: list[Tensor] = []
     for matrices in split(pattern, leaf, name):

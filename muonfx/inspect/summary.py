@@ -90,10 +90,10 @@ class Summary(Shown):
 
     def report(self) -> Report:
         """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total."""
-        titles = ["leaf", *self._text_titles]
-        first_size = len(titles)
-        titles += ["bytes"] if self.ranks is None else ["this rank", "all ranks"]
-        columns_of_bytes = range(first_size, len(titles))
+        text_titles = ["leaf", *self._text_titles]
+        titles_of_bytes = ["bytes"] if self.ranks is None else ["this rank", "all ranks"]
+        titles = [*text_titles, *titles_of_bytes]
+        columns_of_bytes = range(len(text_titles), len(titles))
         table = Table(titles, self._rows(self.leaves, 0), right=columns_of_bytes, footers=self._footers())
         if self.params_nbytes:
             return Report((table, self._compared(self.params_nbytes)))
@@ -101,7 +101,7 @@ class Summary(Shown):
 
     @cached_property
     def _text_titles(self) -> list[str]:
-        """Return the titles of the columns of text after the first, which are empty in a row of several leaves."""
+        """The titles of the columns between the path and the bytes: "shape", "dtype", and others if they are needed."""
         titles = ["shape", "dtype"]
         if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):
             titles.append("device")
@@ -117,10 +117,14 @@ class Summary(Shown):
         return [self._row(group, depth) for group in leaves_of.values()]
 
     def _row(self, leaves: list[LeafSummary], depth: int) -> Row:
-        """Return the row of leaves whose paths have the same entry at a depth, with child rows for several leaves.
+        """Return the row of a branch of the tree, with a child row for each branch or leaf in it.
 
-        The row of the paths ("adam", "mu", "w") and ("adam", "mu", "b") has the title "adam.mu", and its children have
-        the titles "w" and "b". Rows around this one have the entries before ``depth`` in their titles.
+        For example, for the paths ("adam", "mu", "w") and ("adam", "mu", "b"), the row has the title "adam.mu", and its
+        children have the titles "w" and "b".
+
+        Args:
+            leaves: the leaves of the branch.
+            depth: how many entries of their paths are in the titles of the rows around this one.
         """
         path = leaves[0].path
         if len(leaves) == 1:
@@ -148,7 +152,14 @@ class Summary(Shown):
     def _sum_row(
         self, title: str, leaves: Sequence[LeafSummary], texts: Mapping[str, str] = {}, children: Sequence[Row] = ()
     ) -> Row:
-        """Return a row with the bytes of all leaves together; ``texts`` has cells by the title of the column."""
+        """Return a row of the table with the bytes of one or more leaves together.
+
+        Args:
+            title: the first cell, such as "adam.mu".
+            leaves: the leaves whose bytes are added.
+            texts: other cells by the title of the column, such as ``{"dtype": "float32"}``. Others are empty.
+            children: the rows below this one.
+        """
         cells = [title]
         for column in self._text_titles:
             cells.append(texts.get(column, ""))
@@ -240,7 +251,10 @@ def _params_of(optimizer: TransformOptimizer) -> dict[str, Tensor]:
 
 
 def _state_on_meta(tx: Transform, params: PyTree) -> PyTree:
-    """Return the state that a transform would create for parameters, on the meta device, which allocates nothing."""
+    """Return the state that a transform would create for parameters, on the meta device, which allocates nothing.
+
+    Its tensors have shapes and dtypes, which a summary shows, and no values.
+    """
     if params is None:
         raise TypeError(
             f"summary of {tx.name} needs parameters: give the state, summary(tx.init(params)), or summary(tx, "
@@ -260,7 +274,10 @@ def _without_module(tree_or_model: PyTree) -> PyTree:
 
 
 def _require_tensors(values: PyTree) -> None:
-    """Raise unless a tree contains a tensor, or has no leaves but None, like the state of a stateless transform."""
+    """Raise TypeError unless a summary can show a tree: it contains a tensor, or is the state of a stateless transform.
+
+    The latter has no leaves but None.
+    """
     if type(values) is tuple and len(values) == 2 and isinstance(values[1], Transform):
         raise TypeError("summary: found a pair (state, transform), expected (transform, state): swap the two")
     leaves = [leaf for leaf in tree.leaves(values) if leaf is not None]
@@ -307,16 +324,21 @@ def _written(dtype: torch.dtype) -> str:
 
 
 def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: PyTree) -> Summary:
-    """Summarize the state of a transform, and compare its bytes with the size of ``params``.
+    """Summarize the state of a transform, and compare its bytes with the size of the parameters.
 
-    ``local_params`` are this rank's parameters. They are needed only before the first use of a sharded transform.
+    Args:
+        tx: the transform. If it is sharded, the summary shows which ranks hold each tensor.
+        state: its state; of a sharded transform, this rank's shards.
+        params: the parameters, for their size; None if they are not known.
+        local_params: this rank's parameters, needed only before the first use of a sharded transform.
     """
     if not isinstance(tx, Sharded):
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
-    # After the first use, meta tensors like the parameters take their place.
+    # The binding has the layout: which rank has which part of each parameter. After the first use of the transform, it
+    # also has meta tensors like the parameters, which take their place.
     binding, inner_tx, local_params = binding_of(tx, local_params)
     layout = binding.layout
-    placements = describe_state(binding, inner_tx, local_params)
+    placements = describe_state(binding, inner_tx, local_params)  # the ranks of each tensor of the state
     state = local_state(binding, inner_tx, local_params, state)
     check_state(binding, inner_tx, local_tree(local_params), state, with_dtypes=False)
     summaries: list[LeafSummary] = []
@@ -346,9 +368,10 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
 
 
 def _held_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
-    """Return the elements on all ranks, and the ranks as text, for a leaf whose matrices have owners.
+    """Return the number of elements on all ranks, and the ranks as text, for a tensor that the owners of matrices hold.
 
-    The text is "rank 3", for example, or "ranks 0, 2" for the matrices of two owners.
+    The owner of a matrix is the rank that computes its update. For example, the result is ``(96, "ranks 0, 2")`` for
+    two matrices of 48 elements with the owners 0 and 2.
     """
     elements = 0
     owners: set[int | None] = set()
@@ -361,13 +384,13 @@ def _held_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
 
 
 def _held_shards(layout: Layout, name: str) -> tuple[int, str]:
-    """Return the elements on all ranks, and the ranks as text, for a leaf that is sharded as its parameter.
+    """Return the number of elements on all ranks, and the ranks as text, for a tensor that is sharded as its parameter.
 
-    The text is "ranks 0, 1" for a leaf that both ranks hold, and "cut over ranks 0, 1" if each holds a part.
+    The text is "ranks 0, 1" for a tensor that both ranks hold, and "cut over ranks 0, 1" if each holds a part.
     """
     elements = 0
     holding_ranks: set[int] = set()
-    holders = layout.holders(name)
+    holders = layout.holders(name)  # for each part of the parameter, the ranks that have it
     for shard, ranks in holders.items():
         elements += shard.numel * len(ranks)
         holding_ranks.update(ranks)
