@@ -117,7 +117,14 @@ def _trained_together(runs: list[Run], *, vmap: bool) -> list[list[Run]]:
 
 
 def _sweep(task: Task, name: str, make_transform: Callable[[float], Transform], runs: list[Run]) -> Sweep:
-    """Return the runs of one optimizer as one sweep."""
+    """Return a `Sweep`, which trains several runs of one optimizer together. Raise if their transforms do not fit.
+
+    Args:
+        task: parameters, batches and loss.
+        name: the name of the optimizer, for the error.
+        make_transform: returns the transform for a rate.
+        runs: the rate and the seed of each run.
+    """
     transforms = [make_transform(run.rate) for run in runs]
     try:
         return Sweep(task, transforms, [run.seed for run in runs])
@@ -127,29 +134,43 @@ def _sweep(task: Task, name: str, make_transform: Callable[[float], Transform], 
 
 
 def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, report: Report, name: str) -> Tensor:
-    """Train a sweep, and return its losses: shape (reports, runs, 2), of training and validation."""
+    """Train several runs of an optimizer together, and return their losses: shape (reports, runs, 2).
+
+    The last dim has the training loss and the validation loss.
+
+    Args:
+        sweep: the runs.
+        report_steps: the steps after which the losses are recorded, such as [5, 10, 12]. The last one ends the runs.
+        saves: where the runs are saved at each report, so that they can be continued; None to save nothing.
+        report: receives a line of text at each report.
+        name: the name of the optimizer, for this line.
+    """
     progress = sweep.start()
     losses = torch.full((len(report_steps), len(sweep.seeds), 2), torch.nan, dtype=torch.float64)
-    done = 0
-    if saves is not None:
+    steps_taken = 0
+    if saves is not None:  # continue an interrupted study
         saves.describe(sweep, progress)
-        done, progress, losses = saves.load(progress, losses)
+        steps_taken, progress, losses = saves.load(progress, losses)
     for index, step in enumerate(report_steps):
-        if step <= done:
+        if step <= steps_taken:
             continue
-        progress, training_losses = sweep.train(progress, range(done, step))
+        progress, training_losses = sweep.train(progress, range(steps_taken, step))
         losses[index, :, 0] = training_losses
         losses[index, :, 1] = sweep.validation_losses(progress)
-        done = step
+        steps_taken = step
         if saves is not None:
-            saves.save(done, progress, losses)
+            saves.save(steps_taken, progress, losses)
         lowest = training_losses.nan_to_num(nan=math.inf).min()  # NaN: the run has diverged
-        report(f"{name}: step {done} of {report_steps[-1]}, {len(sweep.seeds)} runs, lowest loss {lowest:.4g}")
+        report(f"{name}: step {steps_taken} of {report_steps[-1]}, {len(sweep.seeds)} runs, lowest loss {lowest:.4g}")
     return losses
 
 
 def _rows(name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *, has_validation: bool) -> Rows:
-    """Return a row for each run and each report, run by run; ``losses`` has the shape (reports, runs, 2)."""
+    """Return the losses of an optimizer as rows, a dict for each run and each report.
+
+    For example ``{"optimizer": "muon", "rate": 0.1, "seed": 0, "step": 5, "loss": 2.3}``. ``losses`` has the shape
+    (reports, runs, 2): the training loss and the validation loss.
+    """
     rows: Rows = []
     for run, losses_of_run in zip(runs, losses.unbind(1), strict=True):
         for step, (training_loss, validation_loss) in zip(report_steps, losses_of_run.tolist(), strict=True):
@@ -191,7 +212,11 @@ class _Saves:
         checkpoint.save(self.path, state, params=progress.params, step=step, extra={"study": self.description})
 
     def load(self, start: Progress, losses: Tensor) -> tuple[int, Progress, Tensor]:
-        """Return steps, progress and losses of the checkpoint, or 0 and the arguments if there is none.
+        """Return the number of steps, the progress and the losses with which an interrupted study continues.
+
+        Args:
+            start: the progress before the first step, which is returned with 0 steps if there is no checkpoint.
+            losses: the table for the losses of all reports.
 
         Raises:
             ValueError: the checkpoint is of another study.
@@ -207,11 +232,14 @@ class _Saves:
         return index.step, Progress(params, state["optimizer"]), state["losses"]
 
     def _require_same_study(self, saved: Mapping[str, Any]) -> None:
-        """Raise an error if the checkpoint was saved by a call with another task or other arguments."""
+        """Raise ValueError if the checkpoint was saved by a call of `study` with another task or other arguments.
+
+        ``saved`` is the description in the checkpoint, such as ``{"optimizer": "muon", "rates": [0.1], ...}``.
+        """
         for key, value in self.description.items():
             saved_value = saved.get(key)
             is_same = saved_value == value
-            if key == "first losses" and saved_value is not None:
+            if key == "first losses" and saved_value is not None:  # another machine rounds otherwise
                 is_same = _are_same_losses(saved_value, value)
             if not is_same:
                 raise ValueError(
@@ -242,8 +270,12 @@ def _file_name(name: str, runs: list[Run]) -> str:
 def _rates_by_name(
     rates: Sequence[float] | Mapping[str, Sequence[float]], optimizers: Mapping[str, object]
 ) -> dict[str, list[float]]:
-    """Return the rates of each optimizer."""
-    if not isinstance(rates, Mapping):
+    """Return the rates of each optimizer, from the arguments of `study`; raise if one has none, or one twice.
+
+    >>> _rates_by_name([0.1, 1], {"muon": ..., "adamw": ...})
+    {'muon': [0.1, 1.0], 'adamw': [0.1, 1.0]}
+    """
+    if not isinstance(rates, Mapping):  # the same for all optimizers
         rates = dict.fromkeys(optimizers, rates)
     if set(rates) != set(optimizers):
         raise ValueError(f"rates: found rates for {sorted(rates)}, expected rates for {sorted(optimizers)}")
@@ -257,7 +289,7 @@ def _rates_by_name(
 
 
 def _require_work(optimizers: Mapping[str, object], seeds: Sequence[int], steps: int, report_every: int | None) -> None:
-    """Raise an error if there is nothing to train."""
+    """Raise an error if there is nothing to train, by the arguments of `study`: no optimizers, seeds or steps."""
     if not optimizers:
         raise ValueError("optimizers: found none, expected a dict from name to a function of a rate")
     for name, make_transform in optimizers.items():

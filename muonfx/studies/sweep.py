@@ -56,7 +56,10 @@ class Sweep:
         return self._losses(start.params, self._batch(0))
 
     def train(self, progress: Progress, steps: range) -> tuple[Progress, Tensor]:
-        """Take the steps, and return the new progress and the mean loss of each run over these steps."""
+        """Train all runs for some steps, and return the new progress and the mean loss of each run over these steps.
+
+        For example, ``train(progress, range(10, 20))`` takes ten steps, on the batches 10 to 19.
+        """
         train_step = self._over_runs(self._train_step)
         params, state = progress
         losses: list[Tensor] = []  # on the device of the task, so that no step waits for it
@@ -72,7 +75,7 @@ class Sweep:
         batch = self.task.validation
         if batch is None:
             return torch.full((len(self.seeds),), torch.nan, dtype=torch.float64)
-        if self.is_mapped:
+        if self.is_mapped:  # each run takes its batch from the first dim: here all have the same one
             batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
         return self._losses(progress.params, batch)
 
