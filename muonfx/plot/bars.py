@@ -185,7 +185,7 @@ def _shared_path(leaves: list[LeafSummary]) -> tuple[str, ...]:
     """Return the entries with which the paths of all leaves begin: ("a",) for ("a", "b") and ("a", "c")."""
     shared = leaves[0].path
     for leaf in leaves:
-        while leaf.path[: len(shared)] != shared:
+        while leaf.path[: len(shared)] != shared:  # ends at the latest with no entry
             shared = shared[:-1]
     return shared
 
@@ -212,10 +212,12 @@ def _draw_dtypes(axes: Axes, table: Summary, bars: dict[str, Counter[str]], scal
     of bytes in the unit of the axis.
     """
     ends = [0.0] * len(bars)  # of the segments that are drawn, in each row
-    for (dtype, nbytes), color in zip(table.by_dtype().items(), cycle(COLORS.values()), strict=False):
+    colors = cycle(COLORS.values())
+    for dtype, nbytes in table.by_dtype().items():
         widths = [bytes_of_dtype[dtype] / scale for bytes_of_dtype in bars.values()]
-        axes.barh(range(len(bars)), widths, _THICKNESS, ends, color=color, label=f"{dtype}, {format_bytes(nbytes)}")
-        ends = list(map(float.__add__, ends, widths))
+        label = f"{dtype}, {format_bytes(nbytes)}"
+        axes.barh(range(len(bars)), widths, _THICKNESS, ends, color=next(colors), label=label)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
 
 
 def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
@@ -267,11 +269,16 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
 def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labels: bool) -> None:
     """Draw the bar of one rank, with a segment for each parameter that it orthogonalizes, in the order of computation.
 
-    ``scale`` is the number of operations that are one unit of the x axis.
+    Args:
+        axes: the axes to draw on.
+        plan: which rank orthogonalizes which parameters, with the number of operations for each.
+        rank: the rank, which is also the row of the bar.
+        scale: the number of operations that are one unit of the x axis.
+        has_labels: True to write names of parameters into the segments.
     """
     most = max(plan.flops)
-    end = 0.0
-    count = 0
+    end = 0.0  # of the last segment, on the x axis
+    count = 0  # of segments
     for run in plan.runs:
         for shard in run.shards:
             is_by_all = shard.owner is None  # every rank orthogonalizes it

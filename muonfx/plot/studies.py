@@ -171,7 +171,10 @@ def _key_of_loss(rows: Rows) -> str:
 
 
 def _contenders(rows: Rows, key: str) -> list[Contender]:
-    """Return the optimizers of a study, in the order of their first rows."""
+    """Return the optimizers of a study, in the order of their first rows, each with its losses, a colour and a marker.
+
+    ``key`` is the key of the loss in a row: "loss" or "validation_loss".
+    """
     rows_of: dict[str, dict[float, list[Mapping[str, Any]]]] = {}  # by optimizer, then by rate
     for row in rows:
         rows_of.setdefault(row["optimizer"], {}).setdefault(row["rate"], []).append(row)
@@ -185,8 +188,12 @@ def _contenders(rows: Rows, key: str) -> list[Contender]:
 
 
 def _losses_at_steps(rows: Rows, key: str) -> dict[int, Tensor]:
-    """Return the losses of all seeds at each step, from the rows of one optimizer and one rate."""
-    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    """Return the losses of all seeds at each step, from the rows of one optimizer and one rate.
+
+    For example, for the seeds 0 and 1, it is ``{5: tensor([2.3, 2.4]), 10: tensor([1.9, 2.0])}``. Raise ValueError if a
+    seed has no row at one of the steps.
+    """
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))  # each once, in the order of the rows
     loss_of: dict[int, dict[int, float]] = {}  # by step, then by seed
     for row in rows:
         loss_of.setdefault(row["step"], {})[row["seed"]] = row[key]
@@ -203,7 +210,10 @@ def _losses_at_steps(rows: Rows, key: str) -> dict[int, Tensor]:
 
 
 def _typical_first_loss(rows: Rows, key: str) -> float:
-    """Return the median over runs of the loss of the first report, or inf if that is also the last report."""
+    """Return the median over runs of the loss of the first report, above which a plot cuts off losses.
+
+    Return inf, to cut off nothing, if the first report is also the last, or if all runs have diverged before it.
+    """
     first_step = min(row["step"] for row in rows)
     if first_step == max(row["step"] for row in rows):
         return math.inf
@@ -220,13 +230,19 @@ def _final_loss(losses_at_step: Mapping[int, Tensor]) -> float:
 
 
 def _steps_to(contender: Contender, target: float) -> dict[float, Tensor]:
-    """Return the step at which each seed reaches the target, for each rate at which all seeds reach it."""
+    """Return the step at which each seed first has a loss of ``target`` or less, for each rate.
+
+    For example, with two seeds, it is ``{0.1: tensor([400., 350.])}``. A rate at which a seed does not reach the target
+    is left out.
+    """
     steps_at: dict[float, Tensor] = {}
     for rate, losses_at_step in contender.losses_at.items():
-        is_reached = torch.stack(list(losses_at_step.values())) <= target  # of shape (steps, seeds)
-        if is_reached.any(dim=0).all():
-            first_report = is_reached.int().argmax(dim=0)
-            steps_at[rate] = torch.tensor(list(losses_at_step), dtype=torch.float64)[first_report]
+        is_reached = torch.stack(list(losses_at_step.values())) <= target  # of shape (reports, seeds)
+        is_reached_by_all_seeds = is_reached.any(dim=0).all()
+        if is_reached_by_all_seeds:
+            first_report = is_reached.int().argmax(dim=0)  # for each seed; of several ones, argmax returns the first
+            steps_of_reports = torch.tensor(list(losses_at_step), dtype=torch.float64)
+            steps_at[rate] = steps_of_reports[first_report]
     return steps_at
 
 
