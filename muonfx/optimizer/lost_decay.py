@@ -59,7 +59,10 @@ def _is_narrow(param: Tensor) -> bool:
 
 
 def _no_effect(lost_changes: Mapping[str, float], params: NamedTensors) -> str:
-    """Return a warning of weight decay that rounding removes: ``lost_changes`` are its relative changes by name."""
+    """Return the text of a warning of weight decay that rounding removes.
+
+    ``lost_changes`` has the relative change by a step for each parameter that does not change: ``{"weight": 0.0001}``.
+    """
     name = next(iter(lost_changes))
     return (
         f"weight decay has no effect on {len(lost_changes)} of {len(params)} parameters, such as {name!r}: a step "

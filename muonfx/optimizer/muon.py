@@ -199,11 +199,9 @@ def _transform(
     labels: LabelsLike,
     model: nn.Module | None,
 ) -> Transform:
-    """Check the arguments of `Muon`, and return its transform. ``params`` are a model, or parameters by name.
-
-    Labels are "muon" and "adamw", or roles if AdamW has a dict with a number for each role, such as
-    ``adamw_lr={"embedding": 1e-3, "head": 3e-4}``. Muon's parameters then have the role "hidden".
-    """
+    """Check the arguments of `Muon`, and return its transform. ``params`` are a model, or parameters by name."""
+    # Labels are "muon" and "adamw", or roles if AdamW has a dict with a number for each role, such as
+    # adamw_lr={"embedding": 1e-3, "head": 3e-4}. Muon's parameters then have the role "hidden".
     has_roles = isinstance(adamw_lr, Mapping) or isinstance(adamw_weight_decay, Mapping)
     adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
     for name, number in {"lr": lr, "weight_decay": weight_decay, **adamw_numbers}.items():

@@ -165,10 +165,14 @@ class SteppingOverRanks(Stepping):
         return state
 
     def _record_placements(self, local_params: dict[str, Tensor]) -> None:
-        """Record the shape, device and ranks of each leaf of the state of this rank's parameters."""
+        """Record which ranks hold each tensor of the state, and with which shape, to show and save the tensors later.
+
+        ``local_params`` are this rank's parts of the parameters, by name.
+        """
         self._device = tree.device_of(local_params)
-        self._meta_params = self.binding.global_like(local_params)
+        self._meta_params = self.binding.global_like(local_params)  # in full, without values
         self._placements = describe_state(self.binding, self.inner, self._meta_params)
+        # A state dict must gather those that one rank alone has.
         self._on_one_rank = {}
         for index, placement in enumerate(self._placements):
             if placement is not None and self._is_on_one_rank(placement):
@@ -454,11 +458,12 @@ class Gathering:
         # One buffer of bytes for all leaves, so that a single collective copies them. Each byte is written by one rank
         # and is zero on the others, so the sum over ranks has the exact bits of the owners.
         buffer = torch.zeros(sum(padded_sizes), dtype=torch.uint8, device=device)
+        # Write this rank's parts of the leaves into the buffer.
         self._full_leaves: dict[int, Tensor] = {}
         for index, size, leaf_bytes in zip(leaves, sizes, buffer.split(padded_sizes), strict=True):
             placement, leaf = leaves[index]
-            flat = leaf_bytes[:size].view(placement.dtype)
-            shard = placement.shard
+            flat = leaf_bytes[:size].view(placement.dtype)  # the whole leaf, flattened, without the padding
+            shard = placement.shard  # the matrices that this rank computes
             # If all ranks have the elements, only rank 0 writes them.
             if leaf is not None and shard is not None and (shard.owner is not None or layout.rank == 0):
                 start, stop = interval_of(placement, shard)

@@ -37,7 +37,10 @@ FSDP1 = (
 
 
 def models_of(params: Any) -> list[nn.Module]:
-    """Return the models in the argument ``params`` of an optimizer: ``params`` itself, or "params" of its groups."""
+    """Return the models in the argument ``params`` of an optimizer: ``params`` itself, or "params" of its groups.
+
+    For example, ``[model]`` for ``[{"params": model, "lr": 0.1}]``, and no model for named parameters.
+    """
     if isinstance(params, nn.Module):
         return [params]
     models: list[nn.Module] = []
@@ -83,7 +86,10 @@ def _require_not_flattened(named: NamedTensors) -> None:
 
 
 def check_real(named: NamedTensors) -> None:
-    """Raise ValueError if a parameter is on the meta device, because it has no values to update."""
+    """Raise ValueError if a parameter is on the meta device, because it has no values to update.
+
+    Large models are often created there, without memory, and get their values when they are loaded.
+    """
     names = [name for name, param in named.items() if param.is_meta]
     if names:
         raise ValueError(
@@ -418,7 +424,10 @@ class TrackedParameters:
         return names_per_group
 
     def _require_each_once(self, times: Mapping[str, int]) -> None:
-        """Raise ValueError unless each parameter is in the groups once. ``times`` is how often each name is there."""
+        """Raise ValueError unless each parameter is in the groups once, after somebody has edited them.
+
+        ``times`` is how often each name is there: ``{"0.weight": 1, "0.bias": 2}``.
+        """
         for name, count in times.items():
             if count > 1:
                 raise ValueError(
@@ -467,7 +476,10 @@ class TrackedParameters:
         return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self.tracked.keys()
 
     def check_frozen(self) -> None:
-        """Raise if a parameter that was frozen at construction is trained now, because it is in no group."""
+        """Raise if a parameter that was frozen at construction is trained now, because it is in no group.
+
+        Without the error, a run that unfreezes layers after some epochs would not train them.
+        """
         for name, param in _existing(self._frozen).items():
             if param.requires_grad and param.grad is not None:
                 raise ValueError(

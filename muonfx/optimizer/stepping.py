@@ -66,12 +66,13 @@ class CommonTensors:
         self._write_counts: list[int] = []
         """How often each of these tensors had been written to when `check` last compared them."""
         for visited in visits:
-            for name in visited.numbers.names:
+            for name in visited.numbers.names:  # such as "scale_by_learning_rate.learning_rate"
                 tensors: list[Tensor] = []
                 for numbers in numbers_of_groups:
                     number = numbers.get(name)
                     if isinstance(number, Tensor):
                         tensors.append(number)
+                # A transform that runs once for each group may have several values.
                 if len(tensors) > 1 and runs_once(visited):
                     self._common.append((visited, name, tensors))
 

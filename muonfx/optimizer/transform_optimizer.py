@@ -313,7 +313,7 @@ class TransformOptimizer(Optimizer):
         if "state" in self._current:
             self._add_trained(param_group)
             return
-        # Otherwise torch's constructor calls this for each group.
+        # Otherwise torch's constructor calls this for each group, before there is a state.
         pairs = named_pairs(params_of(param_group))
         trained_pairs = [(name, param) for name, param in pairs if name in self._stepping.rules]
         self._add_groups(param_group, trained_pairs, as_one=False)
@@ -640,7 +640,7 @@ class TransformOptimizer(Optimizer):
             may_communicate: True if all ranks call this together. False leaves changes that need all ranks to the next
                 step.
         """
-        self._adopt_state()
+        self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
         if not self._tracked_groups.are_current(self._groups):  # rarely
             self._follow_replacements(at_step, may_communicate)
         if not at_step:  # a step calls it later, together with the other ranks
