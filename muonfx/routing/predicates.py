@@ -47,9 +47,9 @@ class Predicate(Condition):
         operands = [operand.code_in(scope) for operand in self.parts]
         if self.name == "~":
             return f"~{operands[0]}"
-        if operands:
+        if operands:  # of "&" or "|"
             return f"({operands[0]} {self.name} {operands[1]})"
-        if self.name == "ndim":
+        if self.name == "ndim":  # its bounds are written in several ways: "2", "min=2", "max=4"
             return f"{scope}ndim({_code_of_bounds(*self.arguments)})"
         return f"{scope}{self.name}({', '.join(map(_code_of, self.arguments))})"
 
@@ -201,12 +201,15 @@ def _has_name(info: ParamInfo, glob: str) -> bool:
 
 
 def _is_in_module(info: ParamInfo, type_or_glob: type | str) -> bool:
-    """Return True if a module that owns a parameter is of a type, or of a class whose name a glob matches."""
-    for module in info.modules:
+    """Return True if a module that owns a parameter is of a type, or of a class whose name a glob matches.
+
+    For example, ``nn.Embedding`` and "*Embedding" both match a parameter of an ``nn.Embedding``.
+    """
+    for module_class in info.modules:  # several for a tied parameter
         if isinstance(type_or_glob, type):
-            if issubclass(module, type_or_glob):
+            if issubclass(module_class, type_or_glob):
                 return True
-        elif any(matches(base.__name__, type_or_glob) for base in module.__mro__):
+        elif any(matches(base.__name__, type_or_glob) for base in module_class.__mro__):
             return True
     return False
 

@@ -44,7 +44,10 @@ class Routing(Shown):
         return Report((self._parameters(), self._totals_by_group(), self._hyperparameters()))
 
     def _parameters(self) -> Table:
-        """Return the table with a row for each parameter, and columns about matrices if some labels need them."""
+        """Return the table with a row for each parameter: its name, shape, label and the rule that chose the label.
+
+        Columns about matrices are added if a label has parameters that hold several, or a transposed one.
+        """
         divided_labels = self._divided_labels()
         header = ["parameter", "shape", "label"]
         if divided_labels:
@@ -70,7 +73,7 @@ class Routing(Shown):
         infos_of: dict[Label, list[ParamInfo]] = {}
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
-        left_out = infos_of.pop(None, [])
+        left_out = infos_of.pop(None, [])  # not trained, as they have the label None
         totals: list[tuple[list[str], list[ParamInfo]]] = []
         for label in sorted(infos_of, key=str):
             totals.append(([_shown(label)], infos_of[label]))
@@ -80,7 +83,7 @@ class Routing(Shown):
 
     def _totals_by_group(self) -> Table:
         """Return the numbers of tensors and elements for each of an optimizer's ``param_groups``, with its labels."""
-        totals: list[tuple[list[str], list[ParamInfo]]] = []
+        totals: list[tuple[list[str], list[ParamInfo]]] = []  # the first cells of each row, and what it counts
         for index, group in enumerate(self.groups):
             names = set(group["param_names"])
             infos = [info for info in self.params if info.name in names]
@@ -179,7 +182,11 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
 
 
 def _of_labels(labels: object, params: Params) -> Routing:
-    """Return the labels of parameters, which must have the same names, with the shapes of the parameters."""
+    """Return what `describe` prints for labels and parameters, which must have the same names.
+
+    ``labels`` is a mapping from name to label, such as ``{"fc.weight": "muon"}``. ``params``, a model or named tensors,
+    has the shapes.
+    """
     if not isinstance(labels, Mapping):
         raise TypeError(
             f"describe: found {type(labels).__name__} with parameters, expected labels: "

@@ -381,10 +381,13 @@ def _patch_embedding_component(components: list[str]) -> str | None:
 
 
 def _projection_in_embedder(components: list[str]) -> str | None:
-    """Return "pos_embed.proj" for ``pos_embed.proj.weight``, and None for other names than of such a projection."""
+    """Return "pos_embed.proj" for ``pos_embed.proj.weight``, and None for other names than of such a projection.
+
+    It maps raw input, such as patches of an image, to features.
+    """
     if len(components) < 3 or not _is_of_layer(components):
         return None
-    holder, layer_name = components[-3:-1]
+    holder, layer_name = components[-3:-1]  # such as "pos_embed" and "proj"
     is_embedder = holder.split("_")[-1] in ("embed", "embedder")
     if is_embedder and layer_name in ("proj", "projection"):
         return f"{holder}.{layer_name}"
