@@ -93,10 +93,10 @@ class Diagnosis(Shown):
                 "update_per_weight": row.update_per_weight,
                 "update_per_rate": row.update_per_rate,
             }
-            if row.spectrum is not None:
+            if row.spectrum is not None:  # the parameter is orthogonalized
                 values |= row.spectrum._asdict()
             for key, value in values.items():
-                if value is not None:
+                if value is not None:  # None: the chain has no such value
                     metrics[f"diagnose/{row.name}/{key}"] = float(value)
         return metrics
 

@@ -138,8 +138,8 @@ class Summary(Shown):
         return self._sum_row(title, leaves, children=self._rows(leaves, end))
 
     def _footers(self) -> list[Row]:
-        """Return the row of the total of all tensors, and a row for each dtype if there are several."""
-        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]
+        """Return the last rows of the table: the total of all tensors, and of each dtype if there are several."""
+        tensors = [leaf for leaf in self.leaves if leaf.shape is not None]  # others are None, or no tensors
         tensors_of_dtype: dict[str, list[LeafSummary]] = {}
         for leaf in tensors:
             tensors_of_dtype.setdefault(leaf.dtype, []).append(leaf)
@@ -169,10 +169,13 @@ class Summary(Shown):
         return Row(tuple(cells), tuple(children))
 
     def _compared(self, params_nbytes: int) -> str:
-        """Return a sentence that compares the bytes with the size of the parameters: "2 times the 768 B of ..."."""
+        """Return the last line of a summary: "1.68 times the 768 B of the parameters".
+
+        For a sharded state, it also compares the bytes on all ranks.
+        """
         ratio = self.nbytes / params_nbytes
         size = format_bytes(params_nbytes)
-        if self.ranks is None:
+        if self.ranks is None:  # nothing is sharded
             return f"{ratio:.2f} times the {size} of the parameters"
         total_ratio = self.total_nbytes / params_nbytes
         on_this_rank = f"{ratio:.2f} times the {size} of the whole parameters on this rank"
@@ -296,13 +299,16 @@ def _is_tensor(leaf: object) -> bool:
 
 
 def _plain_leaves(values: PyTree) -> list[LeafSummary]:
-    """Return a `LeafSummary` for each leaf of a tree. A DTensor or flat shard is listed with its global shape."""
+    """Return a row for each leaf of a tree: its path, shape, dtype, device and bytes.
+
+    A DTensor or flat shard is listed with its global shape, and with the bytes of this rank's part.
+    """
     summaries: list[LeafSummary] = []
     for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True):
-        shape: tuple[int, ...] | None = None
+        global_shape: tuple[int, ...] | None = None
         if _is_tensor(leaf):
-            shape = tuple(leaf.shape)
-        summaries.append(_leaf_of(path, shape, local_of(leaf)))
+            global_shape = tuple(leaf.shape)
+        summaries.append(_leaf_of(path, global_shape, local_of(leaf)))
     return summaries
 
 

@@ -49,8 +49,11 @@ def style() -> Generator[None]:
 
 @contextmanager
 def axes_for(ax: Axes | None, height: float | None = None) -> Generator[Axes]:
-    """Yield the given axes, or the axes of a new figure in the muonfx style that is ``height`` inches high."""
-    if ax is not None:
+    """Yield the given axes, or the axes of a new figure in the muonfx style that is ``height`` inches high.
+
+    Every plot draws in a ``with`` block of it, so that the style also applies to lines and text.
+    """
+    if ax is not None:  # the caller's axes have the caller's style
         yield ax
         return
     from matplotlib import pyplot as plt
