@@ -76,6 +76,7 @@ class GroupNumbers:
     """
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
+        """Create the reader of a group with these keys, such as "lr" and "betas". It has read nothing yet."""
         self.hyperparams = tuple(hyperparams)
         self.keys = tuple(dict.fromkeys([hyperparam.key for hyperparam in hyperparams]))
         """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""

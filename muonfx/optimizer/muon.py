@@ -98,6 +98,7 @@ class Muon(TransformOptimizer):
         bucket_bytes: int | None = None,
     ) -> None:
         self._labels = labels  # `_labels_of_new` labels parameters that are added later
+        # 1. The transform, which labels each parameter for Muon or AdamW.
         params_or_model = _named_unless_model(params, model)
         tx = _transform(
             params_or_model,
@@ -114,6 +115,7 @@ class Muon(TransformOptimizer):
         )
         if model is None:  # with a known model, the caller may pass only some parameters
             _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(params_or_model)))
+        # 2. The optimizer that applies it. A model without AdamW's parameters is no mistake.
         with _without_unused_label_warning():
             super().__init__(
                 params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout, model=model

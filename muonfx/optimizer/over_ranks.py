@@ -117,6 +117,7 @@ class SteppingOverRanks(Stepping):
     is_over_ranks = True
 
     def __init__(self, tx: Transform, meta_params: PyTree, layout: Layout, settings: Settings) -> None:
+        """Plan the communication for a layout. `init` creates the state later, together with all ranks."""
         super().__init__(tx, meta_params, None)
         self.layout = layout
         self._settings = settings

@@ -154,6 +154,7 @@ class TrackedParameters:
         frozen: NamedTensors,
         left_out: NamedTensors,
     ) -> None:
+        """Record the models, and the position of each parameter in them."""
         self._models: list[KnownModel] = []
         if model_of_names is not None:
             self._add_model_of_names(model_of_names, {*trained.values(), *frozen.values(), *left_out.values()})
@@ -314,15 +315,18 @@ class TrackedParameters:
     def _require_new_gradients(self, current: NamedTensors) -> None:
         """Raise if parameters were replaced after the backward pass, so that only the former tensors have gradients.
 
-        If other parameters have gradients, only warn: the former tensors may have theirs from the last step.
+        For example, ``fully_shard(model)`` was called between ``loss.backward()`` and ``optimizer.step()``. ``current``
+        has the tensors that the groups and models have now, by parameter name.
         """
         without_gradient: list[str] = []
         for name, param in current.items():
             former_param = self.tracked[name].param
-            if former_param is not param and former_param.grad is not None and param.grad is None:
+            is_replaced = former_param is not param
+            if is_replaced and former_param.grad is not None and param.grad is None:
                 without_gradient.append(name)
         if not without_gradient:
             return
+        # If other parameters have gradients, only warn: the former tensors may have theirs from the last step.
         if all(param.grad is None for param in current.values()):
             raise ValueError(
                 f"{without_gradient[0]!r} of the model was replaced between backward() and step(), and its gradient "
@@ -442,9 +446,14 @@ class TrackedParameters:
             )
 
     def _names_in(self, index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[str]:
-        """Return the names of the parameters in ``param_groups[index]``; raise ValueError if one has none.
+        """Return the names of the parameters in a group that was edited; raise ValueError if a tensor has no name.
 
-        ``name_of`` has the names of known tensors. Another tensor has the name at its position in "param_names".
+        A new tensor has the name at its position in "param_names": it replaces the parameter that was there.
+
+        Args:
+            index: the index of the group in ``param_groups``, for the message.
+            group: the group.
+            name_of: the names of the tensors that are parameters already.
         """
         params: list[Tensor] = list(group["params"])
         former_names: list[str] = list(group.get("param_names", ()))
@@ -554,6 +563,7 @@ class TrackedGroups:
     """
 
     def __init__(self, parameters: TrackedParameters) -> None:
+        """Begin without groups: `record` sets them."""
         self.groups: list[TrackedGroup] = []
         """The groups as `record` has recorded them."""
         self._parameters = parameters
@@ -726,6 +736,7 @@ class GradientCheck:
     """
 
     def __init__(self, parameters: TrackedParameters, *, is_alone: bool) -> None:
+        """Prepare the check. The first call of `check` searches the models."""
         _count_registrations()  # `_search_outside` repeats its search after a module got a new parameter
         self._parameters = parameters
         self._is_alone = is_alone

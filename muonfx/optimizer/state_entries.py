@@ -46,6 +46,7 @@ class StateEntries:
     """
 
     def __init__(self, state: PyTree, named: NamedTensors) -> None:
+        """Find the key and the parameters of each leaf of the state. `update` then fills ``optimizer.state``."""
         self.named = dict(named)
         self.slots: list[StateSlot] = []
         """The position of each leaf of the state."""

@@ -61,6 +61,7 @@ class CommonTensors:
     """
 
     def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
+        """Find the numbers that are a tensor in several groups, and that one transform reads for all of these."""
         self._common: list[tuple[Visit, str, list[Tensor]]] = []
         """The visit of a transform, the dotted name of a number, and the tensor in each group, which must be equal."""
         self._write_counts: list[int] = []
@@ -112,6 +113,7 @@ class Stepping:
         return False
 
     def __init__(self, tx: Transform, meta_params: PyTree, bucket_bytes: int | None) -> None:
+        """Find the transforms within ``tx``, with their parameters and numbers. `init` creates the state later."""
         self.tx = tx
         self.inner = inner_of(tx)
         """``tx`` without `offload` around it."""
