@@ -215,7 +215,11 @@ def _is_in_module(info: ParamInfo, type_or_glob: type | str) -> bool:
 
 
 def _code_of_bounds(low: int | None, high: int | None) -> str:
-    """Return the code of the arguments of `ndim`: "2", "min=2", "max=4" or "min=2, max=4"."""
+    """Return the code of the arguments of `ndim`.
+
+    >>> _code_of_bounds(2, 2), _code_of_bounds(2, None), _code_of_bounds(2, 4)
+    ('2', 'min=2', 'min=2, max=4')
+    """
     if low == high:
         return str(low)
     if high is None:

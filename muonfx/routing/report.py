@@ -196,6 +196,7 @@ def _of_labels(labels: object, params: Params) -> Routing:
         labels = Labels(cast("Mapping[str, Label]", labels))
     infos, absent = read_params(params)
     names = [info.name for info in infos]
+    # The labels may be of another model, or of a former version of this one.
     missing = [name for name in names if name not in labels]
     if missing:
         raise ValueError(f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)")
@@ -220,7 +221,11 @@ _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
-    """Return the labels of the parameters of an optimizer, with the reasons and views in its transform."""
+    """Return what `describe` prints for an optimizer: the labels of its parameters, and the numbers of its groups.
+
+    The labels come from the param groups. The reasons for them, and the division into matrices (views), come from the
+    transform.
+    """
     optimizer = unwrapped_optimizer(optimizer)
     groups = tuple(optimizer.param_groups)
     if any("param_names" not in group or "label" not in group for group in groups):
@@ -233,7 +238,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     if isinstance(tx, Transform):
         transforms += within(tx)
     views = _views_by_label(transforms)
-    routes: dict[str, Route] = {}
+    routes: dict[str, Route] = {}  # by parameter name: the label, its reason, and the view
     named_tensors: list[tuple[str, torch.Tensor]] = []
     for group in groups:
         for name, tensor in zip(group["param_names"], group["params"], strict=True):
@@ -305,7 +310,11 @@ def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Ro
 
 
 def _number(value: object) -> str:
-    """Return a number of a parameter group as text: "0.001" for a float or a 0-d tensor, "(0.9, 0.95)" for a tuple."""
+    """Return a number of a parameter group as text.
+
+    >>> _number(0.001), _number((0.9, 0.95)), _number(torch.tensor(0.5))
+    ('0.001', '(0.9, 0.95)', '0.5')
+    """
     if isinstance(value, torch.Tensor):
         return _number(value.tolist())
     if isinstance(value, tuple | list):

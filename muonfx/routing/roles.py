@@ -281,9 +281,11 @@ def _by_one_name(name: str, info: ParamInfo, model: _Model) -> Decision | None:
     The kinds are tried in a fixed order, since a name may fit several: ``embed_out_bias`` is a bias first.
     """
     components = _components(name)
+    # 1. A bias, of any layer.
     if _ends_in(_words(components[-1]), _BIAS_WORDS):
         return Decision("vector", f"bias (name component {components[-1]!r})")
-    norm_component = None
+    # 2. Components that are tried below.
+    norm_component: str | None = None
     if info.module is None:  # else the type of the module has shown whether it is a norm
         norm_component = _norm_component(components)
     head_component = _head_component(components)
@@ -292,6 +294,7 @@ def _by_one_name(name: str, info: ParamInfo, model: _Model) -> Decision | None:
     # name. In ``cls_head.blocks.0.fc``, the module around the layer has the name of a head, which still counts.
     if is_read_in_block and head_component == _layer_or_leaf(components):
         head_component = None
+    # 3. The first kind of which the name has a component decides.
     candidates: list[tuple[Role, str | None]] = [
         ("embedding", _embedding_component(components)),
         ("vector", _vector_component(components)),
@@ -475,9 +478,10 @@ def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -
         words = _words(component)
         if not _ROUTER_WORDS.isdisjoint(words):
             return component
-        is_gate_of_mixture = _ends_in(words, {"gate", "gating"}) and not _MIXTURE_WORDS.isdisjoint(words)
+        is_gate_of_mixture = _ends_in(words, {"gate", "gating"}) and not _MIXTURE_WORDS.isdisjoint(words)  # moe_gate
         if "_".join(words) not in _ROUTERS and not is_gate_of_mixture:
             continue
+        # A gate, of a router or of a gated MLP: the modules around it show which.
         modules_around = components[:index]
         is_inside_expert = _is_inside(modules_around, {"expert", "experts"})
         is_in_gated_mlp = (".".join(modules_around), ndim) in gated_mlps

@@ -116,15 +116,18 @@ def _warn_of_unused_views(parameters: list[str]) -> None:
 def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: Mapping[str, Route]) -> None:
     """Warn of parameters that may hold several matrices in unknown code, with the argument of `Muon` that splits them.
 
-    ``suggested`` is a dict from parameter name to the pattern that splits it, and ``view`` the view of the transform.
-    The argument has globs for the names, which match no other parameters of the transform, and then the patterns of
-    ``view``.
+    Args:
+        suggested: the pattern that splits each parameter, by name: {"attn.qkv": "(part=3 out) in -> part out in"}.
+        view: the view of the transform, whose patterns the argument must keep.
+        routes: the label of each parameter.
     """
+    # Globs in place of names, which match no other parameter of the same labels.
     labels = {routes[name].label for name in suggested}
     names_with_labels = [name for name, route in routes.items() if route.label in labels]
     whole_pattern_of_name = {name: _whole_pattern(routes[name]) for name in suggested}
     whole_patterns = patterns(whole_pattern_of_name, names_with_labels)
     pattern_of_glob = patterns(suggested, names_with_labels)
+    # Then the patterns that the transform has already.
     if isinstance(view.pattern, Mapping):
         for glob, pattern in view.pattern.items():
             pattern_of_glob.setdefault(glob, pattern)
