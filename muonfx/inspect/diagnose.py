@@ -153,11 +153,11 @@ def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
     They have the worst of several spectra, except for the mean of the RMS. "6 of 5" means that 6 steps are needed, and
     the transform takes 5.
     """
-    if not spectra:
+    if not spectra:  # no parameter is orthogonalized
         return ["-"] * 5
     columns: Any = zip(*spectra, strict=True)  # the values of each field of `Spectrum`
     minima, maxima, rms_values, tails, steps, steps_needed = columns
-    needed = f">{_MOST_STEPS}"
+    needed = f">{_MOST_STEPS}"  # if even so many steps are too few for one of the spectra
     if None not in steps_needed:
         needed = str(max(steps_needed))
     return [
