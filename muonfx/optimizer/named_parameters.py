@@ -139,7 +139,11 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> NamedPairs:
-    """Convert a model, named parameters or tensors to (name, tensor) pairs. ``known`` maps unnamed tensors to names."""
+    """Convert a model, named parameters or tensors to (name, tensor) pairs. ``known`` maps unnamed tensors to names.
+
+    For example, ``{"w": tensor}`` becomes ``[("w", tensor)]``, and so does ``[tensor]`` if ``known`` is
+    ``{tensor: "w"}``.
+    """
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     if isinstance(params, Mapping):

@@ -454,6 +454,7 @@ class Gathering:
     def __init__(
         self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
     ) -> None:
+        """Start the copy of all leaves. `wait` returns them."""
         sizes = [prod(placement.shape) * placement.dtype.itemsize for placement, _ in leaves.values()]  # in bytes
         padded_sizes = [size + -size % _ALIGNED for size in sizes]
         # One buffer of bytes for all leaves, so that a single collective copies them. Each byte is written by one rank

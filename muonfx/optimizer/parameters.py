@@ -99,7 +99,7 @@ def check_real(named: NamedTensors) -> None:
         )
 
 
-class Slot(NamedTuple):
+class Position(NamedTuple):
     """A position in a model: a weak reference to a module, and the name of an attribute that is a parameter."""
 
     module: weakref.ref[nn.Module]
@@ -120,7 +120,7 @@ class TrackedParameter(NamedTuple):
     shape: torch.Size
     device: torch.device
     placement: tuple[object, ...]
-    slot: Slot | None
+    position: Position | None
     """Its position in a known model, or None, as for a copy that an engine has put into the groups."""
 
 
@@ -161,12 +161,12 @@ class TrackedParameters:
         self.add_models(models)
         # By name, the position of each in a model, or the tensor itself if it is in none. A position is a weak
         # reference: frozen weights may be large and must not be kept alive.
-        self._frozen = self._slots_or_tensors(frozen)
-        self._left_out = self._slots_or_tensors(left_out)
+        self._frozen = self._positions_or_tensors(frozen)
+        self._left_out = self._positions_or_tensors(left_out)
         self.tracked: dict[str, TrackedParameter] = {}
         """The parameters that have state, by name."""
-        self._shown: dict[str, Tensor] = {}
-        """Tensors that have replaced parameters in the models, by name, if the groups have them before their state."""
+        self._new_in_groups: dict[str, Tensor] = {}
+        """New tensors of the models that the groups have already, by name, while the state is of the former ones."""
         self.version = 0
         """How often `tracked` was changed, so that `GradientCheck` searches the models again after a change."""
         self.track(trained)
@@ -210,53 +210,53 @@ class TrackedParameters:
         A position is a module with the name of its attribute, such as ``(model[0], "weight")``. If the module has
         another tensor there later, as after ``fully_shard``, this tensor has replaced the parameter.
         """
-        slot_of = self._slots()  # the position of each tensor in the models
+        position_of = self._positions()  # the position of each tensor in the models
         # A module may be used after the model that contained it was deleted, so positions recorded earlier count, too.
         for tracked in self.tracked.values():
-            if tracked.slot is None:
+            if tracked.position is None:
                 continue
-            param_of_module = tracked.slot.current()
+            param_of_module = tracked.position.current()
             if param_of_module is not None:
-                slot_of.setdefault(param_of_module, tracked.slot)
+                position_of.setdefault(param_of_module, tracked.position)
         for name, param in named.items():
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self.tracked[name] = TrackedParameter(
-                param, param.shape, param.device, _placement(param), slot_of.get(param)
+                param, param.shape, param.device, _placement(param), position_of.get(param)
             )
             self._frozen.pop(name, None)  # it is trained now
-            self._shown.pop(name, None)  # the state belongs to the new tensor now
+            self._new_in_groups.pop(name, None)  # the state belongs to the new tensor now
         self.version += 1
 
     def leave_out(self, frozen: NamedTensors) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
-        self._frozen.update(self._slots_or_tensors(frozen))
+        self._frozen.update(self._positions_or_tensors(frozen))
 
-    def _slots_or_tensors(self, params: NamedTensors) -> dict[str, Slot | Tensor]:
+    def _positions_or_tensors(self, params: NamedTensors) -> dict[str, Position | Tensor]:
         """Return the position in a model of each parameter, or the parameter itself if it is in none."""
-        slot_of = self._slots() if params else {}
-        return {name: slot_of.get(param, param) for name, param in params.items()}
+        position_of = self._positions() if params else {}
+        return {name: position_of.get(param, param) for name, param in params.items()}
 
-    def _slots(self) -> dict[Tensor, Slot]:
+    def _positions(self) -> dict[Tensor, Position]:
         """Return the position of each parameter of the models: its module, and the attribute such as "weight".
 
         A tied parameter has several positions, of which the first is returned.
         """
-        slot_of: dict[Tensor, Slot] = {}
+        position_of: dict[Tensor, Position] = {}
         for module in self._modules():
             for attribute, param in module._parameters.items():
                 if param is not None:  # such as the bias of Linear(bias=False)
-                    slot_of.setdefault(param, Slot(weakref.ref(module), attribute))
-        return slot_of
+                    position_of.setdefault(param, Position(weakref.ref(module), attribute))
+        return position_of
 
     def _modules(self) -> Iterator[nn.Module]:
         for model in self.models:
             yield from model.modules()
 
-    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Slot | Tensor]]:
+    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Position | Tensor]]:
         """Return what `restore` needs to undo `track` and `leave_out`."""
         return dict(self.tracked), dict(self._frozen)
 
-    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Slot | Tensor]]) -> None:
+    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Position | Tensor]]) -> None:
         """Undo all changes since `saved` was called."""
         self.tracked, self._frozen = saved
         self.version += 1
@@ -278,9 +278,9 @@ class TrackedParameters:
         """
         others: dict[str, Tensor] = {}
         for name, tracked in self.tracked.items():
-            if tracked.slot is None:  # in no known model
+            if tracked.position is None:  # in no known model
                 continue
-            current = tracked.slot.current()
+            current = tracked.position.current()
             if current is not None and current is not tracked.param:
                 others[name] = current
         return others
@@ -350,9 +350,9 @@ class TrackedParameters:
         param_of: dict[str, Tensor] = {}  # the tensor in the groups, by name
         for name, tracked in self.tracked.items():
             # An earlier call may have put a new tensor there, which itself was replaced since.
-            param_of[name] = self._shown.get(name, tracked.param)
+            param_of[name] = self._new_in_groups.get(name, tracked.param)
         new_param_of = self._replaced_in_models(param_of)
-        self._shown.update(new_param_of)
+        self._new_in_groups.update(new_param_of)
         return {param_of[name]: new_param for name, new_param in new_param_of.items()}
 
     def _replaced_in_models(self, named: NamedTensors) -> NamedTensors:
@@ -373,8 +373,8 @@ class TrackedParameters:
             param_in_groups = named.get(name)
             # The groups have the parameter of the state, or a new one that `param_groups` has shown, or an engine's.
             is_tracked = param_in_groups is self.tracked[name].param
-            is_shown = name in self._shown and param_in_groups is self._shown[name]
-            is_from_engine = not is_tracked and not is_shown
+            is_new_in_groups = name in self._new_in_groups and param_in_groups is self._new_in_groups[name]
+            is_from_engine = not is_tracked and not is_new_in_groups
             if not is_from_engine and id(new_param) not in gathered_ids:
                 replaced[name] = new_param
         _remove_tied(replaced, named)
@@ -538,11 +538,11 @@ def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
         # A parameter that has its former tensor again may have this in common with another replacement: check again.
 
 
-def _existing(slots_or_tensors: Mapping[str, Slot | Tensor]) -> NamedTensors:
+def _existing(positions_or_tensors: Mapping[str, Position | Tensor]) -> NamedTensors:
     """Return parameters by name, from tensors or positions in models. Parameters of a deleted model are left out."""
     existing: dict[str, Tensor] = {}
-    for name, slot_or_tensor in slots_or_tensors.items():
-        param = slot_or_tensor.current() if isinstance(slot_or_tensor, Slot) else slot_or_tensor
+    for name, position_or_tensor in positions_or_tensors.items():
+        param = position_or_tensor.current() if isinstance(position_or_tensor, Position) else position_or_tensor
         if param is not None:
             existing[name] = param
     return existing

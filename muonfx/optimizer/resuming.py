@@ -165,7 +165,7 @@ def _are_close(first: object, second: object) -> bool:
     if isinstance(first, _SEQUENCES) and isinstance(second, _SEQUENCES):
         return len(first) == len(second) and all(map(_are_close, first, second))
     if isinstance(first, Real) and isinstance(second, Real):
-        return math.isclose(float(first), float(second), rel_tol=1e-6)
+        return math.isclose(float(first), float(second), rel_tol=1e-6)  # a float32 has about seven digits
     return first == second
 
 

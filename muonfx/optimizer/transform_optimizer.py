@@ -613,7 +613,7 @@ class TransformOptimizer(Optimizer):
         """
         if not emptied:
             return []
-        if self._stepping.is_over_ranks:
+        if self._stepping.is_over_ranks:  # the caller may have emptied the state on one rank only
             raise ValueError(
                 f"optimizer.state: the state of {emptied[0]!r} was emptied, which an optimizer over ranks cannot start "
                 "again, because they create a state together: write into its tensors instead, as in "
@@ -830,10 +830,12 @@ class TransformOptimizer(Optimizer):
         the transform if hyperparameters have changed.
         """
         is_traced = torch.compiler.is_compiling()
-        if not is_traced:  # a traced graph is valid for the current parameters and groups only
+        # 1. Changes by the caller. A traced graph is valid for the current parameters and groups only.
+        if not is_traced:
             self._use_replacements(at_step=True)
             self._tracked_groups.read_new_keys(self._stepping.rules)
             self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
+        # 2. The gradients.
         params = self._named_params()
         gradients = _gradients_of(params)
         require_dense_and_real(gradients)
@@ -841,6 +843,7 @@ class TransformOptimizer(Optimizer):
             check_writable("step: params", params)
             self._gradient_check.check(params, gradients)
             self._callers_tensors.warn_of_written()
+        # 3. The hyperparameters, such as a rate that a scheduler has changed.
         self._stepping.refresh(params, self._tracked_groups.groups)
         return params, gradients
 
