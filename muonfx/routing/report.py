@@ -61,12 +61,12 @@ class Routing(Shown):
 
         For example, "muon" if it has a stack of experts, a transposed weight or a convolution.
         """
-        labels = set(map(self.labels.get, self.labels.views))  # the labels of parameters with a view
+        divided_labels = {self.labels[name] for name in self.labels.views}  # of parameters with a view
         for info in self.params:
             label = self.labels[info.name]
-            if info.ndim > 2 and label in self.matrix_labels:
-                labels.add(label)
-        return labels
+            if info.ndim > 2 and label in self.matrix_labels:  # more dims are flattened, as of a convolution
+                divided_labels.add(label)
+        return divided_labels
 
     def _totals_by_label(self) -> Table:
         """Return the numbers of tensors and elements for each label; parameters that are left out have the last row."""

@@ -314,7 +314,8 @@ def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
     for index, layer in enumerate(layers):
         first_of_part = 0  # the index of the first layer in the blocks of its part; 0 if no part has blocks
         for ancestor in _with_ancestors(layer.path):  # the innermost module with blocks is last, and decides
-            first_of_part = first_in_blocks.get(ancestor, first_of_part)
+            if ancestor in first_in_blocks:
+                first_of_part = first_in_blocks[ancestor]
         is_before_blocks = layer.block is None and index < first_of_part
         if is_before_blocks and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
