@@ -157,7 +157,7 @@ def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
         return ["-"] * 5
     columns: Any = zip(*spectra, strict=True)  # the values of each field of `Spectrum`
     minima, maxima, rms_values, tails, steps, steps_needed = columns
-    needed = f">{_MOST_STEPS}"  # if even so many steps are too few for one of the spectra
+    needed = f">{_MOST_STEPS}"  # for a spectrum for which all of these steps are too few
     if None not in steps_needed:
         needed = str(max(steps_needed))
     return [

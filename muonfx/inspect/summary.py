@@ -364,9 +364,9 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
     if placement.name is None:  # it belongs to no parameter, such as a count
         elements = prod(placement.shape) * layout.size
         owner = "every rank"
-    elif placement.owned:
+    elif placement.owned:  # the rank that computes a matrix holds its state
         elements, owner = _held_matrices(layout, placement)
-    else:
+    else:  # sharded like its parameter
         elements, owner = _held_shards(layout, placement.name)
     total_nbytes = elements * placement.dtype.itemsize
     summary_of_shard = _leaf_of(path, tuple(placement.shape), leaf)

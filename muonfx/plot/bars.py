@@ -191,7 +191,10 @@ def _shared_path(leaves: list[LeafSummary]) -> tuple[str, ...]:
 
 
 def _legend_above(ax: Axes) -> None:
-    """Add a legend in one line above the axes, each name in its own colour."""
+    """Add a legend in one line above the axes, each name in its own colour.
+
+    There it covers no bar, however long the bars are.
+    """
     handles, _ = ax.get_legend_handles_labels()
     ax.legend(
         loc="lower left",
