@@ -84,9 +84,9 @@ def params_of(group: object) -> Any:
 
 
 def require_parameters(params: object) -> None:
-    """Raise TypeError unless an argument can be the parameters of an optimizer: a model, or an iterable of them.
+    """Raise TypeError unless an argument can be the parameters of an optimizer, such as a model or a dict of tensors.
 
-    The error shows the right order of arguments if a learning rate or a transform is in their position.
+    If it is a learning rate or a transform, the error shows the right order of arguments: ``Muon(model, lr=0.1)``.
     """
     if isinstance(params, nn.Module | Mapping | Iterable) and not isinstance(params, str):
         return

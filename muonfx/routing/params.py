@@ -123,7 +123,7 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     infos: list[ParamInfo] = []
     absent_names: list[str] = []
     for name, value in values.items():
-        if value is None:  # as in a tree of which another rank or label has the other leaves
+        if value is None:  # the parameter is left out of this tree
             absent_names.append(name)
             continue
         other_names = [other_name for other_name in names_of_tensor[id(value)] if other_name != name]

@@ -126,9 +126,11 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
     >>> ndim(2), ndim(min=2)
     (ndim(2), ndim(min=2))
     """
-    bounds = (min, max) if n is None else (n, n)
-    if bounds == (None, None) or (n is not None and (min, max) != (None, None)):
+    has_number = n is not None
+    has_bounds = min is not None or max is not None
+    if has_number == has_bounds:  # both, or none
         raise ValueError(f"ndim({n}, min={min}, max={max}): give either the exact number, or min, max or both")
+    bounds = (n, n) if has_number else (min, max)
     return Predicate("ndim", bounds)
 
 

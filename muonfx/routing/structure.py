@@ -192,9 +192,12 @@ _HOLDERS_OF_MATRICES = (
 
 
 def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters that are not the weight of a layer, such as "pos_embed" and "fc.bias"."""
+    """Yield the names of parameters that are not the weight of a layer, such as "pos_embed" and "fc.bias".
+
+    Of these, a 2-D parameter such as "pos_embed" is a table, and no matrix that multiplies features.
+    """
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _HOLDERS_OF_MATRICES):
+        if isinstance(module, _HOLDERS_OF_MATRICES):  # such as nn.LSTM, whose matrices have other names than "weight"
             continue
         if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):  # tensors without layers
             continue
@@ -282,10 +285,14 @@ def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
 
 
 def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
-    """Return True if no layer reads what the last layer of an ``nn.Sequential`` returns."""
+    """Return True if no layer reads the features that the last layer of an ``nn.Sequential`` returns: it is a head.
+
+    For example, ``nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))``, if no layer of the model reads 5
+    features. ``read_widths`` are the widths that some layer or norm of the model reads.
+    """
     if type(module) is not nn.Sequential:  # the last layer of another module may run at any time
         return False
-    returned_width: int | None = None
+    returned_width: int | None = None  # in the end, of the last layer
     for child in module.modules():
         if layer_widths := _widths_of(child):
             _, returned_width = layer_widths
