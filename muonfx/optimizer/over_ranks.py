@@ -355,7 +355,9 @@ class SteppingOverRanks(Stepping):
         # A value may share memory with a tensor that an earlier load overwrites: clone it first.
         for load in apart_from([*leaves, *gathered.values()], loads):
             index = load.leaf_index
-            value = load.value.full_tensor() if is_dtensor(load.value) else load.value
+            value = load.value
+            if is_dtensor(value):  # sharded evenly, as `exported` has returned it
+                value = value.full_tensor()
             if index in gathered and value.shape == gathered[index].shape:
                 gathered[index].copy_(value)
             leaf = leaves[index]

@@ -115,16 +115,16 @@ def _new_name_of(
 ) -> dict[str, str]:
     """Return a dict from each saved parameter name to the name that this optimizer has for it.
 
-    Names are compared without the prefixes of wrappers: "module.0.weight", saved under DistributedDataParallel, and
-    "_orig_mod.0.weight", of a compiled model, have the plain name "0.weight".
+    For example, "module.0.weight" was saved under DistributedDataParallel, and ``rename`` is ``{"0": "layers.0"}``. The
+    name in a compiled model is then "_orig_mod.layers.0.weight". Names are compared without the prefixes of wrappers:
+    ``plain_saved_names`` is ``{"module.0.weight": "0.weight"}``.
     """
-    # In the comments, rename is {"0": "layers.0"}, and plain_saved_names are {"module.0.weight": "0.weight"}.
-    # {"module.0.weight": "layers.0.weight"}
+    # 1. Rename the plain names: {"module.0.weight": "layers.0.weight"}.
     renamed, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
-    # {"layers.0.weight": "_orig_mod.layers.0.weight"}
+    # 2. Add the prefixes of this optimizer: {"layers.0.weight": "_orig_mod.layers.0.weight"}.
     name_of_plain = {plain_name: name for name, plain_name in unwrapped(_names_in(groups)).items()}
     new_name_of: dict[str, str] = {}  # {"module.0.weight": "_orig_mod.layers.0.weight"}
-    first_saved_name_of: dict[str, str] = {}  # by the new name
+    first_saved_name_of: dict[str, str] = {}  # by the new name, to find two saved names of one parameter
     for saved_name, plain_name in renamed.items():
         name = name_of_plain.get(plain_name, plain_name)
         new_name_of[saved_name] = name
