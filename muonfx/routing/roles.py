@@ -356,10 +356,13 @@ def _vector_component(components: list[str]) -> str | None:
     """Return the name component of a gain, a bias of relative attention, or a table of state-space rates; or None."""
     if _is_of_layer(components):
         return None
-    words = _words(components[-1])
+    name = components[-1]
+    words = _words(name)
     is_bias = _ends_in(words, {"u", "v"}) and "bias" in words  # pos_bias_u and pos_bias_v in Transformer-XL
-    if is_bias or components[-1].lower() in _ELEMENTWISE or _ends_in(words, _GAINS):
-        return components[-1]
+    is_table_of_rates = name.lower() in _ELEMENTWISE  # A_log in Mamba
+    is_gain = _ends_in(words, _GAINS)  # layer_scale, gamma
+    if is_bias or is_table_of_rates or is_gain:
+        return name
     return None
 
 

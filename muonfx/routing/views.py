@@ -399,10 +399,12 @@ def _split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
         return None
     later_shapes = _later_stacks_beside(info, shapes)
     *_, rows, columns = info.shape
+    # As (out, in): the rows are the outputs.
     if stored == _STACK:
         number_of_parts = _parts_read_by(rows, columns, later_shapes)
         if number_of_parts is not None:
             return divided(_STACK, number_of_parts)
+    # As (in, out): the columns are the outputs.
     transposed_shapes = [(columns, rows) for rows, columns in later_shapes]
     number_of_parts = _parts_read_by(columns, rows, transposed_shapes)
     if number_of_parts is not None:
@@ -727,14 +729,15 @@ def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
         if shape[:-2] != info.shape[:-2] or _path_around_layer(name) != holder:
             continue
         rows, columns = shape[-2:]
-        if (rows == hidden_width) == (columns == hidden_width):
+        if (rows == hidden_width) == (columns == hidden_width):  # both sides are the hidden width, or none
             return False
         has_hidden_rows.append(rows == hidden_width)
+    # The side that more stacks have in common is the number of inputs.
     number_with_rows = sum(has_hidden_rows)
     number_with_columns = len(has_hidden_rows) - number_with_rows
     if number_with_rows == 0 or number_with_columns == 0:
         return False
-    if number_with_rows == number_with_columns:
+    if number_with_rows == number_with_columns:  # the first stack reads the hidden width
         return has_hidden_rows[0]
     return number_with_rows > number_with_columns
 
