@@ -197,6 +197,7 @@ class TransformOptimizer(Optimizer):
         layout: LayoutLike = None,
         model: nn.Module | None = None,
     ) -> None:
+        # 1. Check the arguments, and read the names of the parameters.
         tx, layout, settings = _without_sharding(tx, layout)
         require_transform("tx", tx)
         _require_one_model(tx)
@@ -212,6 +213,7 @@ class TransformOptimizer(Optimizer):
         if not named:
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         warn_of_empty_groups(groups, model)
+        # 2. Find the transforms of each parameter. Frozen parameters, and those with the label None, have none.
         self._settings = (_layout_for(named, layout), settings)
         self._callers_tensors = CallersTensors()
         frozen, unfrozen = divide_frozen(named)
@@ -221,8 +223,8 @@ class TransformOptimizer(Optimizer):
         warn_of_ascent(root, self._stepping.rules, trained)
         self._track(TrackedParameters(models_of(params), model, trained, frozen, left_out))
         self._callers_tensors.note(self._stepping.defaults)
-        # torch's constructor calls `add_param_group` for each group. That looks up which transforms update its
-        # parameters, so it needs the attributes above. The state is created afterwards, for the parameters in groups.
+        # 3. Create the groups, then the state. torch's constructor calls `add_param_group` for each group. That looks
+        # up which transforms update its parameters, so it needs the attributes above.
         super().__init__(groups, {})
         self._create_state()
         warn_of_lost_decay(self._stepping, self._tracked_groups.groups, named)
@@ -689,6 +691,7 @@ class TransformOptimizer(Optimizer):
         with self._undone_on_error() as former, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # construction has given the warnings
             self._stepping = self._stepping_for(self.tx, named)
+            # The state fits only if the same transforms update each parameter.
             for name, rule in self._stepping.rules.items():
                 if rule != former.stepping.rules[name]:
                     raise ValueError(
