@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ from muonfx.core.schedules import Schedule, follow
 from muonfx.core.value import Lazy, LazyOfStructure, Recorded, make_factory
 from muonfx.internal.arguments import bind, short_repr
 from muonfx.internal.display import Report
-from muonfx.internal.tracing import autocast_is_on, outside_autocast
+from muonfx.internal.tracing import autocast_is_on, outside_autocast, uncompiled
 from muonfx.tree import PyTree, Structure
 
 Position = Literal[
@@ -421,7 +422,8 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             params = without_left_out(self, params)
-            self._check_inputs(updates, state, params)
+            check = self._check_inputs_uncompiled if "torch._dynamo" in sys.modules else self._check_inputs
+            check(updates, state, params)
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
@@ -437,9 +439,15 @@ class Transform(Recorded):
             return new_updates, new_state
         return new_updates, tree.copy_shared(new_state, state)
 
-    # After a graph break, torch compiles each function that an uncompiled `update` calls. In these, structures of trees
-    # have another type, and would not fit those that uncompiled calls have put into the cache.
-    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
+    @uncompiled
+    def _check_inputs_uncompiled(self, updates: PyTree, state: PyTree, params: PyTree) -> None:
+        """Run `_check_inputs` in a process that has loaded the compiler of torch.
+
+        After a graph break, torch compiles each function that an uncompiled `update` calls. In these, structures of
+        trees have another type, and would not fit those that uncompiled calls have put into the cache.
+        """
+        self._check_inputs(updates, state, params)
+
     def _check_inputs(self, updates: PyTree, state: PyTree, params: PyTree) -> None:
         """Raise unless updates, state and parameters fit together. Warn if the parameters have a growing graph."""
         leaves, treedef, specs = checks.check_update(updates, params)

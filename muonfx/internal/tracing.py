@@ -23,7 +23,17 @@ Number = TypeVar("Number", int, float)
 T = TypeVar("T")
 
 _C = cast("Any", torch._C)
+
 _SYMBOLS = frozenset({torch.SymInt, torch.SymFloat})
+
+
+def uncompiled(function: F) -> F:
+    """Decorate a function that torch must not compile: in a compiled function, it runs between two graphs.
+
+    ``torch.compiler.disable`` does the same, but imports the compiler when it decorates, which takes seconds. This
+    imports it in the first call of the function.
+    """
+    return cast("Any", torch)._compile._disable_dynamo(function)
 
 
 functorch_is_active: Callable[[], bool] = _C._are_functorch_transforms_active

@@ -28,6 +28,7 @@ from muonfx.core.transform import require_transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename
+from muonfx.internal.tracing import uncompiled
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
@@ -786,14 +787,12 @@ class TransformOptimizer(Optimizer):
                 has been changed when an error is raised.
         """
         if self._stepping.is_over_ranks and torch.compiler.is_compiling():
-            return self._step_uncompiled(closure, extras)
+            return self._step_outside_the_graph(closure, extras)
         return self._step(closure, extras)
 
-    @torch.compiler.disable(  # pyright: ignore[reportUntypedFunctionDecorator]
-        reason="the ranks communicate within a step, which a compiled graph cannot contain"
-    )
-    def _step_uncompiled(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
-        """Run a step that is called while a function is compiled, between the graphs of this function."""
+    @uncompiled
+    def _step_outside_the_graph(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
+        """Run a step in a compiled function, between two graphs: ranks communicate, which a graph cannot contain."""
         return self._step(closure, extras)
 
     def _step(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:

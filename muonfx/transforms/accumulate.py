@@ -12,7 +12,7 @@ from muonfx import tree
 from muonfx.core import Combinator, Donation, Locality, Transform, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import require_transform
-from muonfx.internal.tracing import is_traced, is_wrapped
+from muonfx.internal.tracing import is_traced, is_wrapped, uncompiled
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -111,7 +111,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         _check_boundary(boundary)
         if torch.compiler.is_compiling() and _lacks_gradients(updates, state.sums):
             # The counts of gradients decide which parameters get an update, and a graph cannot read them.
-            return _run_uncompiled(run, updates, state, params, boundary, donate, extras)
+            return _run_outside_the_graph(run, updates, state, params, boundary, donate, extras)
         return run(updates, state, params, boundary, donate, extras)
 
     def run(
@@ -139,11 +139,9 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     return init, update
 
 
-@torch.compiler.disable(  # pyright: ignore[reportUntypedFunctionDecorator]
-    reason="accumulate reads in which micro-batches a parameter had a gradient"
-)
-def _run_uncompiled(run: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function between two graphs. With ``fullgraph=True`` it is an error, with the reason above."""
+@uncompiled
+def _run_outside_the_graph(run: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function between two graphs. With ``fullgraph=True`` this is an error of torch."""
     return run(*arguments)
 
 
