@@ -193,8 +193,8 @@ def with_memory(constructor: Callable[Concatenate[Memory, P], Any]) -> Callable[
     """
     parameters = list(inspect.signature(constructor).parameters.values())
     marked: Any = constructor
-    marked.__signature__ = inspect.Signature(parameters[1:])
-    marked.takes_memory = True
+    marked.__signature__ = inspect.Signature(parameters[1:])  # the arguments that callers pass
+    marked.takes_memory = True  # read by `make_factory`
     return cast("Callable[P, Any]", constructor)
 
 
@@ -453,7 +453,7 @@ class Recorded:
         """
         positional: list[object] = []
         named: dict[str, object] = {}
-        for name, kind in self.factory.definition.kinds:
+        for name, kind in self.factory.definition.kinds:  # such as ("decay", "POSITIONAL_OR_KEYWORD")
             if kind == "VAR_POSITIONAL":
                 positional.extend(arguments[name])
             elif kind == "VAR_KEYWORD":
@@ -694,8 +694,11 @@ _NUMBER = "*"
 
 
 def _text_of_argument(skeleton: object, parts: Iterator[object]) -> str:
-    """Return an argument as text for the fingerprint. Each placeholder in it takes the next value from ``parts``."""
-    if skeleton is _HOLE:
+    """Return an argument as text for the fingerprint, in which numbers are "*".
+
+    ``skeleton`` is the argument with placeholders for its numbers and transforms, which are the next of ``parts``.
+    """
+    if skeleton is _HOLE:  # the argument is one number or transform
         part = next(parts)
         if isinstance(part, Recorded):
             return _text_of_call(part)

@@ -211,10 +211,12 @@ def _placeholder_paths(state: PyTree) -> dict[int, Path]:
 def is_wrapper(tx: Transform) -> bool:
     """Return True if a transform calls others, and its own computation is elementwise or a sum over leaves.
 
-    The inner transforms then run where their own localities allow, and the state of each is one subtree.
+    For example, ``accumulate(orthogonalize(), 4)`` adds gradients element by element. It can do so on shards, while
+    the inner `orthogonalize` runs on whole matrices. In the wrapper's state, the state of each inner transform is one
+    subtree.
     """
     combinator = tx.declaration.combinator
-    if not tx.children or combinator.in_sequence:
+    if not tx.children or combinator.in_sequence:  # it calls none, or is a chain
         return False
     if combinator.own_locality is Locality.TREE:
         return sums_over_leaves(tx)
@@ -245,7 +247,11 @@ class Placeholder:
 
 @stand_in
 def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], replaced: bool):
-    """Stand in for inner transform number ``index`` while ``init`` runs: pass its parameters to ``record``."""
+    """Replace inner transform number ``index`` while the ``init`` of a wrapper runs, to find what the wrapper passes.
+
+    ``record`` is called with the index and the parameters. With ``replaced``, a `Placeholder` is returned as the state,
+    so that its place in the wrapper's state can be found.
+    """
 
     def init(params: PyTree) -> PyTree:
         record(index, params)

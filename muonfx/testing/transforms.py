@@ -90,7 +90,10 @@ def by_role(params: PyTree) -> Mapping[str, str | None]:
     reads_params=lambda inner: inner.reads_params,
 )
 def with_value(inner: Transform):
-    """Wrap a transform that requires a loss: pass ``value=1.0`` to it, because laws pass no extra arguments."""
+    """Wrap a transform that requires a loss, such as `reduce_on_plateau`: pass ``value=1.0`` to it at every update.
+
+    Laws call `update` without extra arguments.
+    """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
         return inner.run(updates, state, params, donate=donate, value=1.0)

@@ -104,7 +104,7 @@ def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: l
 def _another_seed() -> Generator[None]:
     """Set other seeds for the random numbers of torch and Python, and restore their states at the end."""
     state_of_python = random.getstate()
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(devices=()):  # restores the state of torch's generator on the CPU
         torch.manual_seed(1234)
         random.seed(1234)
         try:

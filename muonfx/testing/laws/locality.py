@@ -423,7 +423,7 @@ def _updates_with_sums(
     ``known_sums`` are the results of the first calls of ``sum_over_leaves`` in the run. ``not_counted`` are the numbers
     of the leaves that the other rank adds to a sum.
     """
-    calls = itertools.count()
+    calls = itertools.count()  # numbers the calls of `sum_over_leaves` in this run
 
     def sum_over_leaves(scalars: PyTree) -> Tensor:
         """Return the sum over both ranks of a tree with one number for each leaf, such as its squared norm."""

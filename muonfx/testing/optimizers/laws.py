@@ -226,6 +226,7 @@ def rates_are_read_at_each_step(build: Build) -> None:
     run.set_rate(0.0)
     run.steps(1)
     require_unmoved(before, run.values(), run.params, "with the rate 0.0")
+    # With the former rates, they move again.
     for group, rate in zip(run.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     run.steps(1)
@@ -238,7 +239,7 @@ def rates_may_be_tensors(build: Build) -> None:
     by_float = Run(build).steps(1)
     by_tensor = Run(build).steps(1)
     start = by_float.values()
-    for rate in (0.25, 0.125):
+    for rate in (0.25, 0.125):  # another rate at each step; both are exact in every dtype
         by_float.set_rate(rate)
         by_tensor.set_rate(torch.tensor(rate))
         by_float.step()
@@ -261,7 +262,7 @@ def zero_grad_clears_every_gradient(build: Build) -> None:
 def closures_are_called_with_gradients_enabled(build: Build) -> None:
     """step(closure) calls the closure with gradients enabled, and returns its loss."""
     run = Run(build)
-    modes: list[bool] = []
+    modes: list[bool] = []  # for each call of the closure, whether gradients are enabled
 
     def closure() -> float:
         modes.append(torch.is_grad_enabled())
