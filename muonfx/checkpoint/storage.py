@@ -187,7 +187,10 @@ class Writer(_InFolder, StorageWriter):
         return replace(plan, storage_data=self._request.arguments())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator, create the folder, lock the save, and give each rank the name of its data file."""
+        """On the coordinator, create the folder, lock the save, and give each rank the name of its data file.
+
+        ``plans`` has the plan of each rank, from `prepare_local_plan`. DCP sends each result to its rank.
+        """
         require_same([plan.storage_data for plan in plans], "save", "nothing was written")
         draft = Draft(self._request.path)
         self._draft = draft
@@ -225,23 +228,26 @@ class Writer(_InFolder, StorageWriter):
         The plan has the values that this rank writes. The values in ``self._planned``, which this rank holds, include
         those that another rank writes. Of these, only the checksums are computed.
         """
-        written_indices = {item.index for item in plan.items}
-        item_of = {item.index: item for item in [*self._planned, *plan.items]}
-        entries: list[Entry] = []  # to write
+        indices_to_write = {item.index for item in plan.items}
+        item_of = {item.index: item for item in [*self._planned, *plan.items]}  # each once
+        entries_to_write: list[Entry] = []
         leaves: dict[str, ProposedLeaf] = {}
         objects: dict[str, Any] = {}
         for index, item in item_of.items():
             name = _name_of_key(index.fqn, plan.planner_data)
-            if item.type == WriteItemType.BYTE_IO:
+            if item.type == WriteItemType.BYTE_IO:  # a value that is no tensor
                 objects[name] = to_json(_object_of(item, planner, name), name)
-            elif not _is_empty_shard(item):
-                spec, entry = _shard_of(item, planner, name)
-                leaf = leaves.setdefault(name, ProposedLeaf(spec, False, {}))
-                if index in written_indices:
-                    entries.append(entry)
-                else:
-                    leaf.checksums[entry.box] = " ".join(block_checksums(entry.values))
-        written = self._write_entries(plan.storage_data, entries)
+                continue
+            if _is_empty_shard(item):
+                continue
+            spec, entry = _shard_of(item, planner, name)
+            leaf = leaves.setdefault(name, ProposedLeaf(spec, False, {}))
+            if index in indices_to_write:
+                entries_to_write.append(entry)
+            else:
+                leaf.checksums[entry.box] = " ".join(block_checksums(entry.values))
+        written = self._write_entries(plan.storage_data, entries_to_write)
+        # The checksums of the values in the file are known after the write, so they are not computed twice.
         for name, chunk in written.chunks:
             leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
         return _WrittenByRank(written, leaves, objects)
@@ -257,9 +263,12 @@ class Writer(_InFolder, StorageWriter):
             return draft.write(assigned.file, entries)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, compare replicas and write the index, which completes the checkpoint."""
+        """On the coordinator, compare replicas and write the index, which completes the checkpoint.
+
+        ``results`` has for each rank what `write_data` has returned.
+        """
         draft = self._draft
-        assert draft is not None
+        assert draft is not None  # `prepare_global_plan` has created it
         # `write_data` has returned one result on each rank.
         written_by_rank = [results_of_rank[0].storage_data for results_of_rank in results]
         try:
@@ -273,21 +282,25 @@ class Writer(_InFolder, StorageWriter):
         draft.tidy(self._request.keep)
 
     def _index_of(self, written_by_rank: list[_WrittenByRank], save_id: str) -> Index:
-        """Return the index of a checkpoint; raise if ranks hold different values, or do not fill a tensor."""
+        """Merge the results of all ranks to the index of a checkpoint.
+
+        Raise if ranks hold different values under one name, or if the shards do not fill a tensor.
+        """
         plan = plan_of([written.leaves for written in written_by_rank])
         objects = _merged_objects([written.objects for written in written_by_rank])
         files, leaves = merged([written.shards for written in written_by_rank], plan)
-        both = objects.keys() & leaves.keys()
-        if both:
+        names_of_both_kinds = objects.keys() & leaves.keys()
+        if names_of_both_kinds:
+            name = min(names_of_both_kinds)
             raise CheckpointError(
-                f"nothing was written: {min(both)!r} is a tensor on some ranks and another value on others, expected "
+                f"nothing was written: {name!r} is a tensor on some ranks and another value on others, expected "
                 "the same on all ranks"
             )
         return replace(self._request.head, save_id=save_id, files=files, leaves=leaves, objects=objects)
 
 
 def _require_no_plan_caching(is_cached: bool) -> None:
-    """Raise if the planner sends a plan only when it has changed."""
+    """Raise if the planner sends a plan only when it has changed, so that the ranks' plans cannot be compared."""
     if is_cached:
         raise ValueError(
             "the planner has enable_plan_caching=True, which keeps the ranks from comparing what they hold: pass "
@@ -307,7 +320,10 @@ def _name_of_key(key: str, planner_data: object) -> str:
 
 
 def _object_of(item: WriteItem, planner: SavePlanner, name: str) -> object:
-    """Return a value of the state dict that is no tensor, as it is before the planner pickles it."""
+    """Return a value of the state dict that is no tensor, as it is before the planner pickles it: 7, not its bytes.
+
+    DCP has no public method for that, but planners that are derived from its `DefaultSavePlanner` can look it up.
+    """
     lookup: Callable[[MetadataIndex], object] | None = getattr(planner, "lookup_object", None)
     if lookup is None:
         raise TypeError(
@@ -337,19 +353,24 @@ def _shard_of(item: WriteItem, planner: SavePlanner, name: str) -> tuple[Spec, E
 
 
 def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of all ranks that are no tensors; raise if ranks have different values of one name."""
-    json_of: dict[str, Any] = {}
-    first_rank_of: dict[str, int] = {}
+    """Merge the values of all ranks that are no tensors; raise if ranks have different values of one name.
+
+    ``objects_by_rank`` has a dict from name to JSON for each rank, such as ``{"steps": 7}``.
+    """
+    json_of_name: dict[str, Any] = {}
+    first_rank_of: dict[str, int] = {}  # the first rank that has a value of this name
     for rank, objects in enumerate(objects_by_rank):
         for name, value in objects.items():
-            expected = json_of.setdefault(name, value)
-            first_rank = first_rank_of.setdefault(name, rank)
-            if repr(value) != repr(expected):  # repr, since 1 and True are equal
+            if name not in json_of_name:
+                json_of_name[name] = value
+                first_rank_of[name] = rank
+            first_value = json_of_name[name]
+            if repr(value) != repr(first_value):  # repr, since 1 and True are equal
                 raise CheckpointError(
-                    f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {expected!r:.200} on rank "
-                    f"{first_rank}, expected equal values: {_advice_on_different_values(name)}"
+                    f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {first_value!r:.200} on rank "
+                    f"{first_rank_of[name]}, expected equal values: {_advice_on_different_values(name)}"
                 )
-    return {name: from_json(value) for name, value in json_of.items()}
+    return {name: from_json(value) for name, value in json_of_name.items()}
 
 
 def _advice_on_different_values(name: str) -> str:
@@ -472,7 +493,10 @@ class Reader(_InFolder, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the values of a plan, and copy them into the state dict once all are read."""
+        """Read the values of a plan, and copy them into the state dict once all are read.
+
+        An error of the read therefore leaves the state dict as it was. ``planner`` knows the tensor of each item.
+        """
         tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         with self._stack:  # closes all files at the end
             destinations = [planner.resolve_tensor(item).detach() for item in tensor_items]
@@ -491,12 +515,17 @@ class Reader(_InFolder, StorageReader):
         return future
 
     def _transfer_of(self, item: ReadItem) -> Transfer:
-        """Return a copy of the part of a stored tensor that an item of a plan needs, to new memory."""
+        """Describe the read of an item of a plan: the part of a stored tensor, and new memory for its values.
+
+        Offsets of an item count from the begin of a chunk, those of a `Transfer` from the begin of the tensor.
+        """
         name = self._name_of_key[item.storage_index.fqn]
         dtype = self._index.leaves[name].spec.dtype
         chunk = self._chunk_of(item)
-        offsets = tuple(map(int.__add__, chunk.box.offsets, item.storage_offsets))
-        box = Box(offsets, tuple(item.lengths))
+        offsets: list[int] = []
+        for chunk_offset, item_offset in zip(chunk.box.offsets, item.storage_offsets, strict=True):
+            offsets.append(chunk_offset + item_offset)
+        box = Box(tuple(offsets), tuple(item.lengths))
         return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=dtype))
 
     def _require_fit(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
@@ -513,7 +542,10 @@ class Reader(_InFolder, StorageReader):
         match(self._index, StateSpec(specs), self._rules, section=None, where=str(self._path))
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
-        """Return a value that is no tensor in the form in which planners of torch expect it: pickled, in memory."""
+        """Return a value that is no tensor in the form in which planners of torch expect it: pickled, in memory.
+
+        The planner unpickles it at once. Nothing that comes from a file is unpickled.
+        """
         buffer = io.BytesIO()
         torch.save(self._index.objects[self._name_of_key[item.storage_index.fqn]], buffer)
         buffer.seek(0)
