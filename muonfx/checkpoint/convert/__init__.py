@@ -212,7 +212,10 @@ def _with_rate(group: Group, rate: str | None) -> Group:
 
 
 def _warn_of_scheduled_rate(form: Format, entries: Sequence[_Entry]) -> None:
-    """Warn if a scheduler has changed a rate of the source: a new scheduler would multiply the changed rate again."""
+    """Warn if a scheduler has changed a rate of the source: a new scheduler would multiply the changed rate again.
+
+    A scheduler of torch keeps the rate without its factor in the group as "initial_lr". One warning is enough.
+    """
     for entry in entries:
         lr = float(entry.group["lr"])
         initial_lr = float(entry.group.get("initial_lr", lr))
@@ -255,15 +258,15 @@ def _format(format: str) -> Format:
 
 
 def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Sequence[str] | None) -> list[_Entry]:
-    """Return the name, parameter group and state of each parameter in ``source``, the optimizer or optimizers."""
+    """Return the name, parameter group and state of each parameter in ``source``, the optimizer or optimizers.
+
+    The ``state_dict()`` of an optimizer of torch has numbers in place of names: ``{"state": {0: {"exp_avg": ...}},
+    "param_groups": [{"lr": 0.1, "params": [0]}]}``.
+    """
     optimizers: Sequence[Any] = source if isinstance(source, Sequence) else [source]
     entries: dict[str, _Entry] = {}
     for optimizer in optimizers:
-        saved = optimizer
-        if isinstance(optimizer, torch.optim.Optimizer):
-            saved = optimizer.state_dict()
-        if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-            raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(saved).__name__}")
+        saved = _state_dict_of(form, optimizer)
         groups: list[Group] = saved["param_groups"]
         numbers: list[int] = []
         for group in groups:
@@ -281,6 +284,16 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
     return list(entries.values())
 
 
+def _state_dict_of(form: Format, optimizer: Any) -> Mapping[str, Any]:
+    """Return the state dict of an optimizer, or a value that is one already; raise for any other value."""
+    state_dict = optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        state_dict = optimizer.state_dict()
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise TypeError(f"{form.title}: expected an optimizer or its state_dict(), found {type(state_dict).__name__}")
+    return state_dict
+
+
 def _names_in_order(
     optimizer: object, groups: Sequence[Group], params: Mapping[str, Tensor], names: Sequence[str] | None
 ) -> Sequence[str]:
@@ -292,6 +305,7 @@ def _names_in_order(
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
             members += group["params"]
+    # The tensors themselves identify the parameters: a tensor is hashed by its identity.
     name_of = {param: name for name, param in params.items()}
     if members and name_of.keys() >= set(members):
         return [name_of[param] for param in members]

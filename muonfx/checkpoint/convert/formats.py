@@ -103,6 +103,7 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         raise ValueError(
             f"eps={group['eps']} has no equivalent in muonfx, which divides by the norm alone: expected {_EPS}"
         )
+    # torch applies one polynomial in each of its steps; five times the default one is our schedule "keller".
     polynomial = tuple(group["ns_coefficients"])
     coefficients: Any = (polynomial,) * group["ns_steps"]
     if coefficients == (_KELLER,) * 5:
@@ -119,9 +120,9 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
 
 
 def _require_adamw_options(group: Group) -> None:
-    """Raise if a group of torch.optim.AdamW or Adam has an option without an equivalent here."""
+    """Raise if a group of torch.optim.AdamW or Adam has an option without an equivalent here, such as "amsgrad"."""
     refused = [key for key in ("amsgrad", "maximize") if group.get(key)]
-    is_coupled = not group.get("decoupled_weight_decay", True)
+    is_coupled = not group.get("decoupled_weight_decay", True)  # Adam adds the decay to the gradient
     if is_coupled and float(group["weight_decay"]):
         refused.append("the coupled weight_decay of torch.optim.Adam")
     if refused:
@@ -138,7 +139,10 @@ def _keller_kind(group: Group, values: Values) -> str:
 
 
 def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
-    """Return the chain of transforms that updates a parameter of this shape as Keller Jordan's Muon does."""
+    """Return the chain of transforms that updates a parameter of this shape as Keller Jordan's Muon does.
+
+    ``group`` has the hyperparameters, and ``kind`` is "muon" or "adamw". ``options`` are for `orthogonalize`.
+    """
     if kind == "adamw":
         return _adamw(group, group["betas"], group["eps"], group["weight_decay"])
     if len(shape) > 3:
@@ -172,7 +176,10 @@ def _moonlight_kind(group: Group, values: Values) -> str:
 
 
 def _moonlight_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
-    """Return the chain of transforms that updates a parameter as Moonlight's Muon does."""
+    """Return the chain of transforms that updates a parameter as Moonlight's Muon does.
+
+    ``group`` has the hyperparameters, and ``kind`` is "muon" or "adamw". ``options`` are for `orthogonalize`.
+    """
     if kind == "adamw":
         return _adamw(group, group["adamw_betas"], group["adamw_eps"], group["wd"])
     return _muon_chain(
@@ -205,7 +212,10 @@ def _dion_kind(group: Group, values: Values) -> str:
 
 
 def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
-    """Return the chain of transforms that updates a parameter of this shape as ``dion.Muon`` does."""
+    """Return the chain of transforms that updates a parameter of this shape as ``dion.Muon`` does.
+
+    ``group`` has the hyperparameters, and ``kind`` is "muon", "adamw" or "lion". ``options`` are for `orthogonalize`.
+    """
     if group.get("cautious_wd"):
         raise ValueError(
             "found cautious_wd, which the chains of this function do not have: write the chain yourself, with "
@@ -237,7 +247,8 @@ def _dion_pattern(group: Group, shape: torch.Size) -> str | None:
     pattern = "... {out} in -> ... {out} in"  # `divided` writes the blocks in place of "{out}"
     sizes = group.get("split_sizes")
     if sizes:
-        return divided(pattern, {f"part_{index}": size for index, size in enumerate(sizes)})
+        size_of_block = {f"part_{index}": size for index, size in enumerate(sizes)}
+        return divided(pattern, size_of_block)
     heads = group.get("num_heads") or 1
     if sizes is None and heads > 1:
         return divided(pattern, heads)

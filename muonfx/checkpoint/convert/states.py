@@ -41,7 +41,10 @@ _KINDS: dict[type, str] = {MomentumState: "muon", AdamState: "adamw", LionState:
 
 
 def _states_in(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path, such as "muon/momentum/", and the value of each state of a transform in a state tree."""
+    """Find the states of momentum, Adam, Lion and schedules in a state tree; yield the path and the value of each.
+
+    A path is such as "muon/momentum/". Raise for a state that other optimizers do not have.
+    """
     if type(node) in _KINDS:
         yield path, node
     elif isinstance(node, ScheduledState):
@@ -59,7 +62,10 @@ def _states_in(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _moments_of(state: Any, path: str) -> dict[str, PyTree]:
-    """Return a dict from field, such as "mu", to the tree of moments; it is empty for the state of a schedule."""
+    """Return the moments in the state of one transform: ``{"mu": tree, "nu": tree}`` for Adam.
+
+    The dict is empty for the state of a schedule, which only counts steps.
+    """
     if type(state) not in _KINDS:
         return {}
     moments = state._asdict()
@@ -84,12 +90,14 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     state = tx.init(params)  # new tensors, which are filled in place
     unused_names = set(leaves)
     for path, part in _states_in(state):
-        names = _fill_moments(part, path, leaves, problems)
+        names, moment_problems = _fill_moments(part, path, leaves)
+        problems += moment_problems
         unused_names.difference_update(names)
         if "count" in part._fields:
-            counted = {name: step_of[name] for name in names if name in step_of}
-            # The state of a schedule has no parameters.
-            problems += _fill_count(part.count, f"{path}count", counted or step_of, step)
+            step_of_own = {name: step_of[name] for name in names if name in step_of}
+            if not step_of_own:  # such as the state of a schedule, which has no parameters
+                step_of_own = step_of
+            problems += _fill_count(part.count, f"{path}count", step_of_own, step)
     for name in unused_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
@@ -99,11 +107,15 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
 
 
 def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
-    """Set a step count to the one that all parameters have in ``step_of``, else to ``step``; without, return a text."""
+    """Set the step count of a transform to that of its parameters in the source, or to the caller's ``step``.
+
+    ``step_of`` has the count of each parameter. Return a text if the counts differ, or there are none, and ``step`` is
+    not given. Otherwise return no texts.
+    """
     name_of_count: dict[int, str] = {}  # the first parameter with each count
     for name, steps in step_of.items():
         name_of_count.setdefault(steps, name)
-    if len(name_of_count) == 1:
+    if len(name_of_count) == 1:  # the usual case: all parameters have the same
         (step,) = name_of_count
     if step is not None:
         count.fill_(step)
@@ -114,21 +126,23 @@ def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int 
     return [f"{path} is one for all parameters, the source has {texts}; give step= to choose"]
 
 
-def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf], problems: list[str]) -> list[str]:
-    """Copy the moments in ``leaves`` into the state of a transform; return the names of its parameters.
+def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> tuple[list[str], list[str]]:
+    """Copy the moments in ``leaves`` into the state of one transform, which has zeros.
 
-    A text about each moment that does not fit is added to ``problems``.
+    Return the names of its parameters, and a text about each moment that does not fit, such as
+    "muon/momentum/trace/fc.weight: missing in the source".
     """
     names: dict[str, None] = {}  # each once, in order
+    problems: list[str] = []
     for number, (field, moments) in enumerate(_moments_of(part, path).items()):
         for name, zeros in tree.named_leaves(moments):
             names[name] = None
-            problem = None
-            if zeros is not None:
-                problem = _fill(zeros, leaves.get(name), _KINDS[type(part)], number)
+            if zeros is None:  # this transform has no moment of the parameter
+                continue
+            problem = _fill(zeros, leaves.get(name), _KINDS[type(part)], number)
             if problem is not None:
                 problems.append(f"{path}{field}/{name}: {problem}")
-    return list(names)
+    return list(names), problems
 
 
 def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | None:
@@ -149,19 +163,27 @@ def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | Non
 
 
 def _require_heavy_ball(tx: Transform, heavy_ball: bool) -> None:
-    """Raise if a momentum of the transform sums gradients and the source averages them, or the reverse."""
+    """Raise if a momentum of the transform sums gradients and the source averages them, or the reverse.
+
+    A sum (``heavy_ball=True``) is larger than an average by a factor of 1 / (1 - decay).
+    """
     for part in within(tx):
-        if part.arguments.get("heavy_ball", heavy_ball) != heavy_ball:
-            combines = "averages" if heavy_ball else "sums"
-            expected = "a sum" if heavy_ball else "an average"
-            advice = f"use the chain of convert.recipe, or one with momentum(heavy_ball={heavy_ball})"
-            if heavy_ball:
-                advice += ", which muonfx.Muon and muon_with_adamw do not have"
-            raise ValueError(f"{part!r} {combines} gradients, expected {expected} as in the source: {advice}")
+        part_heavy_ball = part.arguments.get("heavy_ball", heavy_ball)  # a transform without momentum has none
+        if part_heavy_ball == heavy_ball:
+            continue
+        combines = "averages" if heavy_ball else "sums"
+        expected = "a sum" if heavy_ball else "an average"
+        advice = f"use the chain of convert.recipe, or one with momentum(heavy_ball={heavy_ball})"
+        if heavy_ball:
+            advice += ", which muonfx.Muon and muon_with_adamw do not have"
+        raise ValueError(f"{part!r} {combines} gradients, expected {expected} as in the source: {advice}")
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
-    """Return a dict from parameter name to a copy of its moments and step count in the state of a transform."""
+    """Collect the moments and the step count of each parameter from the state of a transform, as copies.
+
+    The result has ``{"fc.weight": Leaf("adamw", [mu, nu], 100)}`` for Adam after 100 steps.
+    """
     leaves: dict[str, Leaf] = {}
     for path, part in _states_in(state):
         moments_of: dict[str, list[Tensor]] = {}  # by parameter name: the first moment, and the second if there is one
