@@ -40,13 +40,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _inspect(path: Path) -> int:
-    """Print a checkpoint, or a table of the checkpoints in a folder; return the exit code 0."""
-    inner = checkpoints(path)
-    if not inner:
+    """Print a checkpoint, or a table of the checkpoints in a folder; return the exit code 0.
+
+    A checkpoint that cannot be read has a row with the reason, such as a data file that is missing.
+    """
+    paths = checkpoints(path)
+    if not paths:  # the path is a checkpoint itself
         print(inspect(path))
         return 0
     rows: list[tuple[str, ...]] = []
-    for checkpoint in inner:
+    for checkpoint in paths:
         try:
             index = with_reader(checkpoint, lambda reader: reader.index)
         except CheckpointError as error:
@@ -61,7 +64,8 @@ def _inspect(path: Path) -> int:
 def _verify(path: Path) -> int:
     """Verify every byte of a checkpoint, or of all checkpoints in a folder; return 1 if one is damaged, else 0."""
     code = 0
-    for checkpoint in checkpoints(path) or [path]:
+    paths = checkpoints(path) or [path]  # without any, the path is a checkpoint itself
+    for checkpoint in paths:
         try:
             index = verify(checkpoint)
         except CorruptError as error:
@@ -80,7 +84,10 @@ def _clean(path: Path) -> int:
 
 
 def run_in_pipe() -> int:
-    """Run `main`; if the reader of standard output ends early, as ``| head`` does, end in silence."""
+    """Run `main`, and return its exit code; end in silence if the output is no longer read.
+
+    In ``python -m muonfx.checkpoint inspect runs/a | head``, the program ``head`` closes the pipe after ten lines.
+    """
     try:
         code = main()
         sys.stdout.flush()

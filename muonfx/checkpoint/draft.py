@@ -226,7 +226,7 @@ class Draft:
             return None
 
     def discard(self) -> None:
-        """Remove the files that this rank has written in a failed save."""
+        """Remove the files that this rank has written in a failed save, and the folder if this save has created it."""
         for file in self.files:
             with suppress(OSError):
                 file.unlink()
@@ -240,11 +240,12 @@ class Draft:
 
         Return whether it is complete; None if that cannot be known.
         """
-        if self._is_renamed is None:
-            with suppress(OSError):  # so that a rename still in progress after an error fails
+        is_rename_unknown = self._is_renamed is None
+        if is_rename_unknown:  # a network file system may still perform it: without its file, it fails
+            with suppress(OSError):
                 self._unfinished_index.unlink()
         is_committed = self.is_committed()
-        if is_committed is False:
+        if is_committed is False:  # not None: the index at the path may name these files
             self.discard()
         self._lock.release()  # also if the files stay
         if self._replaced_index is not None:

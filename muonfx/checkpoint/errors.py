@@ -55,6 +55,9 @@ def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
     """Return the first ``most`` error texts of each kind, and then a line for each kind that counts the rest.
 
     The kind of an error text is the word before its first colon, such as "missing" in "missing:   'trace/w'".
+
+    >>> first_of_each_kind(["missing: 'a'", "missing: 'b'", "missing: 'c'", "extra: 'd'"], most=1)
+    ["missing: 'a'", "extra: 'd'", 'missing: ... and 2 more']
     """
     lines: list[str] = []
     count_of_kind: Counter[str] = Counter()
@@ -67,7 +70,8 @@ def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
             lines.append(problem)
     for kind, count in count_of_kind.items():
         if count > most:
-            lines.append(f"{kind}: ... and {count - most} more".removeprefix(": "))
+            rest = f"... and {count - most} more"
+            lines.append(f"{kind}: {rest}" if kind else rest)
     return lines
 
 

@@ -46,14 +46,17 @@ _BUFFER = 1 << 20
 
 @contextmanager
 def fresh_file(path: Path) -> Generator[BinaryIO]:
-    """Create a file for the ``with`` block to write; flush it to the disk at the end, or remove it after an error."""
+    """Create a file for the ``with`` block to write; flush it to the disk at the end, or remove it after an error.
+
+    So there is either a complete file at the path, or none. It is an error if there is a file already.
+    """
     file = FileIO(path, "xb")
     try:
         with file:  # not `buffered`: to close that after an error would write the rest of its bytes
             buffered: Any = BufferedWriter(file, _BUFFER)
             yield buffered
-            buffered.flush()
-            os.fsync(file.fileno())
+            buffered.flush()  # from this process to the system
+            os.fsync(file.fileno())  # from the system to the disk
     except BaseException:
         with suppress(OSError):
             path.unlink()
@@ -254,7 +257,7 @@ def _lock_and_sign(file: FileIO) -> None:
 
 
 def _give_name(unnamed_file: FileIO, path: Path) -> bool:
-    """Link a file without a name to a path; return False if that is impossible, since some systems forbid it."""
+    """Give an open file that has no name a path; return False if that is impossible, since some systems forbid it."""
     descriptor = unnamed_file.fileno()
     try:
         # This path in /proc is a symbolic link to the file. os.link follows it only with a src_dir_fd, of any value.

@@ -53,7 +53,7 @@ def check_step(step: object) -> None:
 
 def folder_named(path: StrPath) -> Path:
     """Return the absolute path of a folder, which need not exist; raise if ``path`` cannot name a folder."""
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):  # os.fspath may return bytes
         raise TypeError(f"path must be a str or a path, found {path!r}")
     text = os.fspath(path)
     try:
@@ -451,7 +451,10 @@ def _remove_if_empty(folder: Path, kept: Path) -> None:
 
 
 def _warn_of_leftovers(folder: Path) -> None:
-    """Warn of files of saves that ended on another machine or still run there, which no save removes."""
+    """Warn of files of saves that ended on another machine or still run there, which no save removes.
+
+    They may take many gigabytes, and this machine cannot find out whether such a save still runs.
+    """
     files: list[Path] = []
     for checkpoint in _by_step(folder):
         files += unknown_files(checkpoint)

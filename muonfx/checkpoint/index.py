@@ -130,7 +130,7 @@ class Index(Shown):
     def _heading(self) -> dict[str, str]:
         """Return the lines above the printed table, such as ``{"step": "7", "chain": "-", ...}``, in their order."""
         file_nbytes = sum([file.nbytes for file in self.files])
-        heading = {
+        heading = {  # "-" for values that the save was not given
             "step": "-",
             "chain": "-",
             "written by": ", ".join([f"{name} {version}" for name, version in self.versions.items()]),
@@ -229,6 +229,7 @@ def read_index(path: Path, *, with_leaves: bool = True) -> Index:
     data = read_regular(path, LONGEST)
     if not data.startswith(_HEAD):
         raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")
+    # Verify the bytes of the text before it is parsed: the parser could fail on a damaged text, or accept it.
     match = _WHOLE.fullmatch(data)
     if match is None or hashlib.sha256(match["text"]).hexdigest().encode() != match["digest"]:
         raise CorruptError(f"{path} is damaged: its text does not match its checksum")
@@ -286,7 +287,10 @@ def _index(body: Any, *, with_leaves: bool) -> Index:
 
 
 def _file(entry: Any) -> DataFile:
-    """Return the `DataFile` that an entry of the index describes."""
+    """Return the `DataFile` that an entry of the index describes.
+
+    Raise for a name such as "../../etc/passwd": the reader opens only files that a save can have named.
+    """
     file = DataFile(**entry)
     _require_sizes([file.nbytes, file.header_nbytes])
     if save_id_of(file.name) is None:

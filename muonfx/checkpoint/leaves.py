@@ -159,19 +159,19 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain_name_of = {name: name for name in names}
     if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):
         return plain_name_of
-    # By upper levels, such as "momentum/trace": the parameter in each last level, such as "_orig_mod.fc.weight", and
-    # the name of its leaf. These are parameters of one model: some prefixes are removed only if all have it.
-    names_below: dict[str, dict[str, str]] = {}
+    # Group the leaves by upper levels, such as "momentum/trace": a dict from parameter to name of the leaf. These are
+    # the parameters of one model, which are needed together: some prefixes are removed only if all have it.
+    params_below: dict[str, dict[str, str]] = {}
     for name in plain_name_of:
         upper_levels, _, last_level = name.rpartition("/")
         param_name = _key_of(last_level)
         if isinstance(param_name, str):  # an int is an index in a list
-            names_below.setdefault(upper_levels, {})[param_name] = name
-    for upper_levels, name_of_param in names_below.items():
-        for param_name, plain_param_name in unwrapped(name_of_param).items():
+            params_below.setdefault(upper_levels, {})[param_name] = name
+    for upper_levels, leaf_name_of in params_below.items():
+        for param_name, plain_param_name in unwrapped(leaf_name_of).items():
             if plain_param_name != param_name:
-                name = name_of_param[param_name]
-                plain_name_of[name] = name_of((plain_param_name,), upper_levels)
+                leaf_name = leaf_name_of[param_name]
+                plain_name_of[leaf_name] = name_of((plain_param_name,), upper_levels)
     return plain_name_of
 
 

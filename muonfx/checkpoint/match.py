@@ -39,9 +39,12 @@ def matches_any(patterns: Iterable[str], name: str) -> bool:
 
 
 def patterns_of(argument: str, allow: Allow) -> tuple[str, ...]:
-    """Convert an ``allow_...`` argument of `load` to a tuple of patterns: True to ``("*",)``, False to ``()``.
+    """Convert an ``allow_...`` argument of `load` to a tuple of patterns.
 
     ``argument`` is its name, such as "allow_missing", for an error about another type.
+
+    >>> patterns_of("allow_missing", True), patterns_of("allow_missing", False), patterns_of("allow_missing", "adam/mu")
+    (('*',), (), ('adam/mu',))
     """
     if isinstance(allow, bool):
         return ("*",) if allow else ()

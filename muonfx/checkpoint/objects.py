@@ -84,7 +84,7 @@ def from_json(written: Any) -> Any:
         return written
     if not any(key.startswith("~") for key in written):
         return {key: from_json(value) for key, value in written.items()}
-    ((tag, content),) = written.items()  # one member
+    ((tag, content),) = written.items()  # one member, such as {"~tuple": [1, 2]}; ValueError for more
     if tag == "~float":
         return float(content)
     if tag == "~bytes":

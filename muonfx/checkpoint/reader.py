@@ -39,14 +39,18 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def _fill(file: FileIO, begin: int, destination: memoryview) -> None:
-    """Fill memory with the bytes of a file from position ``begin``; in several threads at once if the system can."""
+    """Fill memory with the bytes of a file from position ``begin``.
+
+    One call of the system may read fewer bytes than requested, so it is repeated. Threads may read one file at once if
+    the system has ``preadv``.
+    """
     while destination:
         if hasattr(os, "preadv"):
             count = os.preadv(file.fileno(), [destination], begin)
         else:  # threads would share the position of the file, so `DataReader` has only one
             file.seek(begin)
             count = file.readinto(destination) or 0
-        if not count:
+        if count == 0:
             raise OSError(errno.EIO, "it ends too early")
         begin += count
         destination = destination[count:]
@@ -179,7 +183,7 @@ class DataReader:
         return self._files[number]
 
     def _open(self, data_file: DataFile) -> FileIO:
-        """Open a data file, and check its size and header."""
+        """Open a data file, and check its size and header, which shows most damage before any values are read."""
         path = self.folder / data_file.name
         with _reading(path), ExitStack() as stack:
             file = open_regular(path)
@@ -204,13 +208,15 @@ class DataReader:
     def read(self, transfers: Iterable[Transfer]) -> None:
         """Copy boxes of leaves to memory; convert dtypes, and copy to other devices.
 
-        A whole chunk is read in place if the tensor has its dtype and order.
+        A whole chunk is read in place if the tensor has its dtype and order. Such reads are collected, so that threads
+        read them in parallel.
         """
         blocks: list[_Block] = []
         for transfer in transfers:
             name, chunk, box, destination = transfer
             dtype = self.index.leaves[name].spec.dtype
-            if box == chunk.box and _takes_bytes(destination, dtype):
+            is_whole_chunk = box == chunk.box
+            if is_whole_chunk and _takes_bytes(destination, dtype):
                 blocks += _blocks(name, chunk, bytes_of(destination))
             else:
                 self._read_and_convert(transfer, dtype)

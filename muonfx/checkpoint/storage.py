@@ -208,7 +208,10 @@ class Writer(_InFolder, StorageWriter):
         return plans_with_files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the values of a plan to the data file of this rank, and compute checksums of the others it holds."""
+        """Write the values of a plan to the data file of this rank, and compute checksums of the others it holds.
+
+        DCP sends the result, a `WriteResult` with a `_WrittenByRank`, to `finish` on the coordinator.
+        """
         try:
             _require_no_plan_caching(getattr(planner, "_enable_plan_caching", False))
             written = self._write(plan, planner)
@@ -340,7 +343,10 @@ def _is_empty_shard(item: WriteItem) -> bool:
 
 
 def _shard_of(item: WriteItem, planner: SavePlanner, name: str) -> tuple[Spec, Entry]:
-    """Return the global shape and dtype of the tensor in an item of a plan, and the part of it with its values."""
+    """Return the global shape and dtype of the tensor in an item of a plan, and the part of it with its values.
+
+    The item has the offsets and sizes of the part, and the planner has the values.
+    """
     values: Any = planner.resolve_data(item)
     require_writable(name, values, is_alone=False)
     data = item.tensor_data
@@ -495,7 +501,7 @@ class Reader(_InFolder, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the values of a plan, and copy them into the state dict once all are read.
 
-        An error of the read therefore leaves the state dict as it was. ``planner`` knows the tensor of each item.
+        An error of the read therefore leaves the state dict as it was. ``planner`` returns the tensor of each item.
         """
         tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         with self._stack:  # closes all files at the end
@@ -565,7 +571,10 @@ class _Unreadable(Metadata):
 
 
 def _names_of_keys(names: Sequence[str]) -> dict[str, str]:
-    """Return a dict from the key in DCP to the name in the checkpoint: ``{"model.fc.weight": "model/fc.weight"}``."""
+    """Return a dict from the key in DCP to the name in the checkpoint: ``{"model.fc.weight": "model/fc.weight"}``.
+
+    Raise if two names have one key, as "model/fc.weight" and "model.fc/weight".
+    """
     name_of_key: dict[str, str] = {}
     for name in names:
         key = ".".join(map(str, path_of(name)))

@@ -154,7 +154,7 @@ def _as_checkpoint_error(error: BaseException) -> CheckpointError:
 
 @contextmanager
 def _communication() -> Generator[None]:
-    """Convert the errors of torch.distributed to a `LostRanksError`."""
+    """Convert the errors of torch.distributed in the ``with`` block to a `LostRanksError`."""
     try:
         yield
     except ValueError as error:  # torch raises it for an unknown group

@@ -172,7 +172,7 @@ class Saver:
         This rank's files are removed, unless the checkpoint may be complete. Ranks other than 0 remove theirs only
         after an error of all ranks: else rank 0 may still commit an index that names them.
         """
-        if self.rank == 0:  # only rank 0 writes the index, and so it knows
+        if self.rank == 0:  # only rank 0 writes the index, so only it can be certain
             if self.draft is None:
                 return False
             return self.draft.abandon()

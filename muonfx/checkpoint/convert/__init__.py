@@ -229,8 +229,11 @@ def _warn_of_scheduled_rate(form: Format, entries: Sequence[_Entry]) -> None:
 
 
 def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str:
-    """Return the label under which ``chains`` has an equal chain, or a new one: "muon", then "muon_2", "muon_3"."""
-    number = 1
+    """Return the label under which ``chains`` has an equal chain, or a new one: "muon", then "muon_2", "muon_3".
+
+    Groups with equal hyperparameters have equal chains, and so share a label.
+    """
+    number = 1  # of the new label among those of this kind
     for label, chain in chains.items():
         if chain == tx:
             return label

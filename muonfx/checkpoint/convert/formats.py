@@ -67,10 +67,12 @@ def _muon_chain(
 
     ``options`` and ``more`` are keyword arguments of `orthogonalize`. If both have an argument, ``options`` is used.
     """
-    orthogonal = orthogonalize(**{**more, **options})
     # float(), since some optimizers hold these numbers in tensors.
-    transforms = [momentum(float(decay), nesterov=group.get("nesterov", True), heavy_ball=heavy_ball), orthogonal]
-    if lr_scaling is not None:
+    nesterov = group.get("nesterov", True)
+    transforms = [momentum(float(decay), nesterov=nesterov, heavy_ball=heavy_ball)]
+    orthogonal = orthogonalize(**{**more, **options})
+    transforms.append(orthogonal)
+    if lr_scaling is not None:  # by the shapes of the same matrices
         transforms.append(scale_by_shape(lr_scaling, view=orthogonal.arguments["view"]))
     transforms.append(add_decayed_weights(float(weight_decay)))
     transforms.append(scale_by_learning_rate(float(group["lr"])))

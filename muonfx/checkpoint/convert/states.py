@@ -146,7 +146,10 @@ def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> tuple[lis
 
 
 def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | None:
-    """Copy the first (``number`` 0) or second moment of a parameter into ``zeros``; return why it does not fit."""
+    """Copy the first (``number`` 0) or second moment of a parameter into ``zeros``; return why it does not fit.
+
+    ``leaf`` is the state of the parameter in the other optimizer. Return None if the moment fits, or if there is none.
+    """
     if leaf is None:
         return "missing in the source"
     if leaf.kind != kind:
