@@ -71,19 +71,12 @@ class Rules:
     ) -> None:
         self.allow_missing = patterns_of("allow_missing", allow_missing)
         self.allow_extra = patterns_of("allow_extra", allow_extra)
-        self.allow_other_chain = allow_other_chain
-        self.cast = {} if cast is None else cast
-        self.rename = rename or {}
         if not isinstance(allow_other_chain, bool):
             raise TypeError(f"allow_other_chain must be True or False, found {allow_other_chain!r}")
-        if not isinstance(self.cast, Mapping):
-            raise TypeError(
-                f"cast must be a dict from names of leaves to dtypes, found {cast!r}: pass names, first levels of "
-                "names, or globs, such as cast={'momentum/trace': torch.bfloat16}"
-            )
-        for pattern, dtype in self.cast.items():
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"cast: {pattern!r} has the value {dtype!r}, expected a torch.dtype, without quotes")
+        self.allow_other_chain = allow_other_chain
+        self.cast = {} if cast is None else cast
+        _require_dtypes(self.cast)
+        self.rename = rename or {}
 
     def arguments(self) -> dict[str, str]:
         """Return a dict from argument name to text, to compare between ranks."""
@@ -93,6 +86,18 @@ class Rules:
             if isinstance(value, Mapping):  # equal dicts may have other orders
                 texts[name] = repr(sorted(value.items()))
         return texts
+
+
+def _require_dtypes(cast: object) -> None:
+    """Raise unless the argument ``cast`` of `load` is a dict such as ``{"momentum/trace": torch.bfloat16}``."""
+    if not isinstance(cast, Mapping):
+        raise TypeError(
+            f"cast must be a dict from names of leaves to dtypes, found {cast!r}: pass names, first levels of "
+            "names, or globs, such as cast={'momentum/trace': torch.bfloat16}"
+        )
+    for pattern, dtype in cast.items():
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"cast: {pattern!r} has the value {dtype!r}, expected a torch.dtype, without quotes")
 
 
 def match(
