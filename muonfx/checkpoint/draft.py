@@ -178,7 +178,8 @@ class Draft:
         """Remove the replaced checkpoint, old checkpoints except ``keep``, and the files of killed saves.
 
         Files of killed saves are removed from the folder of the checkpoint and, if `step_path` named it, from the other
-        checkpoints of its series. Warn if something cannot be removed.
+        checkpoints of its series. Warn if something cannot be removed: the new checkpoint is complete already, so this
+        is no error.
         """
         try:
             self._remove_replaced_files()

@@ -437,7 +437,7 @@ class Target:
     ) -> Self:
         """Return the target of a `load`, after a check of its arguments.
 
-        ``tx`` is the transform that will use the state. ``is_alone`` is True if no other ranks take part: ``like`` may
+        ``tx`` is the transform that will use the state. ``is_alone`` is True if no other ranks take part: ``like`` must
         then have no shards. ``section`` is "params" for parameters. ``options`` are the other fields.
         """
         if tx is not None and not isinstance(tx, Transform):

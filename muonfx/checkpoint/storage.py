@@ -487,7 +487,7 @@ class Reader(_InFolder, StorageReader):
         return replace(plan, storage_data=self._index.save_id)
 
     def _chunk_of(self, item: ReadItem) -> Chunk:
-        """Return the chunk of a stored tensor from which an item of a plan reads."""
+        """Return the chunk of a stored tensor from which an item of a plan reads; DCP identifies it by its offsets."""
         leaf = self._index.leaves[self._name_of_key[item.storage_index.fqn]]
         offsets = tuple(item.storage_index.offset or ())
         return next(chunk for chunk in leaf.chunks if chunk.box.offsets == offsets)
