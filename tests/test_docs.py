@@ -218,6 +218,7 @@ TAUGHT = {
     "docs/index.md": {"sign_descent"},
     "docs/concepts/transforms.md": {
         "running_sign",
+        "debiased_average",
         "center",
         "scale_by_loss",
         "divide_by_average_norm",

@@ -105,6 +105,9 @@ class Slot:
 class StepCount:
     """Declares a step count as a part of a `leafwise` transform's state: a 0-d int64 tensor that all leaves share.
 
+    The count is 0 in the first step. The step must return a new value, usually ``s["count"] + 1``. To return the count
+    unchanged is an error.
+
     >>> import muonfx as mfx
     >>> mfx.scale_by_adam().init({"w": torch.zeros(2)}).count
     tensor(0)
@@ -260,7 +263,7 @@ def leafwise(
     Raises:
         TypeError: the constructor does not return a state and a step as described, or a step with
             ``sum_over_leaves`` has another locality than ELEMENT; at `update`, the step returns its state in other
-            containers.
+            containers, or a `StepCount` unchanged.
         ValueError: at `update`, ``params`` is missing although the step reads the parameters.
 
     Example:
@@ -583,7 +586,18 @@ class _Formula:
                     f"{self._name}: the step returns a {type(new_field).__name__} for {name!r} of its state, declared "
                     f"as {declared!r}"
                 )
+            if new_field is field and isinstance(new_field, Tensor):
+                self._require_no_step_count(index)
         return new_fields
+
+    def _require_no_step_count(self, index: int) -> None:
+        """Raise an error if the field that the step returned unchanged is a step count, which would stay 0."""
+        name, declared = tree.named_leaves(self._declared)[index]
+        if isinstance(declared, StepCount):
+            raise TypeError(
+                f"{self._name}: the step returns the count {name!r} of its state unchanged, so each step would be the "
+                "first: return the count + 1"
+            )
 
     def _new_tree(
         self, field: SlotTrees, operand: Leaf, output: Leaf, old_field: PyTree, values: Values, donate: Donation

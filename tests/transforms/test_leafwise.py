@@ -40,7 +40,7 @@ def rms_scaled(decay: float = 0.9, eps: float = 1e-3, dtype: Any = "auto"):
 @mfx.leafwise
 def swaps_its_trees(factor: float = 0.5):
     def step(u: mfx.Leaf, s: TwoMoments):
-        return s.first + s.second * factor, TwoMoments(s.second, s.steps, s.first + u)
+        return s.first + s.second * factor, TwoMoments(s.second, s.steps + 1, s.first + u)
 
     return TwoMoments(mfx.Slot(None), mfx.StepCount(), mfx.Slot()), step
 
@@ -321,6 +321,7 @@ def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
         (lambda u, s: u, (), r"bad: the step must return \(update, state\), found a Leaf"),
         (lambda u, s: (u, (1.0,)), (mfx.Slot(),), r"returns a float for '0' of its state, declared as Slot"),
         (lambda u, s: (u, (u,)), (mfx.StepCount(),), r"returns a Leaf for '0' of its state, declared as StepCount"),
+        (lambda u, s: (u, s), {"n": mfx.StepCount()}, r"returns the count 'n' of its state unchanged.*the count \+ 1"),
         (lambda u, s: (u, {"a": u}), (mfx.Slot(),), "bad: the step returns another state than declared.*tuple"),
         (lambda u, s: (u, s), (1.0,), "bad: a leafwise .* a state of Slot and StepCount and Number, found 1.0 at '0'"),
         (lambda u, s: (u, s), {"p": mfx.Slot(start="params")}, "'p' starts at the parameters declares reads_params"),
