@@ -92,5 +92,6 @@ ARGUMENTS_OF_PARTS = (
     ("view", ("pattern",), "muonfx.MatrixView({}=...)"),
     ("orthogonalize", ("pattern",), "muonfx.orthogonalize(view=muonfx.MatrixView({}=...))"),
     ("adam", ("b1", "b2", "eps"), "muonfx.scale_by_adam({}=...)"),
+    ("end", ("alpha",), "{} * start"),  # Optax's alpha is a share of the start
 )
-"""Rows for misplaced arguments: the argument that takes an object, the arguments of the object, and the code."""
+"""Rows for arguments that belong in the value of another one: the other one, the arguments, and code for the value."""

@@ -57,6 +57,9 @@ WRONG = {
     "qk_clip(AttentionHeads('*', 2), alpha=1.5)": "alpha must be from 0 to 1",
     "int8(block=0)": "block must be an int of 1 or more, found 0",
     "warmup_cosine_decay_schedule(1.0, 20, 10)": "warmup_steps must be at most total_steps",
+    # Optax's third argument is a share, alpha, and its first of a warmup is the start.
+    "cosine_decay_schedule(1e-3, 100, 0.1)": "too many positional arguments; .* takes start, steps, end=",
+    "warmup_cosine_decay_schedule(0, 1, 10, 100)": "too many .* takes peak, warmup_steps, total_steps, start=, end=",
     "exponential_decay(1.0, 0, 0.5)": "steps must be an int of 1 or more, found 0",
     "exponential_decay(1.0, 1, 0.0)": "rate must be above 0, found 0.0",
     "momentum(linear_schedule(-0.5, 0.9, 4))": r"momentum: at step 0, decay must be in \[0, 1\)",

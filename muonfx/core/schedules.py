@@ -174,13 +174,13 @@ def linear_schedule(start: Scalar, end: Scalar, steps: int) -> ScheduleFunction:
 
 
 @schedule
-def cosine_decay_schedule(start: Scalar, steps: int, end: Scalar = 0.0) -> ScheduleFunction:
+def cosine_decay_schedule(start: Scalar, steps: int, *, end: Scalar = 0.0) -> ScheduleFunction:
     """Make a schedule that decays from ``start`` to ``end`` along half a cosine in ``steps`` steps, and then stays.
 
     Args:
         start: the value at step 0, the first update.
         steps: the number of steps of the decay.
-        end: the value at step ``steps`` and all later steps.
+        end: the value at step ``steps`` and all later steps. Optax's ``alpha`` is the share ``end / start``.
 
     >>> [round(cosine_decay_schedule(1.0, 10)(count), 3) for count in (0, 5, 10)]
     [1.0, 0.5, 0.0]
@@ -211,7 +211,7 @@ def exponential_decay(start: Scalar, steps: int, rate: Scalar) -> ScheduleFuncti
 
 @schedule
 def warmup_cosine_decay_schedule(
-    peak: Scalar, warmup_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
+    peak: Scalar, warmup_steps: int, total_steps: int, *, start: Scalar = 0.0, end: Scalar = 0.0
 ):
     """Make a schedule of linear warmup from ``start`` to ``peak`` and cosine decay to ``end``.
 
@@ -230,13 +230,13 @@ def warmup_cosine_decay_schedule(
     """
     _within(warmup_steps, total_steps, "warmup_steps")
     warmup = linear_schedule(start, peak, warmup_steps)
-    decay = cosine_decay_schedule(peak, total_steps - warmup_steps, end)
+    decay = cosine_decay_schedule(peak, total_steps - warmup_steps, end=end)
     return joined([warmup, decay], [warmup_steps])
 
 
 @schedule
 def warmup_stable_decay_schedule(
-    peak: Scalar, warmup_steps: int, decay_steps: int, total_steps: int, start: Scalar = 0.0, end: Scalar = 0.0
+    peak: Scalar, warmup_steps: int, decay_steps: int, total_steps: int, *, start: Scalar = 0.0, end: Scalar = 0.0
 ):
     """Make a schedule of linear warmup to ``peak``, a constant phase, and linear decay to ``end``.
 

@@ -54,7 +54,7 @@ def schedules() -> st.SearchStrategy[sch.Schedule]:
     simple: Strategy = st.one_of(
         st.builds(sch.constant_schedule, values),
         st.builds(sch.linear_schedule, values, values, lengths),
-        st.builds(sch.cosine_decay_schedule, values, lengths, values),
+        st.builds(sch.cosine_decay_schedule, values, lengths, end=values),
         st.builds(cosine, values, lengths, lengths),
         st.builds(trapezoid, values, lengths, lengths, lengths),
         # Not from 0: growth overflows at late steps, and zero times infinity is NaN, which is refused.

@@ -278,6 +278,7 @@ FOREIGN = [
     (mfx.linear_schedule, "init_value", "'start'"),
     (mfx.linear_schedule, "transition_steps", "'steps'"),
     (mfx.cosine_decay_schedule, "decay_steps", "'steps'"),
+    (mfx.cosine_decay_schedule, "alpha", r"here: end=alpha \* start"),
     (mfx.warmup_cosine_decay_schedule, "decay_steps", "'total_steps'"),
     (mfx.warmup_cosine_decay_schedule, "peak_value", "'peak'"),
     (mfx.warmup_cosine_decay_schedule, "end_value", "'end'"),

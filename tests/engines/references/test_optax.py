@@ -220,6 +220,20 @@ SCHEDULES: dict[str, st.SearchStrategy[Any]] = {
         ),
         *(VALUES, LENGTHS, VALUES),
     ),
+    "cosine": st.builds(
+        lambda start, steps, alpha: (
+            mfx.cosine_decay_schedule(start, steps, end=alpha * start),
+            optax.cosine_decay_schedule(start, steps, alpha),
+        ),
+        *(VALUES, LENGTHS, VALUES),
+    ),
+    "warmup and cosine": st.builds(
+        lambda start, peak, warmup, decay, end: (
+            mfx.warmup_cosine_decay_schedule(peak, warmup, warmup + decay, start=start, end=end),
+            optax.warmup_cosine_decay_schedule(start, peak, warmup, warmup + decay, end),
+        ),
+        *(VALUES, VALUES, LENGTHS, LENGTHS, VALUES),
+    ),
 }
 
 
