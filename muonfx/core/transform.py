@@ -33,6 +33,7 @@ from typing import (
 )
 
 import torch
+from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import checks
@@ -295,7 +296,9 @@ class Transform(Recorded):
                 if step == 0:
                     raise
                 return  # such as a table of values that ends; if a run is longer, its step raises this error
-            is_infinite = any(math.isinf(arguments[name]) for name in self._schedules)
+            numbers = [arguments[name] for name in self._schedules]
+            # Under `torch.func`, a number is a tensor, whose value cannot be read.
+            is_infinite = any(not isinstance(number, Tensor) and math.isinf(number) for number in numbers)
             if is_infinite and step > 0:
                 return  # a rate that grows until a run ends, as in a search for the best one, overflows if continued
             try:

@@ -168,3 +168,41 @@ def test_a_table_of_values_may_end_with_the_run():
 def test_only_schedules_can_be_joined(part: Any):
     with pytest.raises(TypeError, match=r"join_schedules: schedules\[1\] must be a Schedule, found"):
         mfx.join_schedules([mfx.constant_schedule(0.1), part], [10])
+
+
+def loss_after_training(rate: torch.Tensor) -> torch.Tensor:
+    """The mean square of the error after three steps of AdamW under a schedule that starts at ``rate``."""
+    tx = mfx.adamw(mfx.cosine_decay_schedule(rate, 10))
+    params = {"w": torch.zeros(4, 2, dtype=torch.float64)}
+    state = tx.init(params)
+    for _ in range(3):
+        grads = {"w": params["w"] - 1}
+        updates, state = tx.update(grads, state, params)
+        params = mfx.apply_updates(params, updates)
+    return (params["w"] - 1).square().mean()
+
+
+RATES = torch.tensor([0.01, 0.1], dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("error")
+def test_vmap_over_a_number_of_a_schedule_equals_a_loop():
+    losses = torch.stack([loss_after_training(rate) for rate in RATES])
+    torch.testing.assert_close(torch.func.vmap(loss_after_training)(RATES), losses)
+
+
+@pytest.mark.filterwarnings("error")
+def test_derivatives_by_a_number_of_a_schedule_are_differences_alone_and_under_vmap():
+    slope_of_loss = torch.func.grad(loss_after_training)
+    slopes = torch.stack([slope_of_loss(rate) for rate in RATES])
+    step = 1e-6
+    differences = [loss_after_training(rate + step) - loss_after_training(rate - step) for rate in RATES]
+    torch.testing.assert_close(slopes, torch.stack(differences) / (2 * step), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(torch.func.vmap(slope_of_loss)(RATES), slopes)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_number_of_a_schedule_may_require_grad():
+    rate = RATES[1].clone().requires_grad_()
+    loss_after_training(rate).backward()
+    torch.testing.assert_close(rate.grad, torch.func.grad(loss_after_training)(RATES[1]))
