@@ -224,7 +224,7 @@ TAUGHT = {
         "divide_by_average_norm",
         "divide_by_largest_norm",
         "divide_columns",
-        "first_steps",
+        "lookahead",
     },
     "docs/concepts/locality.md": {"normalize"},
     "docs/check-your-own.md": {"normalized_momentum", "center_rows"},
@@ -260,7 +260,7 @@ NOT_OBEYED = {
 
 def made(name: str, factory: Any) -> muonfx.Transform:
     """The transform of a page, with values for its arguments that have no default."""
-    if name == "first_steps":
+    if name == "lookahead":
         return factory(muonfx.momentum(), 2)
     return with_value(factory()) if name == "scale_by_loss" else factory()
 

@@ -115,7 +115,7 @@ def scale_by_prodigy(
             mu=zeros(params, dtype),
             nu=zeros(params, dtype),
             grad_sum=zeros(params, dtype),
-            start=copies(params, None),
+            start=copies(params),
         )
 
     def update(

@@ -63,9 +63,22 @@ def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
     return tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(dtype, p.dtype), requires_grad=False), params)
 
 
-def copies(values: PyTree, dtype: WideStateDtype) -> PyTree:
-    """Return a tree of copies of parameters, in the storage dtype that ``dtype`` selects; see `as_start`."""
-    return tree.map(lambda value: as_start(value).to(state_dtype(dtype, value.dtype), copy=True), values)
+def copies(params: PyTree, dtype: WideStateDtype = None) -> PyTree:
+    """Return a tree of copies of parameters, as `init` of a transform stores them in its state.
+
+    Copies of a model's own parameters are detached: otherwise each step would keep the graphs of all earlier steps.
+    Under ``torch.func``, and for parameters that were computed from other tensors, derivatives pass through the copies.
+
+    Args:
+        params: the parameters that `init` received.
+        dtype: the dtype of the copies: "auto" is float32, or float64 for float64 parameters; None is the dtype of each
+            parameter.
+
+    >>> import muonfx as mfx
+    >>> mfx.transforms.copies({"w": torch.nn.Parameter(torch.ones(2))})
+    {'w': tensor([1., 1.])}
+    """
+    return tree.map(lambda param: as_start(param).to(state_dtype(dtype, param.dtype), copy=True), params)
 
 
 @plain_fields

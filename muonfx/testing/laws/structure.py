@@ -193,7 +193,11 @@ def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps
     >>> init_returns_a_state_that_needs_no_grad(mfx.master_params(mfx.scale(-1.0)), *Example.of({"w": (2, 3)}))
     """
     state = tx.init(tree.map(lambda p: p.detach().requires_grad_(), params))
-    require_no_grad("state", state, "every step would keep the graphs of all earlier steps")
+    require_no_grad(
+        "state",
+        state,
+        "every step would keep the graphs of all earlier steps; muonfx.transforms.copies detaches copies",
+    )
 
 
 def require_no_grad(what: str, values: PyTree, reason: str) -> None:
