@@ -121,6 +121,7 @@ def _plain(x: Tensor) -> Tensor:
 
     Raise NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences (nested).
     """
+    x = x.detach()  # first, because `torch.func` wraps the result
     while is_wrapped(x):
         if _C._functorch.is_batchedtensor(x):
             raise NotImplementedError(
@@ -133,7 +134,7 @@ def _plain(x: Tensor) -> Tensor:
             "max_logits: found a nested tensor, expected one without: take the logits of each sequence, and store "
             "their largest with muonfx.attention.record_max_logits"
         )
-    return x.detach()
+    return x
 
 
 class _Collector(TorchFunctionMode):
@@ -190,7 +191,8 @@ class _Collector(TorchFunctionMode):
                 f"{len(all_logits)}, expected one number of heads in a module: use a separate module for each, or "
                 "exclude it with module="
             )
-        self.largest_logits[module] = torch.maximum(earlier_logits, all_logits)
+        # Under `torch.func.grad`, results of plain tensors are wrapped too, and the dict outlives the call.
+        self.largest_logits[module] = _plain(torch.maximum(earlier_logits, all_logits))
 
 
 _COLLECTOR: ContextVar[_Collector | None] = ContextVar("collector", default=None)

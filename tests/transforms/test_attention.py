@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import muonfx as mfx
+from muonfx.internal.tracing import is_wrapped
 from muonfx.transforms import attention
 from tests.processes import Here, on_ranks
 
@@ -133,6 +134,7 @@ def test_logits_are_collected_by_module_over_micro_batches(way: str):
         wanted = torch.maximum(*(expected(model, x)[name] for x in batches))
         torch.testing.assert_close(found, wanted)
         assert not found.requires_grad
+        assert not is_wrapped(found)
     if way == "grad":
         plain = torch.func.grad(loss)({name: leaf.detach() for name, leaf in params.items()}, batches[-1])
         assert all(torch.equal(plain[name], grads[name]) for name in plain)
