@@ -53,7 +53,7 @@ class Sweep:
 
     def first_losses(self, start: Progress) -> Tensor:
         """Return the loss of each run on its first batch, before the first step."""
-        return self._losses(start.params, self._batch(0))
+        return self._losses(self.task.loss, start.params, self._batch(0))
 
     def train(self, progress: Progress, steps: range) -> tuple[Progress, Tensor]:
         """Train all runs for some steps, and return the new progress and the mean loss of each run over these steps.
@@ -77,7 +77,7 @@ class Sweep:
             return torch.full((len(self.seeds),), torch.nan, dtype=torch.float64)
         if self.is_mapped:  # each run takes its batch from the first dim: here all have the same one
             batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
-        return self._losses(progress.params, batch)
+        return self._losses(self.task.validation_loss or self.task.loss, progress.params, batch)
 
     def _train_step(self, tx: Transform, params: Params, state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, Tensor]:
         """Take one step of one run; return parameters, state and the loss before the step."""
@@ -85,10 +85,10 @@ class Sweep:
         updates, state = tx.update(grads, state, params)
         return apply_updates(params, updates), state, loss
 
-    def _losses(self, params: Params, batch: Batch) -> Tensor:
+    def _losses(self, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch) -> Tensor:
         """Return the loss of each run, shape (runs,), float64."""
         with torch.no_grad(), self._attention_that_can_be_mapped():
-            return self._over_runs(self.task.loss)(params, batch).reshape(-1).to("cpu", torch.float64)
+            return self._over_runs(loss)(params, batch).reshape(-1).to("cpu", torch.float64)
 
     def _batch(self, step: int) -> Batch:
         """Return the batches of a step: of all runs, stacked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +44,9 @@ class Task(NamedTuple):
     validation: Batch | None = None
     """A batch for the validation loss of each report; None: a report has the training loss only."""
 
+    validation_loss: Callable[[Params, Batch], Tensor] | None = None
+    """The loss on ``validation``, such as ``loss`` without dropout; None: ``loss``."""
+
     @classmethod
     def of_module(
         cls,
@@ -59,7 +63,8 @@ class Task(NamedTuple):
             batch: function of a seed and a step that returns a batch, as in `Task`.
             loss: function of the model and a batch that returns a 0-d tensor. It calls the model as a module is called.
                 The forward pass must not change buffers, as batch normalization does.
-            validation: a batch for the validation loss, as in `Task`.
+            validation: a batch for the validation loss, as in `Task`. The validation loss is measured in eval mode, and
+                the training loss in the mode in which ``make_model`` returns the module.
 
         >>> task = Task.of_module(
         ...     lambda: nn.Linear(2, 1),
@@ -73,6 +78,7 @@ class Task(NamedTuple):
         """
         with torch.random.fork_rng():
             module = make_model()
+        module_in_eval_mode = copy.deepcopy(module).eval()  # a second call of make_model may draw other buffers
 
         def initial_params(seed: int) -> Params:
             with torch.random.fork_rng():
@@ -82,4 +88,7 @@ class Task(NamedTuple):
         def loss_of_params(params: Params, batch: Batch) -> Tensor:
             return loss(partial(functional_call, module, params), batch)
 
-        return cls(initial_params, batch, loss_of_params, validation)
+        def validation_loss(params: Params, batch: Batch) -> Tensor:
+            return loss(partial(functional_call, module_in_eval_mode, params), batch)
+
+        return cls(initial_params, batch, loss_of_params, validation, validation_loss)

@@ -153,6 +153,61 @@ def test_a_module_with_attention_and_dropout_trains(vmap: bool) -> None:
         assert run[-1]["loss"] < run[0]["loss"]
 
 
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+
+
+def loss_of_model(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    return (model(inputs) - targets).square().mean()
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+def test_the_validation_loss_of_a_module_is_measured_in_eval_mode(vmap: bool) -> None:
+    task = Task.of_module(with_dropout, batch, loss_of_model, validation=batch(99, 0))
+    rows = mfx.study(
+        task,
+        {"still": lambda rate: mfx.scale(0.0 * rate)},
+        rates=[1.0],
+        seeds=[0, 1],
+        steps=3,
+        vmap=vmap,
+        progress=False,
+    )
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        expected = loss_of_model(with_dropout().eval(), batch(99, 0)).item()
+        run = run_of(rows, seed=seed)
+        assert [row["validation_loss"] for row in run] == pytest.approx([expected] * 3)
+        assert len({row["loss"] for row in run}) == 3
+
+
+def test_the_module_in_eval_mode_has_the_buffers_of_the_module() -> None:
+    class Projects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("random", torch.randn(3, 4))
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs @ self.random * self.scale
+
+    task = Task.of_module(Projects, batch, loss_of_model, validation=batch(99, 0))
+    assert task.validation_loss is not None
+    params = task.init(0)
+    assert torch.equal(task.validation_loss(params, batch(0, 0)), task.loss(params, batch(0, 0)))
+
+
+def test_a_task_may_have_a_loss_for_validation_alone() -> None:
+    task = TASK._replace(validation_loss=lambda params, batch: loss(params, batch) + 1)
+    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 2, "progress": False}
+    rows = mfx.study(task, OPTIMIZERS, **arguments)
+    expected = mfx.study(TASK, OPTIMIZERS, **arguments)
+    for row, row_with_loss in zip(rows, expected, strict=True):
+        assert row["loss"] == row_with_loss["loss"]
+        assert row["validation_loss"] == pytest.approx(row_with_loss["validation_loss"] + 1)
+
+
 # ---------------------------------------------------------------------------------------------------------- progress
 
 
