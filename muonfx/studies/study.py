@@ -151,6 +151,9 @@ def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, repo
     if saves is not None:  # continue an interrupted study
         saves.describe(sweep, progress)
         steps_taken, progress, losses = saves.load(progress, losses)
+        if steps_taken:
+            saved_losses = losses[report_steps.index(steps_taken), :, 1]
+            saves.require_same_validation(steps_taken, saved_losses, sweep.validation_losses(progress))
     for index, step in enumerate(report_steps):
         if step <= steps_taken:
             continue
@@ -242,10 +245,21 @@ class _Saves:
             if key == "first losses" and saved_value is not None:  # another machine rounds otherwise
                 is_same = _are_same_losses(saved_value, value)
             if not is_same:
-                raise ValueError(
-                    f"folder: {self.path} has runs of another study: {key} was {saved_value!r}, and is now {value!r}; "
-                    "pass another folder, or remove this one"
-                )
+                raise self._another_study(key, saved_value, value)
+
+    def require_same_validation(self, step: int, saved_losses: Tensor, losses: Tensor) -> None:
+        """Raise an error if another validation batch, or another loss on it, gave the saved losses of a step.
+
+        Losses before the first step would not show it: with a last layer of zeros, they are equal for all batches.
+        """
+        if not _are_same_losses(saved_losses.tolist(), losses.tolist()):
+            raise self._another_study(f"validation losses at step {step}", saved_losses.tolist(), losses.tolist())
+
+    def _another_study(self, key: str, saved_value: object, value: object) -> ValueError:
+        return ValueError(
+            f"folder: {self.path} has runs of another study: {key} was {saved_value!r}, and is now {value!r}; "
+            "pass another folder, or remove this one"
+        )
 
 
 def _are_same_losses(first: list[float], second: list[float]) -> bool:

@@ -86,8 +86,9 @@ class Sweep:
         return apply_updates(params, updates), state, loss
 
     def _losses(self, loss: Callable[[Params, Batch], Tensor], params: Params, batch: Batch) -> Tensor:
-        """Return the loss of each run, shape (runs,), float64."""
-        with torch.no_grad(), self._attention_that_can_be_mapped():
+        """Return the loss of each run, shape (runs,), float64. A loss with dropout is the same at each call."""
+        with torch.no_grad(), torch.random.fork_rng(), self._attention_that_can_be_mapped():
+            torch.manual_seed(0)
             return self._over_runs(loss)(params, batch).reshape(-1).to("cpu", torch.float64)
 
     def _batch(self, step: int) -> Batch:

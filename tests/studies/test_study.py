@@ -260,6 +260,9 @@ def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
     [
         ({"task": TASK._replace(batch=other_batch)}, "first losses"),
         ({"task": TASK._replace(init=lambda seed: init(seed + 1))}, "first losses"),
+        ({"task": TASK._replace(validation=batch(98, 0))}, "validation losses at step 7"),
+        ({"task": TASK._replace(validation=None)}, "validation losses at step 7"),
+        ({"task": TASK._replace(validation_loss=lambda params, batch: 2 * loss(params, batch))}, "validation losses"),
         ({"optimizers": {"muon": lambda rate: mfx.chain(mfx.clip_by_global_norm(1.0), muon(rate))}}, "transform"),
         ({"optimizers": {"muon": lambda rate: mfx.adamw(rate)}}, "transform"),
         ({"optimizers": {"muon": lambda rate: muon(rate + 1e-9)}}, "numbers"),
@@ -280,9 +283,41 @@ def test_a_folder_of_another_study_is_refused(changes: dict[str, Any], named: st
         "progress": False,
     }
     rows = mfx.study(**arguments)
-    with pytest.raises(ValueError, match=f"folder: .*another study: {named} was"):
+    with pytest.raises(ValueError, match=f"folder: .*another study: {named}.* was"):
         mfx.study(**arguments | changes)
     assert mfx.study(**arguments) == rows
+
+
+def test_a_folder_without_validation_losses_is_refused_for_a_task_with_them(tmp_path: Path) -> None:
+    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 2, "folder": tmp_path, "progress": False}
+    mfx.study(TASK._replace(validation=None), OPTIMIZERS, **arguments)
+    with pytest.raises(ValueError, match=r"another study: validation losses at step 2 was \[nan, nan\]"):
+        mfx.study(TASK, OPTIMIZERS, **arguments)
+
+
+def test_another_validation_batch_is_refused_after_a_start_at_which_all_have_the_same_loss(tmp_path: Path) -> None:
+    def cross_entropy(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.cross_entropy(inputs @ params["w"].T, targets.argmax(1))
+
+    task = Task(lambda seed: {"w": torch.zeros(4, 3)}, batch, cross_entropy, validation=batch(99, 0))
+    arguments = {"rates": [0.1], "seeds": [0], "steps": 2, "folder": tmp_path, "progress": False}
+    rows = mfx.study(task, {"adamw": mfx.adamw}, **arguments)
+    with pytest.raises(ValueError, match="another study: validation losses at step 2 was"):
+        mfx.study(task._replace(validation=batch(98, 0)), {"adamw": mfx.adamw}, **arguments)
+    assert mfx.study(task, {"adamw": mfx.adamw}, **arguments) == rows
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+def test_a_study_with_dropout_goes_on(vmap: bool, tmp_path: Path) -> None:
+    task = Task.of_module(with_dropout, batch, loss_of_model, validation=batch(99, 0))
+    task = task._replace(validation_loss=None)  # with dropout, too
+    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 4, "report_every": 2, "folder": tmp_path, "vmap": vmap}
+    interrupted = task._replace(batch=interrupted_at(3).batch)
+    with pytest.raises(Interrupted):
+        mfx.study(interrupted, {"adamw": mfx.adamw}, **arguments, progress=False)
+    rows = mfx.study(task, {"adamw": mfx.adamw}, **arguments, progress=False)
+    assert mfx.study(task, {"adamw": mfx.adamw}, **arguments, progress=False) == rows
 
 
 def test_seeds_of_numpy_are_saved_too(tmp_path: Path) -> None:
