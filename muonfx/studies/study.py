@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from muonfx import checkpoint, tree
+from muonfx.core.checks import warn_caller
 from muonfx.core.transform import Transform
+from muonfx.core.value import walk
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.progress import Report, reporting
-from muonfx.studies.sweep import Progress, Sweep
+from muonfx.studies.sweep import EvalParams, Progress, Sweep
 from muonfx.studies.task import Task
 
 REPORTS = 20
@@ -44,6 +46,7 @@ def study(
     seeds: Sequence[int],
     steps: int,
     report_every: int | None = None,
+    eval_params: Mapping[str, EvalParams] | None = None,
     folder: str | os.PathLike[str] | None = None,
     vmap: bool = True,
     progress: bool | Report = True,
@@ -58,6 +61,9 @@ def study(
         steps: the number of steps of each run.
         report_every: the number of steps between two rows of a run. None: a run has 20 rows, or one each step if it is
             shorter. The last step always has a row.
+        eval_params: dict from the name of an optimizer to a function of a state and parameters, as
+            `muonfx.contrib.schedule_free_eval_params`, which returns the parameters for its validation losses. The
+            others have validation losses of the parameters that are trained.
         folder: a folder to which the runs are saved at each report, so that the same call continues an interrupted
             study, and returns at once if it is complete. None: nothing is saved.
         vmap: True: all rates and seeds of an optimizer train as one batch. Their transforms may then differ in numbers
@@ -71,8 +77,8 @@ def study(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: there is nothing to train, ``rates`` names other optimizers, the transforms of an optimizer cannot
-            be stacked, or ``folder`` has runs of another study.
+        ValueError: there is nothing to train, ``rates`` or ``eval_params`` name other optimizers, the transforms of an
+            optimizer cannot be stacked, or ``folder`` has runs of another study.
 
     Example:
         >>> import muonfx as mfx
@@ -92,6 +98,9 @@ def study(
     if not isinstance(folder, str | os.PathLike | None):
         raise TypeError(f"folder: found {folder!r}, expected a path or None")
     rates_by_name = _rates_by_name(rates, optimizers)
+    eval_params = eval_params or {}
+    if not set(eval_params) <= set(optimizers):
+        raise ValueError(f"eval_params: found {sorted(eval_params)}, expected names of {sorted(optimizers)}")
     _require_work(optimizers, seeds, steps, report_every)
     interval = report_every or math.ceil(steps / REPORTS)
     report_steps = [*range(interval, steps, interval), steps]
@@ -100,7 +109,7 @@ def study(
         for name, make_transform in optimizers.items():
             runs = [Run(rate, int(seed)) for rate in rates_by_name[name] for seed in seeds]
             for batch_of_runs in _trained_together(runs, vmap=vmap):
-                sweep = _sweep(task, name, make_transform, batch_of_runs)
+                sweep = _sweep(task, name, make_transform, batch_of_runs, eval_params.get(name))
                 saves = None
                 if folder is not None:
                     saves = _Saves(Path(folder) / _file_name(name, batch_of_runs), name, batch_of_runs, report_steps)
@@ -116,7 +125,13 @@ def _trained_together(runs: list[Run], *, vmap: bool) -> list[list[Run]]:
     return [[run] for run in runs]
 
 
-def _sweep(task: Task, name: str, make_transform: Callable[[float], Transform], runs: list[Run]) -> Sweep:
+def _sweep(
+    task: Task,
+    name: str,
+    make_transform: Callable[[float], Transform],
+    runs: list[Run],
+    eval_params: EvalParams | None,
+) -> Sweep:
     """Return a `Sweep`, which trains several runs of one optimizer together. Raise if their transforms do not fit.
 
     Args:
@@ -124,10 +139,11 @@ def _sweep(task: Task, name: str, make_transform: Callable[[float], Transform], 
         name: the name of the optimizer, for the error.
         make_transform: returns the transform for a rate.
         runs: the rate and the seed of each run.
+        eval_params: returns the parameters to validate; None for those that are trained.
     """
     transforms = [make_transform(run.rate) for run in runs]
     try:
-        return Sweep(task, transforms, [run.seed for run in runs])
+        return Sweep(task, transforms, [run.seed for run in runs], eval_params)
     except ValueError as error:
         message = f"optimizers[{name!r}]: its transforms of {len(runs)} runs cannot train as one batch; pass vmap=False"
         raise ValueError(message) from error
@@ -146,6 +162,7 @@ def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, repo
         name: the name of the optimizer, for this line.
     """
     progress = sweep.start()
+    _warn_of_trained_params(sweep, name)
     losses = torch.full((len(report_steps), len(sweep.seeds), 2), torch.nan, dtype=torch.float64)
     steps_taken = 0
     if saves is not None:  # continue an interrupted study
@@ -166,6 +183,17 @@ def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, repo
         lowest = training_losses.nan_to_num(nan=math.inf).min()  # NaN: the run has diverged
         report(f"{name}: step {steps_taken} of {report_steps[-1]}, {len(sweep.seeds)} runs, lowest loss {lowest:.4g}")
     return losses
+
+
+def _warn_of_trained_params(sweep: Sweep, name: str) -> None:
+    """Warn of `schedule_free` whose validation losses are not measured at the average of its iterates."""
+    if sweep.task.validation is None or sweep.eval_params is not None:
+        return
+    if any(part.factory.__name__ == "schedule_free" for _, part in walk(sweep.tx)):
+        warn_caller(
+            f"optimizers[{name!r}]: validation losses of schedule_free are measured at the parameters that are "
+            f"trained, not at the average; pass eval_params={{{name!r}: muonfx.contrib.schedule_free_eval_params}}"
+        )
 
 
 def _rows(name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *, has_validation: bool) -> Rows:

@@ -21,6 +21,10 @@ from muonfx.tree import PyTree
 T = TypeVar("T")
 
 
+EvalParams = Callable[[PyTree, Params], Params]
+"""Function of a state and parameters that returns the parameters to evaluate, such as an average."""
+
+
 class Progress(NamedTuple):
     """Parameters and states of the runs of a sweep. With several runs, the first dim of each leaf is runs."""
 
@@ -37,10 +41,14 @@ class Sweep:
         task: parameters, batches and loss.
         transforms: the transform of each run.
         seeds: the seed of each run.
+        eval_params: the parameters for validation losses; None: those that are trained.
     """
 
-    def __init__(self, task: Task, transforms: Sequence[Transform], seeds: Sequence[int]) -> None:
+    def __init__(
+        self, task: Task, transforms: Sequence[Transform], seeds: Sequence[int], eval_params: EvalParams | None = None
+    ) -> None:
         self.task = task
+        self.eval_params = eval_params
         self.seeds = tuple(seeds)
         self.is_mapped = len(seeds) > 1
         self.tx = stack(transforms) if self.is_mapped else transforms[0]
@@ -77,7 +85,10 @@ class Sweep:
             return torch.full((len(self.seeds),), torch.nan, dtype=torch.float64)
         if self.is_mapped:  # each run takes its batch from the first dim: here all have the same one
             batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
-        return self._losses(self.task.validation_loss or self.task.loss, progress.params, batch)
+        params = progress.params
+        if self.eval_params is not None:
+            params = self._over_runs(self.eval_params)(progress.state, params)
+        return self._losses(self.task.validation_loss or self.task.loss, params, batch)
 
     def _train_step(self, tx: Transform, params: Params, state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, Tensor]:
         """Take one step of one run; return parameters, state and the loss before the step."""

@@ -208,6 +208,46 @@ def test_a_task_may_have_a_loss_for_validation_alone() -> None:
         assert row["validation_loss"] == pytest.approx(row_with_loss["validation_loss"] + 1)
 
 
+def schedule_free(rate: float) -> mfx.Transform:
+    return mfx.contrib.schedule_free(mfx.chain(mfx.scale_by_adam(b1=0.0), mfx.scale_by_learning_rate(rate)), rate)
+
+
+def with_average(rate: float) -> mfx.Transform:
+    return mfx.chain(mfx.adamw(rate), mfx.ema_params(0.5))
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+@pytest.mark.parametrize(
+    ("make", "average"),
+    [
+        (schedule_free, mfx.contrib.schedule_free_eval_params),
+        (with_average, lambda state, params: mfx.tree.get(state, "average")),
+    ],
+)
+def test_validation_losses_are_those_of_eval_params(make: Any, average: Any, vmap: bool) -> None:
+    optimizers = {"averaged": make, "adamw": mfx.adamw}
+    arguments = {"rates": [0.1, 0.3], "seeds": [0], "steps": STEPS, "vmap": vmap, "progress": False}
+    rows = mfx.study(TASK, optimizers, eval_params={"averaged": average}, **arguments)
+    params = init(0)
+    tx = make(0.3)
+    state = tx.init(params)
+    for step in range(STEPS):
+        updates, state = tx.update(torch.func.grad(loss)(params, batch(0, step)), state, params)
+        params = mfx.apply_updates(params, updates)
+    (row,) = run_of(rows, optimizer="averaged", rate=0.3, step=STEPS)
+    expected = loss(average(state, params), TASK.validation).item()
+    assert row["validation_loss"] == pytest.approx(expected, rel=1e-4)
+    assert row["validation_loss"] != pytest.approx(loss(params, TASK.validation).item(), rel=1e-3)
+    assert run_of(rows, optimizer="adamw") == mfx.study(TASK, {"adamw": mfx.adamw}, **arguments)
+
+
+def test_schedule_free_without_eval_params_is_warned_of() -> None:
+    arguments = {"rates": [0.1, 0.3], "seeds": [0], "steps": 1, "progress": False}
+    with pytest.warns(UserWarning, match=r"pass eval_params=\{'free': muonfx.contrib.schedule_free_eval_params\}"):
+        mfx.study(TASK, {"free": schedule_free}, **arguments)
+    mfx.study(TASK._replace(validation=None), {"free": schedule_free}, **arguments)  # no warning
+
+
 # ---------------------------------------------------------------------------------------------------------- progress
 
 
@@ -288,6 +328,14 @@ def test_a_folder_of_another_study_is_refused(changes: dict[str, Any], named: st
     assert mfx.study(**arguments) == rows
 
 
+def test_a_folder_with_validation_losses_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    arguments = {"rates": [0.1], "seeds": [0], "steps": 4, "folder": tmp_path, "progress": False}
+    averages = {"averaged": lambda state, params: mfx.tree.get(state, "average")}
+    mfx.study(TASK, {"averaged": with_average}, **arguments)
+    with pytest.raises(ValueError, match="another study: validation losses at step 4 was"):
+        mfx.study(TASK, {"averaged": with_average}, eval_params=averages, **arguments)
+
+
 def test_a_folder_without_validation_losses_is_refused_for_a_task_with_them(tmp_path: Path) -> None:
     arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 2, "folder": tmp_path, "progress": False}
     mfx.study(TASK._replace(validation=None), OPTIMIZERS, **arguments)
@@ -346,6 +394,7 @@ def test_any_name_is_a_folder_within_the_folder(name: str, tmp_path: Path) -> No
         ({"rates": []}, "rates: found"),
         ({"rates": [0.1, 0.1]}, "rates: found"),
         ({"rates": {"muon": [0.1]}}, "rates: found rates for .*expected rates for"),
+        ({"eval_params": {"moun": dict}}, r"eval_params: found \['moun'\], expected names of \['adamw', 'muon'\]"),
         ({"steps": 0}, "steps: found 0"),
         ({"report_every": 0}, "report_every: found 0"),
         (
