@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -102,6 +102,7 @@ def study(
     if not set(eval_params) <= set(optimizers):
         raise ValueError(f"eval_params: found {sorted(eval_params)}, expected names of {sorted(optimizers)}")
     _require_work(optimizers, seeds, steps, report_every)
+    _require_repeatable(task, int(seeds[0]))
     interval = report_every or math.ceil(steps / REPORTS)
     report_steps = [*range(interval, steps, interval), steps]
     rows: Rows = []
@@ -317,6 +318,8 @@ def _rates_by_name(
     >>> _rates_by_name([0.1, 1], {"muon": ..., "adamw": ...})
     {'muon': [0.1, 1.0], 'adamw': [0.1, 1.0]}
     """
+    if not isinstance(rates, Iterable):
+        raise TypeError(f"rates: found {rates!r}, expected a list of rates, or a dict from optimizer to list")
     if not isinstance(rates, Mapping):  # the same for all optimizers
         rates = dict.fromkeys(optimizers, rates)
     if set(rates) != set(optimizers):
@@ -330,8 +333,24 @@ def _rates_by_name(
     return rates_by_name
 
 
+def _require_repeatable(task: Task, seed: int) -> None:
+    """Raise an error if the parameters or the first batch of a seed differ between two calls."""
+    _require_same_bits(f"init: two calls with seed {seed} differ", task.init(seed), task.init(seed))
+    _require_same_bits(f"batch: two calls with seed {seed} and step 0 differ", task.batch(seed, 0), task.batch(seed, 0))
+
+
+def _require_same_bits(problem: str, first: tree.PyTree, second: tree.PyTree) -> None:
+    """Raise an error that begins with ``problem`` if two trees of tensors differ. NaN is equal to NaN."""
+    for leaf, other in zip(tree.leaves(first), tree.leaves(second), strict=True):
+        is_same = leaf.shape == other.shape and torch.allclose(leaf, other, rtol=0, atol=0, equal_nan=True)
+        if not is_same:
+            raise ValueError(f"{problem}; draw from torch.Generator().manual_seed(...) of the arguments alone")
+
+
 def _require_work(optimizers: Mapping[str, object], seeds: Sequence[int], steps: int, report_every: int | None) -> None:
     """Raise an error if there is nothing to train, by the arguments of `study`: no optimizers, seeds or steps."""
+    if not isinstance(seeds, Iterable):
+        raise TypeError(f"seeds: found {seeds!r}, expected a sequence of ints, such as range(3)")
     if not optimizers:
         raise ValueError("optimizers: found none, expected a dict from name to a function of a rate")
     for name, make_transform in optimizers.items():

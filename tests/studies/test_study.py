@@ -409,6 +409,25 @@ def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
         mfx.study(**arguments | changes, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": lambda seed, step: (torch.randn(8, 3), torch.randn(8, 4))}, "batch: two calls with seed 3 and step"),
+        ({"init": lambda seed: {"w": torch.randn(4, 3), "b": torch.zeros(4)}}, "init: two calls with seed 3 differ"),
+    ],
+)
+def test_a_task_that_differs_between_two_calls_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mfx.study(TASK._replace(**changes), OPTIMIZERS, rates=[0.1], seeds=[3], steps=2, progress=False)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("seeds", 3), ("rates", 0.1)])
+def test_a_number_in_place_of_a_list_is_named(argument: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"rates": [0.1], "seeds": [0], "steps": 2, "progress": False}
+    with pytest.raises(TypeError, match=f"{argument}: found {value}, expected a "):
+        mfx.study(TASK, OPTIMIZERS, **arguments | {argument: value})
+
+
 def test_a_transform_in_place_of_a_function_of_a_rate_is_named() -> None:
     with pytest.raises(TypeError, match=r"optimizers\['adamw'\]: found a transform, .*lambda rate: "):
         mfx.study(TASK, {"adamw": mfx.adamw(1e-3)}, rates=[0.1], seeds=[0], steps=2, progress=False)  # type: ignore[dict-item]
