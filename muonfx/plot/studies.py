@@ -20,6 +20,9 @@ Rows = Sequence[Mapping[str, Any]]
 MARKERS = ("o", "s", "^", "D", "v", "P")
 """A marker for each optimizer, so that a plot can be read without its colours."""
 
+LINE_STYLES = ("-", "--", ":", "-.")
+"""A line style for each six optimizers: after six, colours and markers begin again."""
+
 
 class Contender(NamedTuple):
     """One optimizer of a study, and how it is drawn."""
@@ -29,6 +32,7 @@ class Contender(NamedTuple):
     """For each rate and each step, in ascending order, the losses of all seeds, shape (seeds,), float64."""
     color: str
     marker: str
+    line_style: str
 
 
 def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
@@ -121,8 +125,10 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
     contenders = _contenders(rows, key)
     steps_to = [_steps_to(contender, target) for contender in contenders]
     if not any(steps_to):
+        lowest = min((row[key] for row in rows if math.isfinite(row[key])), default=math.nan)
         raise ValueError(
-            f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate: give a larger loss"
+            f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate: give a larger loss; "
+            f"the lowest of one seed is {lowest:.4g}"
         )
     with axes_for(ax) as axes:
         for contender, steps_at in zip(contenders, steps_to, strict=True):
@@ -183,7 +189,8 @@ def _contenders(rows: Rows, key: str) -> list[Contender]:
     contenders: list[Contender] = []
     for name, rows_at in rows_of.items():
         losses_at = {rate: _losses_at_steps(rows_at[rate], key) for rate in sorted(rows_at)}
-        contenders.append(Contender(name, losses_at, next(colors), next(markers)))
+        line_style = LINE_STYLES[len(contenders) // len(MARKERS) % len(LINE_STYLES)]
+        contenders.append(Contender(name, losses_at, next(colors), next(markers), line_style))
     return contenders
 
 
@@ -256,4 +263,5 @@ def _draw_band(axes: Axes, values_at: Mapping[Any, Tensor], contender: Contender
         return
     positions = list(values_at)
     values = list(values_at.values())
-    draw_band(axes, positions, values, label=label, color=contender.color, marker=contender.marker)
+    look = {"color": contender.color, "marker": contender.marker, "linestyle": contender.line_style}
+    draw_band(axes, positions, values, label=label, **look)

@@ -236,6 +236,13 @@ def test_losses_over_rates_leave_out_rates_that_diverged():
     assert ax.get_ylim()[1] < 5
 
 
+def test_each_optimizer_has_its_own_look():
+    rows = rows_of({name: {0.1: [[1.0]]} for name in "abcdefghijklmnopqrstuvwx"})
+    lines = mfx.plot.plot_rates(rows).lines
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == 24
+    assert {line.get_linestyle() for line in lines[:6]} == {"-"}
+
+
 def test_a_rate_that_is_much_too_large_does_not_hide_the_others():
     ax = mfx.plot.plot_rates([*STUDY, *rows_of({"muon": {10.0: [[5.0, 1e9]]}})])
     assert ax.get_ylim()[1] == 4.0  # the median of the losses at step 10
@@ -260,7 +267,7 @@ def test_steps_to_a_loss_are_drawn_where_each_seed_reaches_it():
     ax = mfx.plot.plot_steps_to(STUDY, 2.0)
     assert [line.get_label() for line in ax.lines] == ["muon"]  # one seed of adamw does not reach it
     assert (ax.lines[0].get_xdata().tolist(), ax.lines[0].get_ydata().tolist()) == ([0.1], [20.0])
-    with pytest.raises(ValueError, match=r"target: no optimizer reaches a loss of 0\.05 "):
+    with pytest.raises(ValueError, match=r"target: no optimizer reaches a loss of 0\.05 .*one seed is 0\.1"):
         mfx.plot.plot_steps_to(STUDY, 0.05)
 
 
