@@ -70,6 +70,8 @@ class Progress:
     """True if no rank had a gradient in the last step."""
     is_unverified: bool = True
     """True until the first step after `init` or a load, which compares the replicas of all tensors."""
+    lacking: frozenset[str] = frozenset()
+    """The names of the parameters that no rank has had a gradient of so far. They are equal on all ranks."""
     _new_states: weakref.WeakValueDictionary[int, Tensor] = field(default_factory=weakref.WeakValueDictionary)
     """One tensor, by its id, of each state from `init` with which no step was made. There may be several states."""
 

@@ -7,6 +7,7 @@ read the cases without it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tests.engines.processes import Rank, same, serve, small_llama, trained_alone, values_of, worst
+from tests.engines.processes import ROOT, Rank, same, serve, small_llama, trained_alone, values_of, worst
 
 STEPS, SAVED_AFTER = 5, 3
+UNFROZEN_AT = 2
 BATCH, WORDS, LENGTH = 4, 17, 6
 RATES = {"adamw_lr": 0.004}
 CLIPPED_AT = 0.5
@@ -39,6 +41,8 @@ def zero(stage: int) -> dict[str, Any]:
 CASES: dict[str, dict[str, Any]] = {
     "DDP": {},
     "DDP, matrices shared out": {},
+    "DDP, unfrozen": {},
+    "DDP, unfrozen, matrices shared out": {},
     "from one process to DDP": {},
     "from one process to FSDP2": FSDP2,
     "FSDP2": FSDP2,
@@ -150,8 +154,26 @@ def optimizer_for(model: nn.Module) -> Any:
     return optimizer
 
 
-def by_hand(model: Any = None) -> dict[str, Tensor]:
+def callback_of_page() -> Any:
+    """Return the callback of the page on Hugging Face that unfreezes a layer, at another step."""
+    import transformers
+
+    text = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(class Unfreeze.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {"TrainerCallback": transformers.TrainerCallback}
+    exec(code.replace("1000", str(UNFROZEN_AT)), names)
+    return names["Unfreeze"]()
+
+
+def by_hand(model: Any = None, *, unfrozen_at: int = 0) -> dict[str, Tensor]:
     model = model_for() if model is None else model
+    steps = iter(range(STEPS))
+
+    def loss_of(net: Any, words: Tensor) -> Tensor:
+        if unfrozen_at:
+            net.get_submodule("model.layers.0").requires_grad_(next(steps) >= unfrozen_at)
+        return net(input_ids=words, labels=words).loss
+
     optimizer = optimizer_for(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     return trained_alone(
@@ -159,7 +181,7 @@ def by_hand(model: Any = None) -> dict[str, Tensor]:
         optimizer,
         scheduler,
         data().split(BATCH),
-        lambda net, words: net(input_ids=words, labels=words).loss,
+        loss_of,
         CLIPPED_AT,
     )
 
@@ -191,6 +213,8 @@ def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | No
     model = adapted(model) if "LoRA" in folder.name else model
     chosen = huggingface.muon(args, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), **options)
     trainer = trainer_for(args, model, optimizer_cls_and_kwargs=chosen)
+    if "unfrozen" in folder.name:
+        trainer.add_callback(callback_of_page())
     trainer.train(resume_from_checkpoint=None if source is None else str(source))
     return trainer
 
@@ -222,7 +246,8 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         model_for().save_pretrained(here.folder / "model")
     torch.distributed.barrier()
     options = {"layout": mfx.sharding.replicated} if "shared out" in name else {}
-    wanted = by_hand(adapted(model_for()) if "LoRA" in name else None)
+    model = adapted(model_for()) if "LoRA" in name else model_for()
+    wanted = by_hand(model, unfrozen_at=UNFROZEN_AT if "unfrozen" in name else 0)
     if name.startswith("from one process"):
         source = here.folder / ("for FSDP2" if case else "one") / f"checkpoint-{SAVED_AFTER}"
         found = trained(case, folder, here, source)

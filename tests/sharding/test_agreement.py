@@ -263,6 +263,30 @@ def test_gradients_that_differ_at_the_first_step_are_a_warning_on_all(here: Here
         assert all("were gradients reduced over the ranks?" in one for one in said)
 
 
+@pytest.mark.parametrize("frozen", ["before wrapping", "after wrapping"])
+@on_ranks(2)
+def test_a_first_gradient_that_ddp_does_not_reduce_is_a_warning_on_all(here: Here, frozen: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layout = sharding.replicated(dict(model.named_parameters()), here.group)
+    optimizer = mfx.Muon(model, lr=1e-3, layout=layout)
+    is_frozen_first = frozen == "before wrapping"
+    model[0].requires_grad_(not is_frozen_first)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=here.group, find_unused_parameters=True)
+    messages_of_step: list[int] = []
+    for step in range(6):
+        model[0].requires_grad_(step in (2, 3, 5))
+        optimizer.zero_grad()
+        wrapped(some(4, 3) + here.rank).square().sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        texts = [str(warning.message) for warning in caught]
+        assert all("'0." in text and "frozen when it wrapped the model" in text for text in texts)
+        messages_of_step.append(len(texts))
+    assert messages_of_step == [0, 0, int(is_frozen_first), 0, 0, 0]
+
+
 # ------------------------------------------------------------------------------------------------------- in a step
 
 

@@ -66,10 +66,28 @@ def agreed_call(
     if agreement.missing or unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
         local = local._replace(updates=completed)
-    if compares_replicas:
-        warn_of_gradients(layout, local.updates)
+    # 5. The first gradient of each parameter: the replicas have equal values.
+    if compares_replicas or progress.lacking:
+        _compare_first_gradients(progress, layout, local.updates, is_first_step=compares_replicas)
     progress.verified(local.state)
     return local
+
+
+def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree, *, is_first_step: bool) -> None:
+    """Warn if replicas of a parameter have different gradients in the first step in which it has one.
+
+    This may be a later step than the first: `DistributedDataParallel` does not reduce the gradients of parameters that
+    were frozen when it wrapped the model, and are unfrozen later.
+    """
+    gradients = dict(tree.named_leaves(updates))
+    lacking = frozenset([name for name, gradient in gradients.items() if gradient is None])
+    if is_first_step:
+        warn_of_gradients(layout, gradients)
+    elif lacking != progress.lacking:
+        late = progress.lacking - lacking
+        warn_of_gradients(layout, {name: gradients.get(name) for name in late})
+        lacking &= progress.lacking  # a parameter that has had a gradient is not compared again
+    progress.lacking = lacking
 
 
 def _agree_on_call(

@@ -103,18 +103,18 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
         )
 
 
-def warn_of_gradients(layout: Layout, local: PyTree) -> None:
+def warn_of_gradients(layout: Layout, gradients: Mapping[str, Any]) -> None:
     """Warn if gradients of replicated parameters differ between ranks, for example because of a missing all-reduce.
 
     A parameter is replicated if several ranks hold the same shard of it, as all ranks do under data parallelism.
     """
-    gradients = dict(tree.named_leaves(local))
     difference = _find_difference("comparing gradients", gradients, _replicas_of_layout(layout), layout)
     if difference is not None and layout.group is not None:
         warn_together(
             f"the gradient of {difference.name!r} {difference.text}, expected equal values, because the parameter is "
             f"replicated in {layout!r}: were gradients reduced over the ranks? If not, the replicas of the parameter "
-            "will diverge",
+            "will diverge. DistributedDataParallel does not reduce gradients of parameters that were frozen when it "
+            "wrapped the model: freeze them after that, with find_unused_parameters=True",
             layout.group,
         )
 
