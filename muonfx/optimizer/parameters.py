@@ -573,6 +573,8 @@ class TrackedGroups:
         """The keys of which a warning was given."""
         self._has_warned_of_rate = False
         """True after the warning of an "lr" that no transform reads."""
+        self._requested_rates: list[float] = []
+        """The learning rates of the groups at construction, if these differ, until the warning of one rate."""
 
     @property
     def named(self) -> NamedTensors:
@@ -698,6 +700,42 @@ class TrackedGroups:
                     "learning rate"
                 )
                 return
+
+    def note_rates(self) -> None:
+        """Record the learning rates of the groups at construction, for `warn_of_one_rate`."""
+        rates = self._rates()
+        if len(set(rates)) > 1:
+            self._requested_rates = rates
+
+    def warn_of_one_rate(self) -> None:
+        """Warn once if groups that were made with different learning rates have the same.
+
+        The rate 0.0 is accepted, because a warmup may start there.
+        """
+        if not self._requested_rates:
+            return
+        rates = self._rates()
+        if len(rates) < 2 or len(set(rates)) > 1:
+            return
+        rate = rates[0]
+        if rate == 0.0:
+            return
+        requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
+        self._requested_rates = []
+        warn_caller(
+            f"param_groups: all groups have the learning rate {rate:g}, expected different rates, because they were "
+            f"made with {requested}. A scheduler, a callback or a search for a rate may have written one number into "
+            "all groups: give it one number for each group, in the order of param_groups"
+        )
+
+    def _rates(self) -> list[float]:
+        """Return the learning rates that transforms read, without tensors: comparing these would sync the device."""
+        rates: list[float] = []
+        for tracked in self.groups:
+            rate = tracked.group.get("lr")
+            if "lr" in tracked.numbers.keys and tracked.names and isinstance(rate, int | float):
+                rates.append(float(rate))
+        return rates
 
     def _count_keys(self) -> list[int]:
         """Return the number of keys in each group."""

@@ -228,6 +228,7 @@ class TransformOptimizer(Optimizer):
         # up which transforms update its parameters, so it needs the attributes above.
         super().__init__(groups, {})
         self._create_state()
+        self._tracked_groups.note_rates()
         warn_of_lost_decay(self._stepping, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
@@ -280,6 +281,7 @@ class TransformOptimizer(Optimizer):
         self._stepping = self._stepping_for(tx, named, not_trained={})
         self._track(TrackedParameters([], None, trained=named, frozen={}, left_out={}))
         self._tracked_groups.record(self._groups, self._stepping.rules)
+        self._tracked_groups.note_rates()
         if initial_paths is not None:
             no_params: NamedTensors = {}  # as in `_record_initial`
             self._current["initial"] = InitialState(no_params, self._current["state"], initial_paths)
@@ -837,6 +839,7 @@ class TransformOptimizer(Optimizer):
             self._use_replacements(at_step=True)
             self._tracked_groups.read_new_keys(self._stepping.rules)
             self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
+            self._tracked_groups.warn_of_one_rate()
         # 2. The gradients.
         params = self._named_params()
         gradients = _gradients_of(params)

@@ -747,3 +747,43 @@ def test_groups_whose_parameters_an_engine_has_replaced_are_an_error_that_names_
     optimizer.param_groups[0]["params"] = [torch.zeros(16), torch.zeros(4), torch.zeros(2)]  # as DeepSpeed does
     with pytest.raises(ValueError, match=r"group 0 has 3 tensors.*muonfx\.engines\.deepspeed\.Muon"):
         optimizer.step()
+
+
+def _stepped(optimizer: mfx.Muon) -> list[str]:
+    """Make a step, and return the texts of its warnings."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_one_rate_in_groups_that_were_made_with_different_rates_is_warned_of_once():
+    optimizer = mfx.Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3, adamw_lr=4e-3)
+    for rates in ((1e-3, 4e-3), (0.0, 0.0), (2e-3, 1e-3)):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        assert _stepped(optimizer) == []
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    (text,) = _stepped(optimizer)
+    assert "all groups have the learning rate 0.001" in text
+    assert "made with 0.001, 0.004" in text
+    assert _stepped(optimizer) == []
+
+
+@pytest.mark.parametrize("kind", ["equal at construction", "cosine", "warmup", "plateau"])
+def test_schedulers_that_keep_the_ratio_of_rates_are_not_warned_of(kind: str):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = mfx.Muon(model, lr=1e-3, adamw_lr=1e-3 if kind == "equal at construction" else 4e-3)
+    schedulers = torch.optim.lr_scheduler
+    scheduler: Any = schedulers.CosineAnnealingLR(optimizer, 5)
+    if kind == "warmup":
+        scheduler = schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+    if kind == "plateau":
+        scheduler = schedulers.ReduceLROnPlateau(optimizer, patience=0)
+    for _ in range(6):
+        assert _stepped(optimizer) == []
+        scheduler.step(*[1.0] * (kind == "plateau"))
