@@ -67,8 +67,9 @@ def _no_effect(lost_changes: Mapping[str, float], params: NamedTensors) -> str:
     return (
         f"weight decay has no effect on {len(lost_changes)} of {len(params)} parameters, such as {name!r}: a step "
         f"changes it by {max(lost_changes.values()):.2g} of its value, which is rounded away in {params[name].dtype}. "
-        "Wrap the whole chain, muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, "
-        "...) is Muon's chain), or set weight_decay=0"
+        "Other updates of this size are lost, too. Load the model in float32 and train with autocast, or wrap the "
+        "whole chain, muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, ...) is "
+        "Muon's chain)"
     )
 
 
