@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
 
+from muonfx.core.checks import warn_caller
 from muonfx.engines import deepspeed
 from muonfx.engines.deepspeed.making import require_own_step
 from muonfx.engines.deepspeed.rates import require_rates_by_group
 from muonfx.engines.parts import with_parts
+from muonfx.internal.arguments import bind
 from muonfx.optimizer.muon import Muon
 
 __all__ = ["MuonFactory", "MuonMixin", "TrainingArguments", "muon"]
@@ -58,7 +61,8 @@ class MuonFactory:
             model: the model; the types of its modules decide which parameters Muon trains.
             args: the training arguments. They are read now: a search for hyperparameters changes them between runs.
             options: arguments of `muonfx.Muon`, whose values may come from a JSON file; see `muonfx.engines.parts`.
-                They take precedence over ``args``, also ``eps``, the epsilon of AdamW.
+                They take precedence over ``args``, also ``eps``, the epsilon of AdamW. ``adamw_lr_factor`` is
+                ``adamw_lr`` divided by the learning rate.
         """
         # 1. The arguments of the optimizer. It has none for the epsilon, which is set in its groups.
         settings: dict[str, Any] = {
@@ -69,6 +73,9 @@ class MuonFactory:
             **options,
         }
         eps = settings.pop("eps")
+        factor = settings.pop("adamw_lr_factor", None)
+        if factor is not None:
+            settings["adamw_lr"] = factor * settings["lr"]
         # 2. The optimizer. DeepSpeed steps on flat tensors, and requires its own.
         deepspeed_config = _deepspeed_config(args)
         optimizer: torch.optim.Optimizer
@@ -106,7 +113,8 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
     Args:
         args: ``transformers.TrainingArguments``.
         options: further arguments of `muonfx.Muon`, such as ``adamw_lr`` and ``labels``, or, under DeepSpeed, of
-            `muonfx.engines.deepspeed.Muon`. They take precedence over ``args``.
+            `muonfx.engines.deepspeed.Muon`. They take precedence over ``args``. ``adamw_lr_factor=4`` in place of
+            ``adamw_lr`` makes AdamW's rate 4 times the learning rate, also in a search that changes this.
 
     Returns:
         The class of the optimizer factory, and the arguments that the Trainer passes to the factory after the model.
@@ -114,6 +122,10 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
     Raises:
         ValueError: the configuration of DeepSpeed has an optimizer, or replaces Muon by DeepSpeed's CPU Adam because
             the optimizer is offloaded; the message contains the entry to change.
+        TypeError: ``args`` is a model, an option is unknown, or both ``adamw_lr`` and ``adamw_lr_factor`` are given.
+
+    Warns:
+        UserWarning: ``args`` chooses another optimizer by ``optim`` or ``optim_args``, which is not used.
 
     >>> from types import SimpleNamespace
     >>> adamw = dict(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
@@ -123,8 +135,41 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
     >>> [group["lr"] for group in factory()(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options).param_groups]
     [0.002, 0.004]
     """
-    _deepspeed_config(args)  # raise now, before the Trainer loads the model
+    # Raise now, before the Trainer loads the model.
+    if isinstance(args, nn.Module):
+        raise TypeError(
+            "muon: args is a model, expected transformers.TrainingArguments; the Trainer passes the model later"
+        )
+    _check_options(options)
+    _warn_of_other_optimizer(args)
+    _deepspeed_config(args)
     return MuonFactory, {"args": args, **options}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError if `muon` has an option that `muonfx.Muon` does not have, or two options for AdamW's rate."""
+    signature = inspect.signature(Muon)
+    parameters = [parameter for name, parameter in signature.parameters.items() if name != "params"]
+    for name in ("eps", "adamw_lr_factor"):
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
+    bind("muon", signature.replace(parameters=parameters), (), options)
+    if "adamw_lr" in options and "adamw_lr_factor" in options:
+        raise TypeError("muon: found both adamw_lr and adamw_lr_factor, expected one of them")
+
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+"""The values of ``TrainingArguments.optim`` by default: the Trainer's own AdamW."""
+
+
+def _warn_of_other_optimizer(args: TrainingArguments) -> None:
+    """Warn if training arguments choose another optimizer, which Muon replaces."""
+    optim = getattr(args, "optim", None)
+    chosen = getattr(optim, "value", optim)  # an enum of transformers
+    if chosen is not None and chosen not in _ADAMW:
+        warn_caller(f"muon: optim={chosen!r} of the training arguments is not used, because Muon is: leave it out")
+    optim_args = getattr(args, "optim_args", None)
+    if optim_args:
+        warn_caller(f"muon: optim_args={optim_args!r} is not used: pass the options to muon, or in muon_options")
 
 
 class MuonMixin:
@@ -175,7 +220,26 @@ class MuonMixin:
                 )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Create the Trainer's optimizer: Muon if ``optimizer_cls_and_kwargs`` is None, else the one given there."""
+        """Create the Trainer's optimizer: Muon if ``optimizer_cls_and_kwargs`` is None, else the one given there.
+
+        Warn if the Trainer was given an optimizer, so that Muon is not used.
+        """
+        self._warn_of_given_optimizer()
         if self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = muon(self.args, **self.muon_options)
         return cast("Any", super()).create_optimizer(*args, **kwargs)
+
+    def _warn_of_given_optimizer(self) -> None:
+        """Warn if the Trainer got an optimizer of another package by ``optimizers`` or ``optimizer_cls_and_kwargs``."""
+        if self.optimizer_cls_and_kwargs is not None:
+            optimizer_class = self.optimizer_cls_and_kwargs[0]
+            argument = "optimizer_cls_and_kwargs"
+        else:
+            optimizer_class = type(getattr(self, "optimizer", None))  # a later call has the optimizer of the first
+            argument = "optimizers"
+        if optimizer_class is type(None) or optimizer_class.__module__.startswith("muonfx."):
+            return
+        warn_caller(
+            f"MuonMixin: Muon is not used, because the Trainer was given {optimizer_class.__name__}: leave "
+            f"{argument}= out"
+        )
