@@ -318,6 +318,15 @@ def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
     if not named or "muon" in labels.values() or "hidden" in labels.values():
         return
     trained = [name for name, label in labels.items() if label is not None]
+    advice = "Give labels=, or use TransformOptimizer(params, muonfx.adamw())"
+    frozen_matrices = [name for name, param in named.items() if is_frozen(param) and param.ndim >= 2]
+    if any("lora_" in name for name in trained):
+        advice = "To train only factors of LoRA, use torch.optim.AdamW with its own rate"
+    elif frozen_matrices:
+        advice = (
+            f"{len(frozen_matrices)} matrices are frozen, such as {frozen_matrices[0]!r}: if add_param_group adds them "
+            "later, as Lightning's BackboneFinetuning does, this is right. Else use torch.optim.AdamW"
+        )
     if any(param.ndim >= 2 for param in named.values()):
         # Show the labels of five parameters with their reasons, trained parameters first.
         names = sorted(labels, key=lambda name: labels[name] is None)
@@ -326,6 +335,5 @@ def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
         reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     warn_caller(
         f"Muon: found no parameter with the label 'muon' or 'hidden' ({reason}), expected at least one; AdamW trains "
-        f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. Give labels=, or use "
-        "TransformOptimizer(params, muonfx.adamw())"
+        f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. {advice}"
     )

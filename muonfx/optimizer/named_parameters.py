@@ -169,5 +169,6 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
         return item
     raise TypeError(
         f"expected named parameters, found {type(item).__name__}: pass the model, model.named_parameters(), or model= "
-        "with the tensors, because labels, masks and checkpoints use names"
+        "with the tensors, because labels, masks and checkpoints use names. Hugging Face's Trainer takes "
+        "muonfx.engines.huggingface.muon(args)"
     )

@@ -493,8 +493,9 @@ class TrackedParameters:
             if param.requires_grad and param.grad is not None:
                 raise ValueError(
                     f"{name!r} has a gradient, but it was frozen when the optimizer was created, and is in no group: "
-                    "call optimizer.add_param_group({'params': [...]}) with it. If another optimizer trains it, give "
-                    "it the label None, or leave it out of this optimizer's parameters"
+                    "call optimizer.add_param_group({'params': [...]}) with it, or, if a scheduler of the groups "
+                    "exists already, create the optimizer first and freeze afterwards. If another optimizer trains "
+                    "it, give it the label None, or leave it out of this optimizer's parameters"
                 )
 
     def outside(self, named: NamedTensors) -> NamedTensors:

@@ -298,7 +298,9 @@ class ZeroOptimizer(Optimizer):
         saved_names_per_group = [group.get("param_names") for group in saved_groups]
         if saved_names_per_group != names_per_group:
             raise ValueError(
-                f"the state has groups with the parameters {saved_names_per_group}, expected {names_per_group}"
+                f"the state has groups with the parameters {saved_names_per_group}, expected {names_per_group}. If "
+                "another optimizer saved it, such as AdamW, load only the weights: engine.load_checkpoint(path, "
+                "load_optimizer_states=False, load_lr_scheduler_states=False)"
             )
         # 2. All hyperparameters, such as "lr". Further keys, such as those of a scheduler, are accepted.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
