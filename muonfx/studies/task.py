@@ -62,9 +62,12 @@ class Task(NamedTuple):
                 ``torch.manual_seed(seed)``; the random state of the caller is restored.
             batch: function of a seed and a step that returns a batch, as in `Task`.
             loss: function of the model and a batch that returns a 0-d tensor. It calls the model as a module is called.
-                The forward pass must not change buffers, as batch normalization does.
+                The forward pass must not change buffers.
             validation: a batch for the validation loss, as in `Task`. The validation loss is measured in eval mode, and
                 the training loss in the mode in which ``make_model`` returns the module.
+
+        Raises:
+            ValueError: a module of the model has running statistics, as batch normalization has.
 
         >>> task = Task.of_module(
         ...     lambda: nn.Linear(2, 1),
@@ -78,6 +81,7 @@ class Task(NamedTuple):
         """
         with torch.random.fork_rng():
             module = make_model()
+        _require_no_running_statistics(module)
         module_in_eval_mode = copy.deepcopy(module).eval()  # a second call of make_model may draw other buffers
 
         def initial_params(seed: int) -> Params:
@@ -92,3 +96,13 @@ class Task(NamedTuple):
             return loss(partial(functional_call, module_in_eval_mode, params), batch)
 
         return cls(initial_params, batch, loss_of_params, validation, validation_loss)
+
+
+def _require_no_running_statistics(model: nn.Module) -> None:
+    """Raise ValueError for batch normalization: its averages over batches are buffers, and a study has parameters."""
+    for name, module in model.named_modules():
+        if getattr(module, "running_mean", None) is not None:
+            raise ValueError(
+                f"make_model: {name!r} is a {type(module).__name__} with running statistics, which a study does not "
+                "keep: create it with track_running_stats=False, or use GroupNorm or LayerNorm"
+            )

@@ -437,3 +437,16 @@ def test_transforms_of_any_structure_train_one_after_another() -> None:
     either = {"either": lambda rate: mfx.scale(-rate) if rate < 0.05 else mfx.adamw(rate)}
     rows = mfx.study(TASK, either, rates=[0.01, 0.1], seeds=[0], steps=3, vmap=False, progress=False)
     assert run_of(rows, rate=0.01)[-1]["loss"] == pytest.approx(by_hand(mfx.scale(-0.01), 0, 3)[0][-1], rel=1e-5)
+
+
+def test_a_model_with_running_statistics_is_refused():
+    def task(**options: Any) -> Task:
+        make_model = lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, **options))
+        return Task.of_module(
+            make_model, lambda seed, step: torch.ones(4, 2), lambda model, x: model(x).square().mean()
+        )
+
+    with pytest.raises(ValueError, match=r"'1' is a BatchNorm1d with running statistics.*track_running_stats=False"):
+        task()
+    rows = mfx.study(task(track_running_stats=False), {"a": mfx.adamw}, rates=[0.1], seeds=[0], steps=2, progress=False)
+    assert len(rows) > 0
