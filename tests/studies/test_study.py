@@ -441,7 +441,9 @@ def test_transforms_of_any_structure_train_one_after_another() -> None:
 
 def test_a_model_with_running_statistics_is_refused():
     def task(**options: Any) -> Task:
-        make_model = lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, **options))
+        def make_model() -> nn.Module:
+            return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3, **options))
+
         return Task.of_module(
             make_model, lambda seed, step: torch.ones(4, 2), lambda model, x: model(x).square().mean()
         )
