@@ -42,16 +42,19 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
     >>> import muonfx as mfx
     >>> params_are_not_read_where_declared_so(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # The same shapes with other values: an element 2.0 becomes -5.0.
     other_params = tree.map(lambda p: (p * -3 + 1).contiguous(), params)
+    # First `init`: both states must have the same bits.
     state = tx.init(params)
     state_of_others = tx.init(other_params)
     require_same("state at init, for other values of the parameters", state_of_others, state, "for these")
+    # Then `update`: each step runs from the same state with the usual parameters, with None, and with the others.
     for step, grads in enumerate(steps):
         expected = tx.run(grads, state, params)
         for which, params_of_run in {"no": None, "other": other_params}.items():
             results = tx.run(grads, state, params_of_run)
             require_same(f"step {step}, with {which} parameters, (updates, state)", results, expected, "with these")
-        _, state = expected
+        _, state = expected  # the next step continues the usual run
 
 
 @law(on=Example.shortened, share=0.1)
@@ -65,24 +68,28 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
     >>> order_of_dicts_means_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
     _check_order(tx, params, steps)
-    twice = {"z": params, "a": params}  # so that at least one dict has two items
-    if accepts_names(tx, twice):
+    # A tree with one leaf has no order, so check it twice in one dict too: {"w": p} becomes {"z": {"w": p}, "a": ...}.
+    twice = {"z": params, "a": params}
+    if accepts_names(tx, twice):  # a transform for the parameter "w" may raise an error for "z.w"
         _check_order(tx, twice, [{"z": grads, "a": grads} for grads in steps])
 
 
 def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if the update of a leaf depends on the order of items in a dict.
 
-    The dicts of the gradients, of the parameters or of the state are put in the opposite order, one of these at a time
-    and then all of them. Each leaf, found by its name, must have the same update.
+    The dicts of the gradients, of the parameters or of the state are put in the opposite order. For example, gradients
+    ``{"w": g, "b": h}`` become ``{"b": h, "w": g}``. Each leaf, found by its name, must have the same update.
     """
+    # The usual results of each step, by the names of leaves. A comparison by position would compare "w" with "b".
     expected = [dict(tree.named_leaves(results)) for results in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
+    # One run for each choice of the trees in the opposite order: one tree alone, or two of them together.
     for reversed_trees in (["gradients"], ["parameters"], ["state"], ["gradients", "parameters", "state"]):
         params_of_run = params
         if "parameters" in reversed_trees:
             params_of_run = _with_reversed_dicts(params)
         state = tx.init(params_of_run)
+        # All steps in this order. The state is reversed again before each step, since the step returns a new one.
         for step, grads in enumerate(steps):
             grads_of_step = grads
             if "gradients" in reversed_trees:
@@ -101,7 +108,7 @@ def _with_reversed_dicts(values: PyTree) -> PyTree:
     >>> _with_reversed_dicts({"b": [1, 2], "a": 3})
     {'a': 3, 'b': [1, 2]}
     """
-    if type(values) is dict:
+    if type(values) is dict:  # not a subclass, such as OrderedDict, whose order may have a meaning
         return {key: _with_reversed_dicts(item) for key, item in reversed(values.items())}
     if isinstance(values, tuple | list):
         items = [_with_reversed_dicts(item) for item in values]
@@ -122,10 +129,12 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # The declared locality decides which check applies: elements or leaves must not depend on each other.
     if tx.locality is Locality.ELEMENT:
         check_elements(tx, params, steps)
     elif tx.locality in (Locality.MATRIX, Locality.LEAF):
         check_leaves(tx, params, steps)
+    # For every locality: each update has the shape, dtype and device of its gradient.
     for step, updates in enumerate(updates_of(tx, params, steps)):
         require_spec(f"step {step}, updates", updates, steps[step], "the gradients")
 
@@ -141,8 +150,10 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
     >>> resolving_changes_nothing(mfx.scale_by_shape(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     resolved = tx.resolve(on_meta(params))
+    # A resolved transform has no choice left, so resolving it again returns an equal one.
     if resolved.resolve(on_meta(params)) != resolved:
         raise Breach(None, f"resolved once it is {resolved!r}, twice another")
+    # Both transforms run on the same parameters and gradients.
     expected = history(tx, params, steps)
     tolerance = tolerance_of(tx, expected)
     require_close("(updates, state) once resolved", history(resolved, params, steps), expected, "before", tolerance)
@@ -172,11 +183,14 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
             return leaf
         return leaf.to(declared_dtype).to(leaf.dtype)
 
+    # The transform runs twice: on the usual gradients, and on gradients such as 1.001 that are rounded to 1.0 first.
     usual_updates = updates_of(tx, params, steps)
     updates_of_rounded = updates_of(tx, params, tree.map(rounded, steps))
     for step, updates in enumerate(updates_of_rounded):
+        # Rounding the input has no effect: the transform itself begins with this rounding.
         what = f"step {step}, updates of gradients rounded first"
         require_same(what, updates, usual_updates[step], "of the gradients")
+        # Rounding the output has no effect either: it can be sent in the narrow dtype without a loss.
         expected_is = "as they are: they have no more digits"
         require_same(f"step {step}, updates, rounded", tree.map(rounded, updates), updates, expected_is)
 
@@ -193,19 +207,22 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     >>> tx = mfx.orthogonalize(dtype=torch.float64, view=mfx.MatrixView("(part=2 out) in -> part out in"))
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
+    # The transform declares two things: a transform of stacks, and (rows, columns) for each leaf that is a stack.
     shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
     tx_of_stacks, declared_shapes = stacked(tx, shapes)
     matrix_shapes = _shapes_of_stacked_matrices(shapes, declared_shapes)
-    if not matrix_shapes:
+    if not matrix_shapes:  # no leaf of this example is a stack of matrices
         return
     usual_updates = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, usual_updates)
+    # The same elements in the shape (number of matrices, rows, columns), and then only the first of these matrices.
     stacks = Example(params, steps).map_trees(lambda values: _as_stacks(matrix_shapes, values))
     first_matrices = stacks.map(_first_matrix)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
         updates_of_stacks = updates_of(tx_of_stacks, *stacks)
         updates_of_first = updates_of(tx_of_stacks, *first_matrices)
+    # Only the updates of leaves that are stacks are compared, in the shape of the stack.
     expected = [_as_stacks(matrix_shapes, updates) for updates in usual_updates]
     require_close("updates of leaves as stacks", updates_of_stacks, expected, "of the leaves", tolerance)
     what = "updates of the first matrix of each stack alone"
@@ -226,10 +243,10 @@ def _shapes_of_stacked_matrices(
     """
     matrix_shapes: dict[str, tuple[int, int]] = {}
     for name, (rows, columns) in declared_shapes.items():
-        numel = prod(leaf_shapes[name])
+        numel = prod(leaf_shapes[name])  # 12 for the shape (4, 3): two matrices of shape (2, 3) have as many
         if numel == 0:  # a stack of any number of empty matrices
             continue
-        if numel % (rows * columns):
+        if numel % (rows * columns):  # a remainder: these elements do not fill a whole number of matrices
             raise Breach(f"{name!r}", f"of shape {leaf_shapes[name]} is not a stack of matrices of ({rows}, {columns})")
         matrix_shapes[name] = (rows, columns)
     return matrix_shapes
@@ -248,16 +265,18 @@ def _first_matrix(stack: Tensor) -> Tensor:
 def _stacked(example: Example) -> Example:
     """Return an example in which each leaf consists of three different matrices.
 
-    A leaf of shape (4, 5) becomes (12, 5), joined along the rows. One of shape (2, 4, 5) becomes (6, 4, 5).
+    A leaf of shape (4, 5) becomes (12, 5), joined along the rows. One of shape (2, 4, 5) becomes (6, 4, 5). The
+    matrices differ, so a transform that mixes them returns other updates for the stack than for one matrix.
     """
 
     def three_matrices(leaf: Tensor) -> Tensor:
         matrix = leaf
-        if leaf.ndim < 2:
+        if leaf.ndim < 2:  # a scalar or a vector becomes a matrix with one row
             matrix = leaf.reshape(1, -1)
+        # Two other matrices with the elements of this one: moved along the row and larger, and in the opposite order.
         large = 5.0 * matrix.roll(1, -1) - 0.5
         reversed_order = matrix.flip(-1) + 0.25
-        dim = 0 if matrix.ndim == 2 else -3
+        dim = 0 if matrix.ndim == 2 else -3  # the rows of a matrix; of a batch, the dim that counts its matrices
         return torch.cat([matrix, large, reversed_order], dim=dim)
 
     return example.map(three_matrices)
@@ -283,11 +302,13 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     >>> from muonfx.testing import Example
     >>> own_work_is_of_its_own_locality(mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)}))
     """
+    # Choices by names and shapes are made first: which leaves an inner transform receives, for example.
     names = tuple(tree.names(params))
     resolved = tx.resolve(on_meta(params))
     # The replacement also raises an error if the wrapper calls it with leaves that the wrapper has not received.
     elementwise = [_multiply_known_leaves(names) for _ in resolved.children]
     tx_of_elementwise = resolved.with_children(elementwise)
+    # The wrapper with elementwise inner transforms has the declared locality as a whole, which a usual check tests.
     own_locality = tx.declaration.combinator.own_locality
     if own_locality is Locality.ELEMENT:
         check_elements(tx_of_elementwise, params, steps)
@@ -301,7 +322,8 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
 def _multiply_known_leaves(names: tuple[str, ...]) -> Any:
     """Multiply updates by -0.5, and raise `Breach` (a failed law) for a leaf that has none of the given names.
 
-    It replaces an inner transform of a wrapper in a law. ``names`` are the names of the leaves that the wrapper has.
+    A wrapper is a transform that calls others. In a law, this one replaces a transform that it calls. If the wrapper
+    has the leaves ``names``, such as ``("w", "b")``, then a call with a leaf "c" is a mistake of the wrapper.
     """
 
     def init(params: PyTree) -> EmptyState:
