@@ -27,6 +27,7 @@ def _state_is_narrow(tx: Transform) -> str | None:
     Derivatives are checked in float64. A state with fewer bits, such as int8 codes, is rounded at every step, and
     rounding has no derivative.
     """
+    # Try it on one matrix without memory. `widened` replaces float32 arguments by float64, but int8 codes remain.
     params = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
         state = widened(tx).init(params)
@@ -60,6 +61,7 @@ def _as_tree(vector: Tensor, like: PyTree) -> PyTree:
     leaves, treedef = tree.flatten(like)
     start = 0  # the index in the vector at which the elements of the next leaf begin
     for index, leaf in enumerate(leaves):
+        # The next elements of the vector, as many as this leaf has, in its shape.
         leaves[index] = vector[start : start + leaf.numel()].reshape(leaf.shape)
         start += leaf.numel()
     return tree.unflatten(treedef, leaves)
@@ -75,10 +77,15 @@ def _with_changed_numbers(tx: Transform, changes: Tensor) -> Transform:
 
     Changes of 0.1 replace a learning rate of 2.0 by 2.2 and an eps of 1e-8 by 1.1e-8. So finite differences, which
     make all changes of one size, take a small step for every number.
+
+    >>> import muonfx as mfx
+    >>> _with_changed_numbers(mfx.scale(2.0), torch.tensor([0.1], dtype=torch.float64)).arguments["factor"]
+    tensor(2.2000, dtype=torch.float64)
     """
     numbers = _numbers_as_tensors(tx)
     vector = _as_vector(numbers)
     units = torch.where(vector == 0, 1e-3, vector.abs())  # the number 0 has no size of its own
+    # A transform is a tree whose leaves are its numbers, so other numbers give another transform.
     _, treedef = tree.flatten(tx)
     return tree.unflatten(treedef, _as_tree(vector + units * changes, like=numbers))
 
@@ -100,15 +107,17 @@ def _run_as_function(
     numbers = _as_vector(_numbers_as_tensors(tx))
 
     def function(gradients: Tensor, parameters: Tensor, changes: Tensor | None = None) -> Tensor:
-        changed_tx = tx
+        changed_tx = tx  # with its numbers as floats, as in usual runs
         if changes is not None:
             changed_tx = _with_changed_numbers(tx, changes)
         # In training, gradients depend on the parameters through the loss. Let them here too: by 0.1 times each change.
         dependent_part = 0.1 * (parameters - initial_parameters)
         dependent_gradients = gradients + dependent_part.repeat(len(steps))
+        # The transform takes trees, and torch differentiates by vectors: convert, run all steps, convert back.
         updates = updates_of(changed_tx, _as_tree(parameters, params), _as_tree(dependent_gradients, steps))
         return _as_vector(updates)
 
+    # The values at which torch computes the derivatives.
     arguments = {
         "gradients": _as_vector(steps),
         "parameters": initial_parameters,
@@ -121,6 +130,8 @@ def _check_derivatives(
     check: Callable[..., bool], by: str, tx: Transform, params: PyTree, steps: list[PyTree], **options: float
 ) -> None:
     """Compare the derivatives of a run's updates by one argument with finite differences.
+
+    For ``by="gradients"``, torch changes the gradients a little and compares the change of the updates with autograd.
 
     Args:
         check: ``gradcheck``, or ``gradgradcheck`` for second derivatives. It raises an error if they differ.
@@ -137,10 +148,12 @@ def _check_derivatives(
         return  # without inputs or outputs, there are no derivatives
 
     def function_of_one_argument(vector: Tensor) -> Tensor:
+        # All other arguments keep their values.
         updates = function(**{**arguments, by: vector})
         # If the updates do not depend on this argument, autograd has no derivative. Adding zero makes it zero.
         return updates + 0.0 * vector.square().sum()
 
+    # `fast_mode` compares one random projection of the derivatives, instead of the derivative by each element.
     check(function_of_one_argument, arguments[by].clone().requires_grad_(), fast_mode=True, **options)
 
 
@@ -188,6 +201,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     function, arguments = _run_as_function(tx, params, steps)
+    # The inputs of the run as three vectors (gradients, parameters, numbers), and a random direction t for them.
     point = tuple(arguments.values())
     if not torch.cat(point).numel():
         return
@@ -201,6 +215,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     c = torch.randn(updates.shape, dtype=updates.dtype, generator=generator)
     vjp_function = torch.func.vjp(function, *point)[1]
     c_j = torch.cat(vjp_function(c))
+    # Two ways to the same number c^T J t.
     by_forward = float(j_t.dot(c))
     by_reverse = float(t.dot(c_j))
     # The rounding errors of both products. If the exact derivative is zero, both are noise on the scale of the updates.
