@@ -35,15 +35,18 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     """
     state = tx.init(params)
     param_names = tree.names(params)
+    # `accumulate` adds gradients over steps, so an earlier gradient may change a state in a step without one.
     accumulates = any(inner.factory.__name__ == "accumulate" for inner in within(tx))
     absent = set(param_names)  # the names of parameters without a gradient
     for step, grads in enumerate(steps):
         if not accumulates:  # else `absent` keeps only parameters that had no gradient in the earlier steps either
             absent = set(param_names)
         absent -= {name for name, grad in tree.named_leaves(grads) if grad is not None}
+        # Copy the state of these parameters before the step, which could write into its tensors.
         old_state = copied_tree(_state_of(absent, param_names, state))
         structure = tree.flatten(state)[1]
         updates, state = tx.run(grads, state, params)
+        # Now compare: the structure, then None for None in the updates, then the values of the copied state.
         if tree.flatten(state)[1] != structure:
             raise Breach(f"step {step}, state", "the structure has changed")
         _require_updates_where_gradients_are(step, updates, grads, absent)
@@ -52,12 +55,17 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
 
 
 def _require_updates_where_gradients_are(step: int, updates: PyTree, grads: PyTree, absent: set[str]) -> None:
-    """Raise `Breach` (a failed law) unless each gradient has an update, and each parameter in ``absent`` has None."""
+    """Raise `Breach` (a failed law) unless each gradient has an update, and each parameter in ``absent`` has None.
+
+    For gradients ``{"w": g, "b": None}`` with "b" in ``absent``, updates ``{"w": u, "b": None}`` are correct.
+    """
+    # Containers and keys first: only trees of equal structure have leaves that can be paired in order.
     if tree.flatten(updates)[1] != tree.flatten(grads)[1]:
         raise Breach(f"step {step}", f"updates {updates!r} do not have the structure of the gradients {grads!r}")
     for (name, update), grad in zip(tree.named_leaves(updates), tree.leaves(grads), strict=True):
         if name in absent and update is not None:
             raise Breach(f"step {step}, updates {name!r}", f"found {shown(update)}, but the gradient is None")
+        # A None gradient outside of `absent` may have an update: `accumulate` returns one of earlier gradients.
         if grad is not None and update is None:
             raise Breach(f"step {step}, updates {name!r}", f"found None for the gradient {shown(grad)}")
 
@@ -72,15 +80,19 @@ def _parameter_of(state_name: str, param_names: list[str]) -> str | None:
     """
     longest: str | None = None
     for name in param_names:
+        # With a dot before both, ".trace.new" does not end with ".w". Of "w" and "layers.0.w", the longer is right.
         if name and f".{state_name}".endswith(f".{name}") and len(name) > len(longest or ""):
             longest = name
     return longest
 
 
 def _state_of(selected: set[str], param_names: list[str], state: PyTree) -> dict[str, object]:
-    """Return the leaves of a state, by name, that belong to selected parameters.
+    """Return the leaves of a state, by name, that belong to selected parameters. ``param_names`` are all parameters.
 
-    For the parameter "w", these are for example "mu.w" and "nu.w". ``param_names`` are all parameters.
+    A leaf such as a count of steps, which belongs to no parameter, is left out.
+
+    >>> _state_of({"w"}, ["w", "b"], {"count": 7, "mu": {"w": 1.0, "b": 2.0}, "nu": {"w": 3.0, "b": 4.0}})
+    {'mu.w': 1.0, 'nu.w': 3.0}
     """
     state_of_params: dict[str, object] = {}
     for leaf_name, leaf in tree.named_leaves(state):
@@ -92,6 +104,7 @@ def _state_of(selected: set[str], param_names: list[str], state: PyTree) -> dict
 def _also_in_every_dtype(example: Example) -> list[Example]:
     """Return an example, and four copies with mixed dtypes: each leaf has another of the four `DTYPES` in each."""
     examples = [example]
+    # With shift 0 the first leaf is float32 and the second float64; with shift 1 they are float64 and bfloat16.
     for shift in range(len(DTYPES)):
         examples.append(example.dense().map_trees(functools.partial(in_mixed_dtypes, shift)))
     return examples
@@ -109,6 +122,7 @@ def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: l
     """
     initial_state = tx.init(params)
     state = initial_state
+    # Each later state is compared with the first, not with the one before it.
     for step, grads in enumerate(steps):
         _, state = tx.run(grads, state, params)
         require_spec(f"step {step}, state", state, initial_state, "init's")
@@ -142,6 +156,7 @@ def updates_look_like_the_gradients(
         if updates_dtype is None:
             return grad
         dtype = updates_dtype(param.dtype) if callable(updates_dtype) else updates_dtype
+        # Only shape, dtype and device are compared below, so the values may be those of the gradient.
         return grad.detach().to(dtype)
 
     for step, updates in enumerate(updates_of(tx, params, steps)):
@@ -156,11 +171,12 @@ def empty_trees_are_taken(tx: Transform, params: PyTree, steps: list[PyTree]) ->
     >>> import muonfx as mfx
     >>> empty_trees_are_taken(mfx.momentum(), {}, [])
     """
+    # A dict without items, a tuple without items, and the usual tree with None in place of each tensor.
     for empty in ({}, (), tree.map(lambda leaf: None, params)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # labels without parameters are expected here
             state = tx.init(empty)
-        for _ in range(2):
+        for _ in range(2):  # the second step starts from a state that a step has returned
             updates, state = tx.update(empty, state, empty)
             require_same("updates", updates, empty, "the empty gradients")
 
@@ -175,6 +191,7 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
     >>> init_on_meta_gives_the_same_spec(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     state = tx.init(on_meta(params))
+    # Both states are moved to the meta device, so that only structures, shapes and dtypes are compared.
     require_spec("state of meta parameters", on_meta(state), on_meta(tx.init(params)), "init's on real ones")
     if not list(tree.tensors(params)):
         return  # a count has the usual device, without a parameter to take it from
@@ -201,7 +218,10 @@ def init_returns_a_state_that_needs_no_grad(tx: Transform, params: PyTree, steps
 
 
 def require_no_grad(what: str, values: PyTree, reason: str) -> None:
-    """Raise `Breach` (a failed law) if a tensor of a tree requires grad."""
+    """Raise `Breach` (a failed law) if a tensor of a tree requires grad: torch then records all that uses it.
+
+    ``what`` names the tree and ``reason`` the harm in the message: "state 'w': requires grad: every step would ...".
+    """
     for name, leaf in tree.named_leaves(values):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise Breach(f"{what} {name!r}", f"requires grad: {reason}")
