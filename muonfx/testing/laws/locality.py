@@ -45,6 +45,7 @@ def wider_than(locality: Locality) -> Callable[[Transform], str | None]:
     """
 
     def why_not(tx: Transform) -> str | None:
+        # Localities are ordered by how much they read: ELEMENT < MATRIX < LEAF < TREE.
         if tx.locality > locality:
             return f"its locality is {tx.locality.name}"
         return None
@@ -78,12 +79,14 @@ def enlarged(example: Example) -> Example:
 
     Leaves of three shapes are enlarged, those with the most dims. Others stay small, which saves time.
     """
+    # The negative number of dims sorts the shapes with the most dims first.
     shapes = {tuple(leaf.shape) for leaf in tree.tensors(example.params) if leaf.numel()}
     shapes_to_enlarge = sorted(shapes, key=lambda shape: -len(shape))[:3]
 
     def enlarged_leaf(leaf: Tensor) -> Tensor:
         if tuple(leaf.shape) not in shapes_to_enlarge or not leaf.ndim:
             return leaf
+        # The leaf is repeated like tiles, [1, 2] to [1, 2, 1, 2], and each element then gets a factor of its own.
         large = leaf.repeat(_repeats_to_enlarge(leaf))
         # All elements differ, because otherwise a mean over some would equal the mean over all.
         positions = torch.arange(large.numel(), dtype=large.dtype).reshape(large.shape)
@@ -98,12 +101,12 @@ def _repeats_to_enlarge(leaf: Tensor) -> list[int]:
     >>> _repeats_to_enlarge(torch.zeros(3, 5)), _repeats_to_enlarge(torch.zeros(2, 4, 3))
     ([24, 17], [35, 1, 8])
     """
-    times = math.ceil(_LARGE / leaf.numel())  # the number of copies of the leaf
+    times = math.ceil(_LARGE / leaf.numel())  # the number of copies of the leaf: 400 for the shape (3, 5)
     if leaf.ndim == 1:
         return [times]
     # Repeat along the first dim for enough rows, along the last dim for enough elements, and along no other.
-    rows = math.ceil(_LARGE_SIDE / leaf.shape[0])
-    columns = math.ceil(times / rows)
+    rows = math.ceil(_LARGE_SIDE / leaf.shape[0])  # 24 copies of 3 rows are 72 rows
+    columns = math.ceil(times / rows)  # 17 copies of 5 columns: 24 * 17 copies are at least the needed 400
     middle = [1] * (leaf.ndim - 2)
     return [rows, *middle, columns]
 
@@ -128,12 +131,15 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     The transform runs on halves of the leaves, and on leaves that are flattened and have their elements in another
     order. Each element must have the update that it has in the whole leaf.
     """
+    # First the halves: an element must not depend on the elements of the other half.
     example = Example(params, steps)
     _check_halves("leaf", tx, example)
+    # Then another order, in one dim: an element must not depend on its place or its neighbours either.
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
     # A transform may choose leaves by their shapes. It does so for the original shapes, before leaves are flattened.
     resolved = resolve_within(tx, on_meta(params))
     results = updates_of(resolved, *example.map(_flattened_and_permuted))
+    # The usual updates in this order. The same permutation applies to a leaf, its gradients and its updates.
     expected = tree.map(_flattened_and_permuted, whole_updates)
     what = "updates of flattened leaves with permuted elements"
     require_close(what, results, expected, "the whole's, flattened and permuted", min(tolerance, _ROUNDING))
@@ -152,10 +158,12 @@ _ROUNDING = 0.02
 def _check_halves(of: str, tx: Transform, example: Example) -> None:
     """Raise `Breach` (a failed law) unless half a leaf alone has the same updates as this half in the whole leaf.
 
-    Two ranks would hold such halves. ``of`` is the word for a leaf in the message.
+    Two ranks would hold such halves: rows 0 to 2 and rows 3 to 4 of a leaf with 5 rows. ``of`` is the word for a leaf
+    in the message, "leaf" or "batch".
     """
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
     for which, half in _HALVES.items():  # "first" or "second", and the function that returns this half of a leaf
+        # The half of each parameter and of each gradient, as if the other half did not exist.
         results = updates_of(tx, *example.map(half))
         expected = tree.map(half, whole_updates)
         what = f"updates of the {which} half of each {of}"
@@ -192,7 +200,7 @@ def _batched(example: Example) -> list[Example]:
         if leaf.ndim >= 3:  # it is a batch already
             return leaf
         matrix = leaf
-        if leaf.ndim < 2:
+        if leaf.ndim < 2:  # a scalar or a vector becomes a matrix with one row
             matrix = leaf.reshape(1, -1)
         other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)  # with other elements, in another order
         return torch.stack([matrix, other_matrix])
@@ -212,6 +220,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     >>> tx = mfx.orthogonalize(view=mfx.MatrixView("... out in -> ... out in"))
     >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
+    # The first dim of shape (2, 3, 5) counts matrices, so a half of the leaf is one whole matrix.
     _check_halves("batch", tx, Example(params, steps))
 
 
@@ -231,12 +240,14 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
 def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if the update of a leaf changes with the values or the presence of other leaves.
 
-    For each leaf, the transform runs three times: all other leaves have other values, or no gradients, or are None.
+    For each leaf, the transform runs three times: all other leaves have other values, or no gradients, or are None. For
+    example, the updates of "w" must be the same if the gradient of "b" is None.
     """
     usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
     numbers = set(range(len(tree.leaves(params))))  # the leaves are numbered in the order of the tree
     for number in numbers:
+        # All leaves but this one change, in the parameters and in the gradients of all steps.
         others = numbers - {number}
         changed_params = map_some(lambda p: 5.0 * p + 1.0, others, params)
         changed_steps = [map_some(lambda g: 7.0 * g - 3.0, others, grads) for grads in steps]
@@ -272,10 +283,11 @@ def _why_sums_are_not_checked(tx: Transform) -> str | None:
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
+    # `tx` may be a chain, as chain(clip_by_global_norm, momentum). Look at each transform in it that reads the tree.
     transforms_of_tree = [inner for inner in within(tx) if inner.locality is Locality.TREE]
     takes_sums = False
     for inner in transforms_of_tree:
-        if sums_over_leaves(inner):
+        if sums_over_leaves(inner):  # as the law requires
             takes_sums = True
             continue
         if works_on_pieces(inner):
@@ -284,7 +296,7 @@ def _why_sums_are_not_checked(tx: Transform) -> str | None:
         is_forwarding = inner.extras.takes_all
         if not is_forwarding:
             return _why_gathered(inner)
-    if not takes_sums:
+    if not takes_sums:  # only wrappers that forward the argument, and no transform that has it
         return _why_gathered(tx)
     return None
 
@@ -312,7 +324,8 @@ def tree_transforms_see_sums_over_leaves(tx: Transform, params: PyTree, steps: l
 def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) unless two ranks that exchange sums over leaves compute the updates of one rank.
 
-    The two simulated ranks hold one half of each leaf; or every other leaf; or all leaves and none.
+    The two simulated ranks hold one half of each leaf; or every other leaf; or all leaves and none. Of four leaves, the
+    ranks hold leaves 0 and 2 and leaves 1 and 3; then leaves 0 to 3 and no leaf.
     """
     example = Example(params, steps)
     _check_sums_of_halves(tx, example)
@@ -323,10 +336,12 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 def _check_sums_of_halves(tx: Transform, example: Example) -> None:
     """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates."""
+    # Transforms of whole matrices, such as `orthogonalize`, cannot run on halves, so `scale` replaces them first.
     tx = _without_work_on_wholes(tx)
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
     # A leaf without dims cannot be halved, so both ranks hold it.
     on_both_ranks = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
+    # Rank 0 has the first half of each leaf and rank 1 the second; the same holds for the expected updates.
     example_of_rank: list[Example] = []
     expected_of_rank: list[PyTree] = []
     for half in _HALVES.values():
@@ -359,6 +374,7 @@ def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_r
     The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.
     ``held`` says this in the message: "every other leaf".
     """
+    # Both ranks have all parameters. Only gradients and updates of leaves of the other rank are None.
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))) - on_first_rank
     updates_of_one_rank, tolerance = _updates_and_tolerance(tx, example)
@@ -401,6 +417,7 @@ def _on_two_ranks(tx: Transform, example_of_rank: list[Example], on_both_ranks: 
     while True:
         results: list[list[PyTree]] = []  # of the ranks that have run to the end
         contributions: list[Tensor] = []  # of the ranks that have stopped at an unknown sum
+        # The first rank counts all of its leaves. The second leaves out those that both hold, which would count twice.
         for example, not_counted in ((first_example, set[int]()), (second_example, on_both_ranks)):
             try:
                 results.append(_updates_with_sums(tx, example, known_sums, not_counted))
@@ -411,6 +428,7 @@ def _on_two_ranks(tx: Transform, example_of_rank: list[Example], on_both_ranks: 
         if results:  # one has, and the other waits for it
             text = f"only one rank computes sum {len(known_sums) + 1}, expected the same sums on both ranks"
             raise Breach(None, text)
+        # Both wait for the same sum, which is now known. Start both again.
         contribution_of_first, contribution_of_second = contributions
         known_sums.append(contribution_of_first + contribution_of_second)
 
@@ -427,9 +445,10 @@ def _updates_with_sums(
 
     def sum_over_leaves(scalars: PyTree) -> Tensor:
         """Return the sum over both ranks of a tree with one number for each leaf, such as its squared norm."""
-        call = next(calls)
-        if call < len(known_sums):
+        call = next(calls)  # 0 at the first call of this run
+        if call < len(known_sums):  # an earlier run of both ranks has found this sum
             return known_sums[call]
+        # The first unknown sum: add this rank's scalars, and stop the run by an error that carries the result.
         contribution = torch.zeros((), dtype=torch.float64)
         for scalar in tree.tensors(without_leaves(not_counted, scalars)):
             contribution = contribution + scalar.double()
