@@ -31,13 +31,14 @@ T = TypeVar("T")
 def _changed(read: Callable[[], T], write: Callable[[T], object], value: T) -> Generator[None]:
     """Change a global setting of torch in a ``with`` block, and restore the usual value at the end.
 
-    For example, ``read`` is ``torch.get_num_threads`` and ``write`` is ``torch.set_num_threads``.
+    For example, ``read`` is ``torch.get_num_threads`` and ``write`` is ``torch.set_num_threads``. With
+    the value 2, the block runs with two threads.
     """
     usual_value = read()
     write(value)
     try:
         yield
-    finally:
+    finally:  # also after an error in the block
         write(usual_value)
 
 
@@ -87,13 +88,14 @@ def modes_of_torch_change_nothing(tx: Transform, params: PyTree, steps: list[PyT
 def _check_modes(modes: dict[str, Mode], tx: Transform, params: PyTree, steps: list[PyTree], expected: History) -> None:
     """Raise `Breach` (a failed law) if the initial state or a step has other bits under one of the modes.
 
-    ``modes`` are functions that return a context manager, by name, such as `TORCH_MODES`. ``expected`` are the updates
-    and the state of each step without a mode.
+    A mode is a setting around the call, such as ``torch.no_grad``. ``modes`` are functions that return a context
+    manager, by name. ``expected`` are the updates and the state of each step without a mode.
     """
     first_state = tx.init(params)
     for name, mode in modes.items():
         with mode():
             state = tx.init(params)
+        # Compare outside of the mode, under which the comparison itself could compute other values.
         require_same(f"under {name}, the state from init", state, first_state, "without it")
         with mode():
             results = history(tx, params, steps)
@@ -105,8 +107,8 @@ def _another_seed() -> Generator[None]:
     """Set other seeds for the random numbers of torch and Python, and restore their states at the end."""
     state_of_python = random.getstate()
     with torch.random.fork_rng(devices=()):  # restores the state of torch's generator on the CPU
-        torch.manual_seed(1234)
-        random.seed(1234)
+        torch.manual_seed(1234)  # for torch.rand
+        random.seed(1234)  # for random.random, which fork_rng does not restore
         try:
             yield
         finally:
@@ -135,11 +137,11 @@ def _another_hash() -> Generator[None]:
 
     def salted_hash(value: object) -> int:
         """Return ``hash(value)``, or another integer if it depends on PYTHONHASHSEED."""
-        calling_function = sys._getframe(1).f_code.co_name
+        calling_function = sys._getframe(1).f_code.co_name  # the name of the function that has called ``hash``
         if calling_function == "__hash__":  # of a key that is already in a dict, under its usual integer
             return usual_hash(value)
         if isinstance(value, str | bytes | tuple | frozenset):  # strings, and containers that may hold strings
-            return usual_hash(("salt", value))
+            return usual_hash(("salt", value))  # equal values still have equal hashes
         return usual_hash(value)
 
     with mock.patch.object(builtins, "hash", salted_hash):
@@ -164,8 +166,10 @@ def seeds_clocks_and_hashes_change_nothing(tx: Transform, params: PyTree, steps:
     >>> import muonfx as mfx
     >>> seeds_clocks_and_hashes_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # `expected` is the usual run. Repeat it with other random seeds, at another time, and with other hashes.
     expected = history(tx, params, steps)
     _check_modes(PROCESS_MODES, tx, params, steps, expected)
+    # And in another thread, where values that are kept for each thread are still unset.
     with ThreadPoolExecutor(1) as pool:
         in_thread = pool.submit(history, tx, params, steps).result()
     require_same("(updates, state) in another thread", in_thread, expected, "in this thread")
@@ -194,6 +198,7 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     >>> import muonfx as mfx
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # Run each example here first. `examples` and `expected` have their items in the same order.
     example = Example(params, steps)
     examples = [example]
     expected = [history(tx, params, steps)]  # the updates and the state of each step, for each of the examples
@@ -201,10 +206,12 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
         longer_names = Example({prefix: params}, [{prefix: grads} for grads in steps])  # "a.w" instead of "w"
         with suppress(KeyError, TypeError, ValueError):  # a transform may accept certain names only
             expected.append(history(tx, *longer_names))
-            examples.append(longer_names)
+            examples.append(longer_names)  # not reached after an error, so both lists stay equally long
+    # Other values for the same shapes: a cached result of the first example would be wrong for them.
     other_values = example.map_trees(lambda values: scaled(values, -3.0))
     examples.append(other_values)
     expected.append(history(tx, *other_values))
+    # The last example is the first there. The results are reversed again for the comparison.
     results_in_reverse = histories_elsewhere(tx, examples[::-1])
     require_same("(updates, state) in another process", results_in_reverse[::-1], expected, "in this process")
 
@@ -243,6 +250,7 @@ def settings_stay_as_they_were(tx: Transform, params: PyTree, steps: list[PyTree
         for mode in ("the default dtype bfloat16", "torch.no_grad", "deterministic algorithms"):
             stack.enter_context(TORCH_MODES[mode]())
         stack.enter_context(_another_seed())
+        # Record the settings once. They are compared after `init`, and after the update of each step.
         before = _settings()
         state = tx.init(params)
         _require_settings("init", before)
@@ -264,5 +272,6 @@ def results_need_no_grad_if_inputs_need_none(tx: Transform, params: PyTree, step
     >>> import muonfx as mfx
     >>> results_need_no_grad_if_inputs_need_none(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # The parameters and gradients of examples do not require grad. A result that does would keep a graph in memory.
     for step, results in enumerate(history(tx, params, steps)):
         require_no_grad(f"step {step}, (updates, state)", results, "no input does")
