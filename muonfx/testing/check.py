@@ -46,6 +46,7 @@ class LawReport:
 
     def __str__(self) -> str:
         """Return the report as text, with a line for each law."""
+        # The title, the laws that hold with their numbers of examples, then the others with their reasons.
         lines = [f"{self.tx}: {_counted(len(self.held), 'law holds', 'laws hold')}"]
         for name, count in self.held.items():
             lines.append(f"  {name} ({_counted(count, 'example', 'examples')})")
@@ -112,14 +113,14 @@ def _suitable_ranks(tx: Transform) -> tuple[int, int]:
     """
     _require_transform(tx)
     try:
-        _try_a_step(tx, (0, 4))
+        _try_a_step(tx, (0, 4))  # scalars, vectors, matrices and more dims
     except Exception:
         # A transform of matrices raises an error about vectors, which is not the mistake that its author looks for.
         try:
             _try_a_step(tx, (2, 4))
         except Exception as error:
             raise _raised_on_examples(tx, error) from error
-        return 2, 4
+        return 2, 4  # only the tree without scalars and vectors was accepted
     return 0, 4
 
 
@@ -238,14 +239,17 @@ def _check_example(law: Law, tx: Transform, options: dict[str, Any], example: Ex
 def _share(share: float, standard: list[Example], drawn: list[Example]) -> list[Example]:
     """Return some of the examples, for a slow law: the fraction ``share`` of them, and at least one.
 
-    Of 10 standard and 90 drawn examples, a share of 0.2 has the first 10 standard examples and 10 drawn ones. The drawn
-    examples are sorted by size, and every ninth of them is taken, beginning with the largest.
+    Standard examples are fixed, and drawn ones are random. Of 10 standard and 90 drawn examples, a share of 0.2 has the
+    first 10 standard examples and 10 drawn ones. The drawn examples are sorted by size, and every ninth of them is
+    taken, beginning with the largest.
     """
+    # The number of examples to return: 20 of 100 for the share 0.2.
     count = math.ceil((len(standard) + len(drawn)) * share)
     # Half of them, or more if there are too few drawn examples.
     standard_count = max(math.ceil(count / 2), count - len(drawn))
     examples = standard[:standard_count]
     drawn_count = count - len(examples)
+    # Equal distances from the end of the list: of 90, the indices -1, -10, -19 and so on. The last is the largest.
     for index in range(drawn_count):
         examples.append(drawn[-1 - index * len(drawn) // drawn_count])
     return examples
@@ -260,7 +264,8 @@ def _size(example: Example) -> tuple[int, int]:
 def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
     """Call a function on a number of examples that a hypothesis strategy draws.
 
-    If it raises an error, hypothesis shrinks the example to the smallest with an error, and raises this error.
+    If it raises an error, hypothesis shrinks the example to the smallest with an error, and raises this error. With
+    ``examples.append`` as the function, the drawn examples are collected in a list.
     """
     settings = hypothesis.settings(
         max_examples=number,
@@ -274,11 +279,13 @@ def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int
         verbosity=hypothesis.Verbosity.quiet,  # the violation shows the example
     )
 
+    # hypothesis runs tests: functions that it decorates and then calls once for each drawn example.
     @settings
     @hypothesis.given(strategy)
     def call_on_drawn(example: Example) -> None:
         function(example)
 
+    # One call runs all examples. A seed is set by one more decorator.
     if seed is None:
         call_on_drawn()
     else:
@@ -298,6 +305,7 @@ def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) 
     is_reproducible = seed is not None or hypothesis.settings().derandomize
     if is_reproducible and key in _pools:
         return _pools[key]
+    # Draw by calling a function that only appends. With number 0, there is nothing to draw.
     examples: list[Example] = []
     if number:
         _for_each(examples.append, strategy, number, seed)
@@ -317,6 +325,7 @@ def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, see
     ``check`` raises a `LawViolation` if the law does not hold on an example. Hypothesis then draws smaller examples as
     long as they violate the law too.
     """
+    # The examples are drawn again, at least 100, as hypothesis can shrink only an example that it has drawn itself.
     try:
         _for_each(check, strategy, max(number, 100), seed)
     except LawViolation as violation:
@@ -329,7 +338,8 @@ def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, see
 def _on_one_leaf(check: Check, violation: LawViolation) -> LawViolation:
     """Return a violation on an example with a single leaf, which is easier to understand; else the given violation.
 
-    Each leaf of the example of the given violation is checked alone, until one violates the law too.
+    Each leaf of the example of the given violation is checked alone, until one violates the law too. For parameters
+    ``{"w": ..., "b": ...}``, these are the examples with ``{"w": ...}`` and with ``{"b": ...}``.
     """
     example = violation.example
     # A law may raise a violation without an example, or with one that is no dict of leaves.
@@ -337,8 +347,9 @@ def _on_one_leaf(check: Check, violation: LawViolation) -> LawViolation:
         return violation
     for name in example.params:
         example_of_leaf = example.map_trees(lambda values, name=name: {name: values[name]})
+        # No error: the law holds on this leaf alone, so try the next.
         try:
             check(example_of_leaf)
         except LawViolation as smaller_violation:
             return smaller_violation
-    return violation
+    return violation  # only several leaves together violate the law
