@@ -48,6 +48,7 @@ class Example(NamedTuple):
         """
         generator = torch.Generator().manual_seed(seed)
 
+        # Each call continues the random numbers, so the parameters and the gradients of each step all differ.
         def random_leaves() -> dict[str, Tensor]:
             leaves: dict[str, Tensor] = {}
             for name, shape in shapes.items():
@@ -80,10 +81,12 @@ class Example(NamedTuple):
         params   'w': float32 (2, 2) [[0.25, 0.25], [0.25, 0.25]]
         step 0   'w': float32 (2, 2) [[0.625, 0.625], [0.625, 0.625]]
         """
+        # The parameters first. None is a leaf of these trees, so it has a number as a tensor has.
         param_leaves, params_treedef = tree.flatten(self.params)
         for number, param in enumerate(param_leaves):
             if param is None:
                 param_leaves[number] = torch.full((2, 2), 0.25)
+        # Then the gradients of each step. A gradient has the number of its parameter.
         dense_steps: list[PyTree] = []
         for grads in self.steps:
             grad_leaves, grads_treedef = tree.flatten(grads)
@@ -110,8 +113,9 @@ class Example(NamedTuple):
 
         def away(leaf: Tensor) -> Tensor:
             drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
-            return drawn + drawn.sign() * 0.1
+            return drawn + drawn.sign() * 0.1  # 0.02 becomes 0.12, and -0.02 becomes -0.12
 
+        # `away` draws new values at each call, so the gradients have only the shapes of the parameters.
         params = self.dense().params
         return Example(tree.map(away, params), tree.map(away, [params] * steps))
 
@@ -126,6 +130,7 @@ class Example(NamedTuple):
         5
         """
         number_of_steps = max(steps, len(self.steps))
+        # Three steps prolonged to five are the steps 0, 1, 2, 0, 1.
         repeated_steps = [self.steps[index % len(self.steps)] for index in range(number_of_steps)]
         return Example(self.params, repeated_steps)
 
@@ -192,7 +197,13 @@ def scaled(values: Any, factor: float) -> Any:
 
 
 def copied(leaf: Any) -> Any:
-    """Return a copy of a tensor with the same strides, gaps included. Other leaves are returned as they are."""
+    """Return a copy of a tensor with the same strides, gaps included. Other leaves are returned as they are.
+
+    ``clone`` alone would remove gaps: every second column of a matrix becomes a dense matrix.
+
+    >>> copied(torch.zeros(2, 6)[:, ::2]).stride(), torch.zeros(2, 6)[:, ::2].clone().stride()
+    ((6, 2), (3, 1))
+    """
     if not isinstance(leaf, Tensor):
         return leaf
     # Strides of zero are not kept: several elements would be one, and cannot be written to.
@@ -240,6 +251,7 @@ def history(tx: Any, params: PyTree, steps: Sequence[PyTree], **extras: Any) -> 
     """
     state = tx.init(params)
     results: History = []
+    # The parameters stay the same: updates are returned, but not added to the parameters.
     for grads in steps:
         updates, state = tx.update(grads, state, params, **extras)
         results.append((updates, state))
@@ -251,9 +263,11 @@ _SEEDS = st.integers(0, 2**16)
 
 def _of_half_rank(values: Tensor) -> Tensor:
     """Return matrices of half the full rank. Their nonzero singular values fall from 1 to 0.001."""
+    # The singular vectors are those of the random values; only the singular values are replaced.
     left, _, right = torch.linalg.svd(values, full_matrices=False)
-    rank = (left.shape[-1] + 1) // 2
+    rank = (left.shape[-1] + 1) // 2  # 2 of 3, and 2 of 4
     singular_values = torch.logspace(0, -3, rank, dtype=values.dtype)
+    # left * diag(singular_values) * right, with the first ``rank`` columns of left and rows of right.
     return (left[..., :rank] * singular_values) @ right[..., :rank, :]
 
 
@@ -284,9 +298,11 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     >>> params["tall"].shape, params["tall"].dtype, len(steps)
     (torch.Size([5, 3]), torch.float32, 3)
     """
+    # One leaf of each allowed shape, with random values: the same in every dtype, up to rounding.
     min_ndim, max_ndim = ranks
     shapes = {name: shape for name, shape in _SHAPES.items() if min_ndim <= len(shape) <= max_ndim}
     example_in = {dtype: Example.of(shapes, steps=3, seed=1, dtype=dtype) for dtype in DTYPES}
+    # Variants of the float32 example: other memory layouts, and gradients that are None in some steps.
     plain = example_in[torch.float32]
     params, steps = plain
     steps_in_layouts = [_in_layouts(grads, step) for step, grads in enumerate(steps)]
@@ -297,7 +313,7 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
         Example(_in_layouts(params, 0), steps_in_layouts),
         Example(params, steps_with_nones),
         example_in[torch.float16],
-        Example(in_mixed_dtypes(0, params), steps),
+        Example(in_mixed_dtypes(0, params), steps),  # float32 gradients, parameters in mixed dtypes
         plain.map_trees(_nested),
         plain.map(_degenerate),
         example_in[torch.float64],
@@ -311,7 +327,7 @@ def _in_layouts(values: dict[str, Tensor], shift: int) -> dict[str, Tensor]:
 
 def _without_a_third(grads: dict[str, Tensor], step: int) -> dict[str, Tensor | None]:
     """Return gradients with None for every third leaf, another third at each step."""
-    absent = range(-step % 3, len(grads), 3)
+    absent = range(-step % 3, len(grads), 3)  # leaves 0, 3, 6 at step 0; 2, 5, 8 at step 1; 1, 4, 7 at step 2
     return without_leaves(absent, grads)
 
 
@@ -325,7 +341,7 @@ def in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:
     leaves, treedef = tree.flatten(values)
     for number, leaf in enumerate(leaves):
         if leaf is not None:
-            dtype = DTYPES[(number + shift) % len(DTYPES)]
+            dtype = DTYPES[(number + shift) % len(DTYPES)]  # after the last dtype follows the first
             leaves[number] = leaf.to(dtype)
     return tree.unflatten(treedef, leaves)
 
@@ -361,15 +377,15 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
     >>> laid_out(torch.zeros(2, 3), "transposed").stride(), laid_out(torch.zeros(2, 3), "gaps").stride()
     ((1, 2), (6, 2))
     """
-    if layout == "transposed" and values.ndim >= 2:
+    if layout == "transposed" and values.ndim >= 2:  # columns, not rows, are contiguous in memory
         return values.mT.contiguous().mT
-    if layout == "gaps" and values.ndim:  # every second element of a buffer
+    if layout == "gaps" and values.ndim:  # every second element of a buffer; [1, 2] is stored as 1 2 2 3
         buffer = torch.stack([values, values + 1], dim=-1)
         return buffer[..., 0]
     if layout == "offset":  # all elements of a buffer but the first three
         buffer = torch.cat([values.new_zeros(3), values.reshape(-1)])
         return buffer[3:].view(values.shape)
-    return values
+    return values  # contiguous, or with too few dims for the layout
 
 
 # The simplest side first; the empty side last, because it should be rare.
@@ -385,8 +401,9 @@ def _random_leaf(
     """Return a tensor of the drawn properties, with values from a seed.
 
     ``fill`` is "normal", "lowrank" (matrices of half the full rank) or "zeros". ``layout`` is one of `LAYOUTS`. The
-    values are multiplied by ``2**power``.
+    values are multiplied by ``2**power``: with the power -2, a normal number 1.0 becomes 0.25.
     """
+    # Drawn in float64 for every dtype, so that one seed has nearly the same values in all dtypes.
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, dtype=torch.float64, generator=generator)
     if fill == "lowrank" and values.ndim >= 2 and values.numel():
@@ -398,7 +415,11 @@ def _random_leaf(
 
 
 def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return a hypothesis strategy that draws a container, such as a dict or a tuple, of children that it draws."""
+    """Return a hypothesis strategy that draws a container, such as a dict or a tuple, of children that it draws.
+
+    For children that are leaves, it draws ``{"w": leaf, "b": leaf}`` or ``(leaf,)``. Hypothesis shrinks a failing
+    example towards the first strategy in the list below, a dict.
+    """
     dicts = st.dictionaries(st.sampled_from(_KEYS), children, min_size=1, max_size=3)
     lists = st.lists(children, min_size=1, max_size=3)
     return st.one_of(
@@ -422,7 +443,7 @@ def _with_tensors(tree_of_functions: PyTree, seed: int, **properties: Any) -> Py
     """
     leaves, treedef = tree.flatten(tree_of_functions)
     for number, random_leaf in enumerate(leaves):
-        if random_leaf is not None:
+        if random_leaf is not None:  # such as partial(_random_leaf, shape=(2, 3), ...), which only lacks its seed
             leaves[number] = random_leaf(seed + number, **properties)
     return tree.unflatten(treedef, leaves)
 
@@ -439,12 +460,14 @@ def _examples(
     A drawn tree has a function from a seed to a tensor in place of each leaf. It gives the parameters by one seed, and
     the gradients of each step by another. With ``nones``, some gradients are None.
     """
+    # Drawn once for the example: the structure and shapes, the seed, and the dtype of gradients (float32 in one of 4).
     tree_of_functions = draw(trees_of_functions)
     seed = draw(_SEEDS)
     number_of_leaves = len(tree.leaves(tree_of_functions))
     grads_are_float32 = draw(st.sampled_from((False, False, False, True)))
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
+        # Properties for all gradients of this step, in place of those of their parameters.
         properties: dict[str, Any] = {}
         if grads_are_float32:
             properties["dtype"] = torch.float32  # not by a conversion, which would have only values of narrow dtypes
