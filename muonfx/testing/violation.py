@@ -69,11 +69,11 @@ def shown(leaf: object) -> str:
     if not isinstance(leaf, Tensor):
         return repr(leaf)
     text = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-    if leaf.device.type != "cpu":
+    if leaf.device.type != "cpu":  # reading its values would wait for the device, or they do not exist (meta)
         return f"{text} on {leaf.device}"
     if not leaf.is_contiguous():
         text += f" strides {leaf.stride()}"
-    if 0 < leaf.numel() <= 12:
+    if 0 < leaf.numel() <= 12:  # values of larger tensors would not fit into one line
         text += f" {_rounded(leaf.detach().tolist())}"
     return text
 
@@ -97,6 +97,7 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
         return False
     if a.device.type == "meta":  # it has no values
         return True
+    # Integers compare bits. As floats, NaN would differ from itself, and 0.0 would equal -0.0.
     integer_dtype = _INTEGERS[a.dtype.itemsize]  # of the same size, so that its values are the bits
     return torch.equal(a.detach().view(integer_dtype), b.detach().view(integer_dtype))
 
@@ -114,6 +115,7 @@ def is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
         return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    # In float64, so that the difference itself is not rounded. Its bound is relative to the largest finite element.
     a = a.detach().double()
     b = b.detach().double()
     largest = max(_largest_finite(a), _largest_finite(b))
@@ -138,6 +140,7 @@ def _compare(
     ``what`` names the tree of results and ``expected_is`` the expected tree in the message, as in "step 0, updates" and
     "in eager mode". ``describe`` returns the text for a leaf.
     """
+    # Containers and keys first: only trees of one structure have leaves that can be paired.
     leaves, structure = tree.flatten(results)
     expected_leaves, expected_structure = tree.flatten(expected)
     if structure != expected_structure:
@@ -146,6 +149,7 @@ def _compare(
     for number, (leaf, expected_leaf) in enumerate(zip(leaves, expected_leaves, strict=True)):
         if _equal_leaves(leaf, expected_leaf, same):
             continue
+        # The first different leaf is the error. Its name is looked up only now, since most comparisons find none.
         name = tree.names(expected)[number]
         text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
         if describe(leaf) == describe(expected_leaf):  # the text has no values, or too few digits
@@ -195,9 +199,10 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
 
     For ``momentum(dtype=torch.bfloat16)`` and float32 gradients, it is the tolerance of bfloat16, 0.25.
     """
+    # The dtypes of the tensors, then those in the arguments of the transform and of the transforms inside it.
     dtypes: set[torch.dtype] = set()
     for leaf in tree.tensors(trees):
-        if leaf.is_floating_point() and leaf.ndim:
+        if leaf.is_floating_point() and leaf.ndim:  # a tensor without dims is a count or a rate
             dtypes.add(leaf.dtype)
     for value in values_within(tx):
         if isinstance(value, torch.dtype):
@@ -216,6 +221,7 @@ def values_within(value: Any) -> Iterator[Any]:
     [{'a': [1, 2]}, [1, 2], 1, 2]
     """
     yield value
+    # The items of this value; a number, a string or None has none, and the recursion ends.
     items: Iterable[Any] = ()
     if isinstance(value, Recorded):
         items = value.arguments.values()
@@ -238,8 +244,9 @@ def widened(value: Any) -> Any:
         return value.replace(**arguments)
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
+    # Only plain containers: a NamedTuple or another subclass may accept other arguments.
     if type(value) in (tuple, list):
         return type(value)([widened(item) for item in value])
     if type(value) is dict:
         return {key: widened(item) for key, item in value.items()}
-    return value
+    return value  # a number, a string, a function: without a dtype
