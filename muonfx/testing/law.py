@@ -60,12 +60,17 @@ def select(
 
     Raises:
         ValueError: a law is not in the registry.
+
+    >>> select({"a": "law a", "b": "law b", "c": "law c"}, laws=None, skip=["b"])
+    (['law a', 'law c'], {'b': 'skipped'})
     """
+    # Functions become names. With None, the names are the keys of the registry.
     names = _names(registry if laws is None else laws)
     skipped = _names(skip)
     unknown = [repr(name) for name in names + skipped if name not in registry]
     if unknown:
         raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(registry)}")
+    # In the order of the registry, not in the order in which the caller has listed them.
     selected = [law for name, law in registry.items() if name in names and name not in skipped]
     return selected, dict.fromkeys(skipped, "skipped")
 
@@ -88,6 +93,7 @@ def _check_one(function: LawFunction, tx: Transform, example: Example, options: 
     """Check a law on a copy of one example, and raise every error as `LawViolation`, which shows this example."""
     name = function.__name__
     try:
+        # A copy, so that a transform that overwrites its input does not change the example in the message.
         function(tx, *example.map(copied), **options)
     except LawViolation:  # raised by another law that this one calls
         raise
@@ -141,12 +147,14 @@ def law(
 
         @functools.wraps(function)
         def check(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
+            # One or several examples: `on` may return the example in float64 and in its own dtypes, for instance.
             prepared = on(Example(params, list(steps)))
             if isinstance(prepared, Example):
                 prepared = [prepared]
             for example in prepared:
                 _check_one(function, tx, example, options)
 
+        # "muonfx.testing.laws.algebra" has the family "algebra".
         name = function.__name__
         family = function.__module__.rpartition(".")[2]
         LAWS[name] = Law(name, check, family, why_not=unless, share=share)
