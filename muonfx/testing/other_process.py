@@ -26,7 +26,7 @@ def _other_process() -> subprocess.Popen[bytes]:
     """
     # The second process has another hash of strings than this one. It is fixed, so that a failure can be repeated.
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    paths = map(os.path.abspath, sys.path)
+    paths = map(os.path.abspath, sys.path)  # so that it imports the same modules
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", _PROGRAM],
         stdin=subprocess.PIPE,
@@ -39,7 +39,7 @@ def _other_process() -> subprocess.Popen[bytes]:
             "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums of large tensors depend on it
         },
     )
-    atexit.register(process.kill)
+    atexit.register(process.kill)  # when this process ends
     return process
 
 
@@ -49,6 +49,7 @@ def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
     Raises:
         RuntimeError: the other process raised an error, which the message contains, or has ended.
     """
+    # The process is started at the first call, and answers each message on stdin by one on stdout.
     process = _other_process()
     assert process.stdin is not None
     assert process.stdout is not None
@@ -88,7 +89,7 @@ def serve() -> None:
     """Run the examples that arrive on stdin, and write their results to stdout, until stdin is closed.
 
     A message on stdin is a pair of a transform and a list of examples. The answer is a list with the updates and states
-    of each example, or the text of an error.
+    of each example, or the text of an error such as "ValueError: found a vector".
     """
     results = sys.stdout.buffer
     sys.stdout = sys.stderr  # a transform may print, which must not come between the results
@@ -96,7 +97,7 @@ def serve() -> None:
         try:
             tx, examples = _receive(sys.stdin.buffer)
             answer = _packed([history(tx, *example) for example in examples])
-        except EOFError:
+        except EOFError:  # the first process has closed stdin
             return
         except Exception as error:  # also of a result that cannot be sent
             answer = _packed(f"{type(error).__name__}: {error}")
