@@ -59,7 +59,7 @@ def _with_element(element: float, grad: Tensor) -> Tensor:
             [9., 0.]])
     """
     changed = grad.clone()
-    if changed.numel():
+    if changed.numel():  # an empty tensor has no element to replace
         changed.view(-1)[_index_to_replace(changed)] = element
     return changed
 
@@ -72,6 +72,7 @@ def _independent_part(locality: Locality, update: Tensor) -> Tensor:
     >>> _independent_part(Locality.ELEMENT, torch.arange(4.0).reshape(2, 2))  # without the element 2
     tensor([0., 1., 3.])
     """
+    # An elementwise update depends on its own element alone, so all others are independent.
     if locality is Locality.ELEMENT:
         elements = update.reshape(-1)
         index = _index_to_replace(update)
@@ -98,8 +99,10 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     tolerance = tolerance_of(tx, usual_updates, params)
     names = tree.names(params)
     all_leaves = set(range(len(names)))  # by their numbers in the tree
+    # All leaves have a faulty gradient, or all but one: with three leaves, {0, 1, 2}, {1, 2}, {0, 2} and {0, 1}.
     all_but_one = [all_leaves - {number} for number in all_leaves]
     for faulty_leaves in [all_leaves, *all_but_one]:
+        # Of faulty leaves, keep only the part that must not change: the other elements, for the locality ELEMENT.
         expected = [_independent_updates(tx.locality, faulty_leaves, updates) for updates in usual_updates]
         for element in (math.nan, math.inf):
             # The first gradients of these leaves have a NaN or an infinity; later gradients are the usual ones.
@@ -133,6 +136,7 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> a_nonfinite_gradient_stays_visible(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # Only these leaves, given by their numbers in the tree, have an element that can be replaced by NaN.
     nonempty = [number for number, leaf in enumerate(tree.leaves(params)) if leaf.numel()]
     usual_updates = updates_of(tx, params, steps)
     if tx.locality is not Locality.TREE:
@@ -164,7 +168,7 @@ def _check_faults(
     for number in faulty_leaves:
         expected = _of_leaf(number, usual_updates)
         if _all_close(_of_leaf(number, with_another), expected, tolerance):
-            continue  # its updates do not depend on this gradient
+            continue  # its updates do not depend on this gradient, so a NaN in it need not be visible
         gradient = f"the gradient of {names[number]!r}"
         _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
         # An infinity may also act as a large number does.
@@ -193,6 +197,7 @@ def _with_large_elements(numbers: Sequence[int], grads: PyTree, params: PyTree) 
     param_leaves = tree.leaves(params)
     leaves, treedef = tree.flatten(grads)
     for number in numbers:
+        # A bfloat16 gradient of a float32 parameter becomes float32, and its element 1e30.
         dtype = wide_dtype(leaves[number].dtype, param_leaves[number].dtype)
         wide_grad = leaves[number].to(dtype)
         leaves[number] = _with_element(_LARGE_ELEMENTS[dtype], wide_grad)
@@ -212,11 +217,12 @@ def _require_visible(cause: str, results: list[Tensor], usual_runs: list[list[Te
     """Raise `Breach` (a failed law) unless one update is nonfinite, and each finite update is a usual one.
 
     ``cause`` names the fault, "NaN in the gradient of 'w'". ``results`` are the updates of one leaf by step, and so is
-    each of the ``usual_runs``.
+    each of the ``usual_runs``. Updates NaN, NaN and then a usual one are correct; zero, zero, zero hide the fault.
     """
     is_finite = [bool(update.isfinite().all()) for update in results]
     if all(is_finite):
         raise Breach(None, f"{cause} gives finite updates, first {shown(results[0])}: the fault is hidden")
+    # Finite values after the NaN must be those of a run without it, not zeros in place of it.
     for step, update in enumerate(results):
         is_usual = any(is_close(update, updates[step], tolerance) for updates in usual_runs)
         if is_finite[step] and not is_usual:
@@ -233,6 +239,7 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> zero_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # Each case is a pair: the parameters, and the gradients of each step.
     zeros = tree.map(torch.zeros_like, params)
     zero_steps = tree.map(torch.zeros_like, steps)
     cases: dict[str, tuple[PyTree, list[PyTree]]] = {
@@ -275,6 +282,7 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # The usual updates show which leaves move at all: `set_to_zero` moves none.
     usual_updates = updates_of(tx, params, steps)
     for magnitude in MAGNITUDES:
         when = f"gradients of {magnitude:g}"
@@ -315,6 +323,7 @@ def _is_narrow(tx: Transform) -> str | None:
     ``momentum(dtype=torch.bfloat16)`` is narrow, and so is ``orthogonalize(dtype="auto")``: the matrix products of
     Newton-Schulz iterations may be in bfloat16. Elsewhere "auto" is the dtype of a state, float32 or float64.
     """
+    # Any dtype with fewer than 4 bytes, in the arguments of the transform or of a transform inside it.
     for value in values_within(tx):
         if isinstance(value, QuantizedDtype) or (isinstance(value, torch.dtype) and value.itemsize < 4):
             return f"its argument {value} is narrow"
@@ -334,6 +343,7 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> narrow_gradients_are_computed_in_wider_dtypes(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # Two runs of the same numbers: one with narrow gradients and float32 parameters, and one all in float64.
     tx_in_float64 = widened(tx)
     params = _cast(params, torch.float32)
     params_in_float64 = _cast(params, torch.float64)
@@ -365,6 +375,7 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> import muonfx as mfx
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # The state at the start and after all steps, to find the counters by their growth.
     first_leaves = tree.leaves(tx.init(params))
     _, last_state = history(tx, params, steps)[-1]
     names = tree.names(last_state)
@@ -375,7 +386,7 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
         if _has_counted(first, last, len(steps)):
             counters.append(number)
             leaves[number] = torch.full(last.shape, A_LONG_RUN, dtype=torch.float64).to(last.dtype)
-    late_state = tree.unflatten(treedef, leaves)
+    late_state = tree.unflatten(treedef, leaves)  # as after ten million steps, without taking them
     # After one more step, a counter must have exactly the next number.
     _, next_state = tx.run(steps[-1], late_state, params)
     for number in counters:
