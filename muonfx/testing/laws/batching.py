@@ -31,9 +31,10 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     # Three runs of the same parameters with different gradients: first one after the other, then as one batch.
     steps_of_runs = [scaled(steps, factor) for factor in (1.0, -0.5, 3.0)]
     expected = _stacked([history(tx, params, steps_of_run) for steps_of_run in steps_of_runs])
-    state = _stacked([tx.init(params)] * len(steps_of_runs))
+    state = _stacked([tx.init(params)] * len(steps_of_runs))  # the same state for each run, stacked three times
     if not list(tree.tensors((params, state))):
         return  # vmap requires a tensor
+    # `update` is written for one run; vmap lets it compute all three at once. The parameters have no batch dim.
     update_batch = torch.func.vmap(lambda grads, state: tx.update(grads, state, params))
     batched_steps = _stacked(steps_of_runs)  # at each step, tensors of shape (3, *shape)
     for step, batch_of_grads in enumerate(batched_steps):
@@ -85,8 +86,9 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
         return list(tree.tensors(history(tx, params, steps)[-1]))
 
     expected = [last_step(variant) for variant in variants]
-    if not expected[0]:
+    if not expected[0]:  # there are no tensors, as in an empty tree
         return
+    # `stack` returns one transform whose numbers are tensors of three elements, over which vmap runs.
     results = torch.func.vmap(last_step)(stack(variants))
     stacked = _stacked(expected)
     require_close("last step, vmapped [updates, state]", results, stacked, "in a loop", tolerance_of(tx, stacked))
@@ -109,6 +111,7 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
         alone = updates_of(tx, *example_of_leaf(number, example))
         expected = [only_leaf(number, updates) for updates in together]
         require_same(f"updates of {name!r}, without the other leaves,", alone, expected, "among them")
+    # This part gives leaves other places and longer names ("copy0.w"), which some transforms do not allow.
     if _rounds_at_random(tx) or not accepts_names(tx, _with_others(2, params)):
         return
     # Each leaf among one or two other leaves of its shape.
@@ -125,7 +128,13 @@ def _rounds_at_random(tx: Transform) -> bool:
 
 
 def _with_others(copies: int, values: PyTree) -> PyTree:
-    """Return ``{"copy0": values, "copy1": ...}``, where later trees have leaves of the same shapes and other values."""
+    """Return ``{"copy0": values, "copy1": ...}``, where later trees have leaves of the same shapes and other values.
+
+    Each later leaf has its elements moved on by one more place.
+
+    >>> _with_others(2, {"b": torch.tensor([1, 2, 3])})
+    {'copy0': {'b': tensor([1, 2, 3])}, 'copy1': {'b': tensor([3, 1, 2])}}
+    """
     trees: dict[str, PyTree] = {"copy0": values}  # with its strides, on which the order of a sum may depend
     for number in range(1, copies):
         trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)

@@ -36,9 +36,10 @@ class Counter:
 
 def _require_no_value_read(graph: GraphModule) -> None:
     """Raise `Breach` (a failed law) if a graph reads a tensor's value back to Python, which waits for the device."""
-    for module in graph.modules():
+    for module in graph.modules():  # the graph itself, and the graphs of branches within it
         if not isinstance(module, GraphModule):
             continue
+        # `_local_scalar_dense` is the operation that ``float(tensor)`` and ``if tensor`` become.
         for node in module.graph.nodes:
             if node.target in ("item", "tolist") or "_local_scalar_dense" in str(node.target):
                 raise Breach(None, f"the graph reads a value back, at {node.format_node()}: {node.stack_trace}")
@@ -49,7 +50,7 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
 
     ``tx`` initializes the state. Each step has its own transform, which may have other numeric arguments.
     """
-    if not tree.leaves(params):
+    if not tree.leaves(params):  # nothing to compute
         return
     # Forget the graphs of earlier checks, which could be used again or be counted here.
     torch._dynamo.reset()
@@ -61,6 +62,7 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
     def compiled_step(tx: Transform, grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 
+    # Both runs begin with one state, and each continues with its own.
     state = eager_state = tx.init(params)
     for step, grads in enumerate(steps):
         updates, state = compiled_step(tx_of_step[step], grads, state, params)
@@ -73,7 +75,7 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
 
 def _require_one_graph(step: int, graphs: int) -> None:
     """Raise `Breach` (a failed law) unless dynamo has compiled one graph by the end of a step, without a break."""
-    breaks = list(torch._dynamo.utils.counters["graph_break"])
+    breaks = list(torch._dynamo.utils.counters["graph_break"])  # the reasons, as texts
     if graphs <= 1 and not breaks:  # no graph, if the update computes nothing
         return
     text = f"compiled {graphs} graphs until step {step}, expected one for all steps"
@@ -95,6 +97,7 @@ def _one_leaf_per_ndim(example: Example) -> Example:
     """
     example = example.precise()
     leaves = tree.leaves(example.params)
+    # Go through all leaves once, and remember for each number of dims the largest leaf so far.
     number_of_largest: dict[int, int] = {}  # from a number of dims to the number of the leaf in the tree
     for number, leaf in enumerate(leaves):
         largest = number_of_largest.get(leaf.ndim)
@@ -131,7 +134,10 @@ def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: l
 
 
 def _grown(values: PyTree, times: int, seed: int) -> PyTree:
-    """Return a tree of random tensors with dims ``times`` as long, so that a `MatrixView` can still divide them."""
+    """Return a tree of random tensors with dims ``times`` as long, so that a `MatrixView` can still divide them.
+
+    With ``times=2``, the shape (2, 3) becomes (4, 6).
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def grown(leaf: torch.Tensor) -> torch.Tensor:
@@ -156,6 +162,7 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
     def step(grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 
+    # One compiled function for both lengths: shape (2, 3) becomes (4, 6), and then (6, 9).
     for times in (2, 3):
         longer = _grown(params, times, seed=2 * times)
         grads = _grown(steps[0], times, seed=2 * times + 1)
@@ -188,8 +195,10 @@ def traced_update_equals_eager(tx: Transform, params: PyTree, steps: list[PyTree
         return tx.update(grads, state, params)
 
     state = tx.init(params)
+    # `make_fx` runs the first step once and writes down its operations, as a function of the same arguments.
     recorded = make_fx(step)(steps[0], state, params)
     _require_no_value_read(recorded)
+    # A value that Python has computed while recording, such as a count of steps, would be wrong in the second step.
     for number, grads in enumerate(steps):
         expected = tx.update(grads, state, params)
         results = recorded(grads, state, params)
