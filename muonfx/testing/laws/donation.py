@@ -28,6 +28,7 @@ def donation_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]
     >>> import muonfx as mfx
     >>> donation_changes_no_value(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # A copy of the usual results, because the steps below may overwrite tensors.
     expected = copied_tree(history(tx, params, steps))
     for donate in (Donation(updates=True), Donation(state=True), Donation(updates=True, state=True)):
         _check_donation(tx, params, steps, donate, expected)
@@ -46,6 +47,8 @@ def next_in_chain_may_write_to_updates(tx: Transform, params: PyTree, steps: lis
         # Some transforms should be the last of a chain. Here, each is followed by one that overwrites its updates.
         warnings.filterwarnings("ignore", "chain: .* comes before .*", UserWarning)
         pair = chain(tx, ("writes", scale(3.0)))
+    # In this chain, `scale` owns the updates that it receives, and may multiply them in place. If `tx` returned a
+    # tensor of its state as an update, the state would be multiplied too.
     expected = copied_tree(history(pair, params, steps))
     for donate in (Donation(state=True), Donation(updates=True, state=True)):
         _check_donation(pair, params, steps, donate, expected)
@@ -66,6 +69,7 @@ def _check_donation(
     updates_of_steps: list[PyTree] = []
     for step, grads in enumerate(steps):
         grads_copy = copied_tree(grads)  # may be overwritten, and the next donation is checked with the same gradients
+        # All that the step must not overwrite. A `Witness` copies it, to find changes afterwards.
         not_donated: dict[str, PyTree] = {"params": params}
         if not donate.updates:
             not_donated["gradients"] = grads_copy
@@ -74,6 +78,7 @@ def _check_donation(
         witness = Witness(**not_donated)
         updates, state = tx.update(grads_copy, state, params, donate=donate)
         witness.require_unchanged(f"{tx.name}: update with {donate}, at step {step},")
+        # The results are the usual ones, and no update shares memory with the state, which the next step may overwrite.
         _compare_donated(
             f"step {step}, {donate}: (updates, state)", (updates, state), expected[step], tx, params, steps
         )

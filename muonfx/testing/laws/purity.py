@@ -20,6 +20,7 @@ class Witness:
     """Copies of named trees, to detect later whether a leaf or a container was changed."""
 
     def __init__(self, **trees: PyTree) -> None:
+        # For the containers: the trees, and their present leaves and structures. For the values: copies of all tensors.
         self.trees = trees
         self.flattened = {title: tree.flatten(values) for title, values in trees.items()}
         leaves = tree.leaves(trees)
@@ -41,6 +42,7 @@ class Witness:
                 continue
             if not bits_equal(leaf, copy):
                 raise Breach(name, f"{when} has changed it from {shown(copy)} to {shown(leaf)}")
+            # Equal bits, but written: the update may have changed the tensor and restored it.
             if leaf._version != version and leaf.numel():
                 raise Breach(name, f"{when} has written its own values to it (its _version rose)")
 
@@ -52,6 +54,7 @@ def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> update_leaves_its_inputs_unchanged(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # A `Witness` holds copies of the inputs; after the call, it compares the inputs with them.
     witness = Witness(params=params)
     state = tx.init(params)
     witness.require_unchanged("init")
@@ -68,7 +71,11 @@ def _tensors(values: PyTree) -> list[tuple[str, Tensor]]:
 
 
 def names_by_storage(values: PyTree) -> dict[int, list[str]]:
-    """Return the names of the nonempty tensors of a tree by the addresses of their storages."""
+    """Return the names of the nonempty tensors of a tree by the addresses of their storages.
+
+    The storage is the memory of a tensor, which its views share. Of ``{"w": w, "row": w[0], "b": b}``, the result is
+    ``{address of w: ["w", "row"], address of b: ["b"]}``.
+    """
     names: dict[int, list[str]] = {}
     for name, leaf in _tensors(values):
         names.setdefault(leaf.untyped_storage().data_ptr(), []).append(name)
@@ -87,7 +94,7 @@ def require_apart(what: str, outputs: PyTree, inputs: dict[str, PyTree], *, may_
     allowed_objects = tree.ids(may_be)
     input_names = names_by_storage(inputs)
     for name, leaf in _tensors(outputs):
-        storage = leaf.untyped_storage().data_ptr()
+        storage = leaf.untyped_storage().data_ptr()  # the address of its memory, equal for all views of it
         if storage in input_names and id(leaf) not in allowed_objects:
             input_name = input_names[storage][0]
             raise Breach(f"{what} {name!r}", f"shares its storage with {input_name!r}; writing to one changes both")
@@ -102,6 +109,7 @@ def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: l
     >>> import muonfx as mfx
     >>> outputs_share_no_storage_with_inputs(mfx.master_params(mfx.scale(-1.0)), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # "Apart" means without common memory. A state that is a view of a parameter would change with it.
     state = tx.init(params)
     require_apart("state from init", state, {"params": params})
     for step, grads in enumerate(steps):
@@ -122,6 +130,7 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
     >>> updates_do_not_overlap(mfx.orthogonalize(), *mfx.testing.Example.of({"q": (2, 3), "k": (3, 2)}))
     """
     for grads, updates in zip(steps, updates_of(tx, params, steps), strict=True):
+        # Updates that are the gradient object itself are left out: `update` has not created them.
         gradients = tree.ids(grads)
         new_updates = {name: leaf for name, leaf in _tensors(updates) if id(leaf) not in gradients}
         # Add another number to each update, first in new tensors and then in place. If two overlap, one of them
@@ -149,6 +158,7 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
     """
     # The second run has other gradients, so that no state has the values of the first run.
     steps_of_runs = [steps, scaled(list(reversed(steps)), -2)]
+    # The results of each run on its own. Then both runs again, one step of the first, one of the second, and so on.
     expected_of_runs = [copied_tree(history(tx, params, steps_of_run)) for steps_of_run in steps_of_runs]
     states = [tx.init(params) for _ in steps_of_runs]
     for step in range(len(steps)):
@@ -178,6 +188,7 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
     expected = copied_tree(tx.update(grads, state, params))
     results = tx.run(grads, state, params, **unknown)  # as a chain runs it
     require_same("(updates, state)", results, expected, "without the extra argument")
+    # A direct call must raise an error instead, unless the transform accepts every name by ``**extras``.
     accepts_any_name = tx.extras.understood is None
     if accepts_any_name:
         return
