@@ -22,7 +22,12 @@ def _contiguous(example: Example) -> Example:
 
 
 def _with_reversed_strides(leaf: Tensor) -> Tensor:
-    """Return a tensor with the same values whose first dim is the innermost in memory, as in channels_last."""
+    """Return a tensor with the same values and shape whose first dim is the innermost in memory.
+
+    >>> _with_reversed_strides(torch.zeros(2, 3, 4)).stride(), torch.zeros(2, 3, 4).stride()
+    ((1, 2, 6), (12, 4, 1))
+    """
+    # The first permute reverses the dims, `contiguous` stores them so, and the second permute restores the shape.
     order = list(reversed(range(leaf.ndim)))
     return leaf.permute(order).contiguous().permute(order)
 
@@ -38,7 +43,7 @@ def _mapped(function: Callable[[Tensor], Tensor], values: PyTree) -> PyTree:
     """Apply a function to the tensors of a tree, apart from eight-bit codes, on which torch has no arithmetic."""
 
     def apply(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dtype.itemsize == 1:
+        if not isinstance(leaf, Tensor) or leaf.dtype.itemsize == 1:  # None, a number, or codes
             return leaf
         return function(leaf)
 
@@ -54,6 +59,7 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
     >>> import muonfx as mfx
     >>> strides_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # The usual results, with contiguous tensors. Then one of the three inputs at a time has another layout.
     expected = history(tx, params, steps)
     for how, store in STORED.items():  # the name of a layout in memory, and a function that copies a tensor into it
         stored_params = _mapped(store, params)
@@ -103,11 +109,13 @@ def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[Py
     >>> import muonfx as mfx
     >>> requires_grad_changes_no_value(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # First parameters that require grad, with the usual gradients.
     expected = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, expected, params)
     parameters = tree.map(lambda leaf: nn.Parameter(leaf.clone()), params)
     results = updates_of(tx, parameters, steps)
     require_close("updates if the parameters are nn.Parameter", results, expected, "of detached tensors", tolerance)
+    # Then gradients that require grad, in float64.
     _check_gradients_that_require_grad(widened(tx), *Example(params, steps).smooth())
 
 
@@ -134,6 +142,7 @@ def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> one_tensor_may_be_two_leaves(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    # Each parameter twice, as "a.w" and "z.w": once as two tensors with equal values, once as one tensor.
     example = Example(params, steps)
     of_copies = example.map_trees(lambda values: {"a": copied_tree(values), "z": copied_tree(values)})
     of_one_tensor = example.map_trees(lambda values: {"a": values, "z": values})
@@ -145,7 +154,7 @@ def one_tensor_may_be_two_leaves(tx: Transform, params: PyTree, steps: list[PyTr
     # Again with donation.
     state = copied_tree(tx.init(of_copies.params))
     for step, grads in enumerate(steps):
-        donated = copied_tree(grads)
+        donated = copied_tree(grads)  # one tensor for both leaves, which the step may overwrite
         updates, state = tx.update({"a": donated, "z": donated}, state, of_one_tensor.params, donate=True)
         what = f"step {step}, donated (updates, state) of leaves that are one tensor"
         tolerance = tolerance_of(tx, expected[step], params)

@@ -27,6 +27,7 @@ def names_within(tx: Transform) -> dict[str, Any]:
     >>> list(names_within(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1))))
     ['chain', 'momentum', 'scale']
     """
+    # Other values, such as numbers and strings, print without a name.
     value_of_name: dict[str, Any] = {}
     for value in values_within(tx):
         if isinstance(value, Recorded):
@@ -52,6 +53,7 @@ def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: l
     >>> import muonfx as mfx
     >>> repr_evaluates_to_an_equal_transform(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {}, [])
     """
+    # All names that the printed text may use: its own parts, `muonfx.contrib` and `muonfx`.
     printed = eval(repr(tx), {**names_within(tx), **vars(contrib), **vars(sys.modules["muonfx"])})
     if printed != tx:
         raise Breach(None, f"its repr evaluates to {printed!r}, which is not equal to it")
@@ -94,6 +96,7 @@ def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTre
     >>> import muonfx as mfx
     >>> fingerprint_ignores_numbers(mfx.momentum(), {}, [])
     """
+    # The leaves of a transform are its numbers: momentum(0.9) becomes momentum(0.55).
     with_other_numbers = tree.map(lambda number: number * 0.5 + 0.1, tx)
     fingerprint = with_other_numbers.fingerprint
     if fingerprint != tx.fingerprint:
