@@ -46,12 +46,14 @@ def steps_are_repeatable(build: Build) -> None:
 @optimizer_law
 def torch_save_resumes_the_run(build: Build) -> None:
     """A run resumed from torch.save of the state dict ends in the bits of the run that was not stopped."""
+    # Save after three steps, and load into a new optimizer of a model with the same weights.
     stopped = Run(build).steps(STEPS)
     file = io.BytesIO()
     torch.save(stopped.optimizer.state_dict(), file)
     file.seek(0)
     resumed = resumed_run(build, stopped)
     resumed.optimizer.load_state_dict(torch.load(file, weights_only=True))
+    # Both take three more steps with the same gradients, and are compared.
     require_same_end(resumed, stopped)
 
 
@@ -70,6 +72,7 @@ def names_resume_the_run_in_another_order(build: Build) -> None:
     """A state dict by names resumes a run whose model registers its layers in another order."""
     stopped = Run(build).steps(STEPS)
     saved = copy.deepcopy(get_optimizer_state_dict(stopped.model, stopped.optimizer))
+    # The same layers in the opposite order: parameter 0 of one model is the last of the other. Only names match.
     resumed = resumed_run(build, stopped, seeded(ReversedModel))
     set_optimizer_state_dict(resumed.model, resumed.optimizer, saved)
     require_same_end(resumed, stopped, tolerance=1e-5)
@@ -78,10 +81,11 @@ def names_resume_the_run_in_another_order(build: Build) -> None:
 @optimizer_law
 def states_keep_their_dtypes(build: Build) -> None:
     """Each tensor of the state keeps its dtype and shape from the first step on, and through load_state_dict."""
-    run = Run(build).steps(1)
+    run = Run(build).steps(1)  # many optimizers create their state at the first step
     first = copied_tree(state_tensors(run.optimizer))
     run.steps(STEPS)
     _require_same_specs("after more steps, the state", run.optimizer, first)
+    # `load_state_dict` of torch casts the state to the dtype of its parameter, unless the optimizer prevents this.
     loaded = Run(build)
     loaded.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     _require_same_specs("after load_state_dict, the state", loaded.optimizer, first)
@@ -108,6 +112,7 @@ def parameters_without_gradients_stay(build: Build) -> None:
             return None
         return grad
 
+    # One usual step before, so that these parameters have momentum, which must not move them either.
     run = Run(build).steps(1)
     before = run.values()
     run.step(without_gradients)
@@ -120,6 +125,7 @@ def parameters_without_gradients_stay(build: Build) -> None:
 @optimizer_law
 def zero_gradients_give_finite_values(build: Build) -> None:
     """Gradients of zeros, from the first step on and after others, leave all parameters finite."""
+    # At the first step, the moments are zero too: 0 / 0 would give NaN.
     fresh = Run(build)
     fresh.step(lambda name, grad: torch.zeros_like(grad))
     require_finite(fresh.values(), "after a first step with zeros")
@@ -153,6 +159,7 @@ def nan_stays_in_its_parameter(build: Build) -> None:
 @optimizer_law
 def gradients_of_any_norm_give_finite_values(build: Build) -> None:
     """Gradients whose elements have sizes from 1e-30 to 1e30 leave all parameters finite."""
+    # The square of 1e30 is infinite in float32, and the square of 1e-30 is zero.
     for exponent in (-30, -20, -10, 10, 19, 30):
         size = 10.0**exponent
         run = Run(build)
@@ -175,6 +182,7 @@ def _a_hidden_matrix(run: Run) -> str:
 @optimizer_law
 def unusual_shapes_are_taken(build: Build) -> None:
     """Parameters with the shapes [1, N], [N, 1], [0, N] and with four dims are updated, or refused at construction."""
+    # An optimizer may refuse shapes when it is built. It must not fail or give NaN later, in a step.
     try:
         run = Run(build, seeded(UnusualShapes))
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -205,6 +213,7 @@ def bf16_parameters_are_trained(build: Build) -> None:
 @optimizer_law
 def frozen_parameters_stay(build: Build) -> None:
     """A parameter that is frozen after some steps stays, and trains again once it is unfrozen."""
+    # Three phases: two usual steps, two steps while one matrix is frozen, and one step after it is unfrozen.
     run = Run(build).steps(2)
     name = _a_hidden_matrix(run)
     param = run.params[name]
@@ -220,6 +229,7 @@ def frozen_parameters_stay(build: Build) -> None:
 @optimizer_law
 def rates_are_read_at_each_step(build: Build) -> None:
     """A rate that is written into the groups counts from the next step on: with the rate zero nothing moves."""
+    # An optimizer that copies the rate at construction would still move with the rate zero.
     run = Run(build).steps(2)
     rates = [group["lr"] for group in run.optimizer.param_groups]
     before = run.values()
@@ -236,6 +246,7 @@ def rates_are_read_at_each_step(build: Build) -> None:
 @optimizer_law
 def rates_may_be_tensors(build: Build) -> None:
     """A rate that is a tensor gives the update of the same rate as a float, and is read at each step."""
+    # Two equal runs; then one has rates as floats, and the other the same rates as tensors.
     by_float = Run(build).steps(1)
     by_tensor = Run(build).steps(1)
     start = by_float.values()

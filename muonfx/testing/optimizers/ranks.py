@@ -90,11 +90,13 @@ def _require_the_update_of_one_process(build: Build, model: nn.Module) -> None:
 
     Each rank runs this function. ``model`` is parallel over all ranks, and each rank has a whole model of its own.
     """
+    # Both models begin with the same weights and take the same steps.
     whole = Run(build)
     start = whole.values()
     parallel = Run(build, model)
     whole.steps(STEPS)
     parallel.steps(STEPS)
+    # The shards of all ranks joined: equal bits on all ranks, and close to the model that one process has updated.
     values = parallel.values()
     _require_equal_on_ranks(values)
     require_close(values, whole.values(), start, TOLERANCE, f"on {RANKS} ranks")
@@ -130,6 +132,7 @@ def _mesh() -> DeviceMesh:
 
 def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
     """Check a law in new processes, and return the outcome of the first rank on which it does not hold."""
+    # Other processes receive the function `build` by pickle, which fails for a lambda. Find out before they start.
     try:
         pickle.dumps(build)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -147,6 +150,7 @@ def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
             process.start()
             processes.append(process)
         have_finished = _join_or_kill(processes)
+    # A rank that was killed may have put nothing into the queue, so outcomes are found by their rank.
     outcome_of_rank: dict[int, Outcome] = {}
     while not outcomes.empty():
         rank, outcome = outcomes.get()
@@ -154,7 +158,7 @@ def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
     reason = "ended without a result" if have_finished else f"has not finished within {SECONDS} s"
     for rank in range(RANKS):
         outcome = outcome_of_rank.get(rank, Outcome(failure=f"rank {rank} {reason}"))
-        if outcome != Outcome():
+        if outcome != Outcome():  # an outcome without texts means that the law holds
             return outcome
     return Outcome()
 
@@ -164,6 +168,7 @@ def _join_or_kill(processes: list[BaseProcess]) -> bool:
 
     A rank may wait forever for another one that has raised an error.
     """
+    # One deadline for all: time that the first process has used is no longer left for the second.
     deadline = time.monotonic() + SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

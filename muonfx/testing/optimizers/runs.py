@@ -64,6 +64,7 @@ class UnusualShapes(nn.Module):
 
 def seeded(model_class: Callable[[], nn.Module] = TinyModel) -> nn.Module:
     """Return a new model with the same values at each call, whatever the order of its layers is."""
+    # Each parameter has its own generator, whose seed depends on its name. One generator would depend on the order.
     model = model_class()
     for name, param in model.named_parameters():
         generator = torch.Generator().manual_seed(_seed_of(name, 0))
@@ -111,6 +112,7 @@ class Run:
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
         """The parameters of the model that the optimizer has in its groups, by name."""
+        # Groups have tensors without names, so tensors of the model are found among them by identity.
         identities: set[int] = set()
         for group in self.optimizer.param_groups:
             identities.update(map(id, group["params"]))
@@ -172,6 +174,7 @@ def load_by_dcp(resumed: Run, stopped: Run, folder: str, *, no_dist: bool = Fals
 
     ``no_dist`` is True for one process without a process group.
     """
+    # The state dict has names of parameters as its keys, so that the other run finds its parameters in it.
     saved = {"optimizer": get_optimizer_state_dict(stopped.model, stopped.optimizer)}
     dcp.save(saved, checkpoint_id=folder, no_dist=no_dist)
     # A load writes into the tensors of a state dict of the same form, which is then set as the state.
@@ -185,6 +188,7 @@ def require_same_end(resumed: Run, continued: Run, tolerance: float | None = Non
 
     One run has loaded the saved state of the other, which has not been stopped.
     """
+    # `start` is the common point: a tolerance is relative to the distance from there.
     start = continued.values()
     continued.steps(STEPS)
     resumed.steps(STEPS)
@@ -215,6 +219,7 @@ def require_close(values: Values, expected: Values, start: Values, tolerance: fl
     comparison in the message, such as "the resumed run".
     """
     for name, expected_value in expected.items():
+        # The update is the change since the start: for 1.0 -> 0.9, it is -0.1.
         expected_update = (expected_value - start[name]).double()
         update = (values[name] - start[name]).double()
         size = float(expected_update.norm())
