@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate of a class; default: 0.01")
     parser.add_argument("--laws", nargs="+", metavar="LAW", choices=OPTIMIZER_LAWS, help="check these laws only")
     options = parser.parse_args(argv)
+    # A name that cannot be imported is a mistake of the caller, and is shown without a traceback.
     try:
         build = _imported(options.optimizer, options.lr)
     except (ImportError, AttributeError, ValueError) as error:

@@ -170,6 +170,7 @@ def _drawn(factory: Callable[..., Transform], **strategies: Strategy) -> st.Sear
     An argument is drawn by the given strategy for it, or else by the shared strategy for its name in `_BY_NAME`.
     Without either, a bool is drawn, and any other argument has its default.
     """
+    # `momentum(decay, nesterov)` has a decay by its name in `_BY_NAME`, and a drawn True or False for `nesterov`.
     strategy_of = dict(strategies)
     for name, parameter in inspect.signature(factory).parameters.items():
         if name in strategy_of:
