@@ -55,8 +55,8 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
         owner_of[index] = rank
         loads[rank] = loads[rank].plus(item)
     costs_before = [load.cost for load in loads]
-    # 2. The other items by descending cost, each to the candidate with the lowest load. Items with equal candidates
-    # share a queue.
+    # 2. The other items by descending cost, each to the candidate with the lowest load: small items that come last can
+    # fill the differences that large ones leave. Items with equal candidates share a queue.
     by_cost = _descending(with_choice)
     queue_of: dict[tuple[int, ...], _Queue] = {}
     for index, item in by_cost.items():
@@ -80,7 +80,7 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     >>> assign_by_bytes([Item(cost=9.0, size=10), Item(cost=0.0, size=6), Item(cost=0.0, size=4)], ranks=2)
     [0, 1, 1]
     """
-    # 1. The items with a cost, such as matrices, by their costs.
+    # 1. The items with a cost, such as matrices, are assigned first: their cost is the time of a step.
     with_cost: dict[int, Item] = {}
     without_cost: dict[int, Item] = {}
     for index, item in _descending(dict(enumerate(items))).items():
@@ -91,7 +91,7 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     loads = _no_loads(ranks)
     mean_size = sum(item.size for item in items) // ranks  # sizes are integers, so rounding down changes nothing
     owner_of = _assign_by_cost(with_cost, loads, mean_size)
-    # 2. The items without a cost, such as biases, by the memory that is left.
+    # 2. The items without a cost, such as biases, go where the memory is least full. They take no time to compute.
     owner_of |= _assign_by_size(without_cost, loads)
     return [owner_of[index] for index in range(len(items))]
 
@@ -109,14 +109,16 @@ def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: in
     """Assign each item to the rank with the lowest cost that has memory for it. Return the rank by index of the item.
 
     Each rank has memory for `mean_size`, the mean of the sizes of all items, plus the largest of these items. The items
-    are added to `loads`.
+    are added to `loads`. If the mean is 10 and the largest item is 6, a rank with 12 so far may get an item of 4, and
+    none of 5.
     """
     largest_size = max([item.size for item in items.values()], default=0)
     limit = mean_size + largest_size
     queue = _Queue(loads, range(len(loads)))
     owner_of: dict[int, int] = {}
     for index, item in items.items():
-        # A full rank leaves the queue. One with at most the mean has room for any item, and such a rank always exists.
+        # The first rank has the lowest cost, but perhaps too little memory: it then leaves the queue. The queue never
+        # becomes empty, because some rank has at most the mean, and so has room for any item.
         while loads[queue.least()].size + item.size > limit:
             queue.leave()
         owner_of[index] = queue.assign(item)
@@ -125,7 +127,8 @@ def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: in
 
 def _assign_by_size(items: Mapping[int, Item], loads: Sequence[_Load]) -> dict[int, int]:
     """Assign each item, which has no cost, to the rank with the smallest size so far. Return the rank by index."""
-    by_size = [_Load(load.size, load.cost, load.rank) for load in loads]  # ordered by size, then by cost
+    # A queue orders loads by their first field, the cost. Here size and cost are exchanged, so it orders them by size.
+    by_size = [_Load(load.size, load.cost, load.rank) for load in loads]
     queue = _Queue(by_size, range(len(by_size)))
     return {index: queue.assign(Item(item.size, 0)) for index, item in items.items()}
 
@@ -141,7 +144,11 @@ class _Queue:
         heapq.heapify(self._heap)
 
     def least(self) -> int:
-        """Return the rank with the lowest load."""
+        """Return the rank with the lowest load.
+
+        The entry at the front may have an old load of its rank: rank 0 with cost 2.0, though it has 5.0 now. It is then
+        replaced by the current load, which moves it back in the queue, and the next front entry is tried.
+        """
         while True:
             entry = self._heap[0]
             current = self._loads[entry.rank]
@@ -173,7 +180,12 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     """Search for an assignment of items to ranks with a largest total cost below `largest_cost`, by bisection.
 
     Return the rank by index of the item; no item if no better assignment is found. The items have descending costs.
-    `costs_before` has each rank's cost without them.
+    `costs_before` has each rank's cost without them. Costs of 3, 3, 2, 2 and 2 fit on two ranks with 6 each, where the
+    least loaded rank for each item in turn ends with 5 and 7:
+
+    >>> items = {index: Item(cost, 0) for index, cost in enumerate([3.0, 3.0, 2.0, 2.0, 2.0])}
+    >>> _packed(items, {0: 0.0, 1: 0.0}, largest_cost=7.0)
+    {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
     """
     # 1. The best largest cost is between these limits: it is at least the mean, and the cost of each item and rank.
     costs = [item.cost for item in items.values()]
@@ -186,14 +198,14 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
         return {}
     # 2. Halve the interval between them: if the items fit below the middle, that is a new upper limit, else a lower
     # one.
-    by_cost = sorted(costs_before, key=lambda rank: (-costs_before[rank], rank))
+    by_cost = sorted(costs_before, key=lambda rank: (-costs_before[rank], rank))  # the fullest rank is tried first
     best: dict[int, int] = {}
     for _ in range(_BISECTIONS):
         limit = (lower + upper) / 2
         owner_of = _first_fit(limit, items, {rank: costs_before[rank] for rank in by_cost})
-        if owner_of is None:
+        if owner_of is None:  # the items need a higher limit
             lower = limit
-        else:
+        else:  # they fit: try a lower limit, and keep this assignment if none is found
             best = owner_of
             upper = limit
     return best
@@ -210,10 +222,10 @@ def _first_fit(limit: float, items: Mapping[int, Item], costs: dict[int, float])
     owner_of: dict[int, int] = {}
     for index, item in items.items():
         for rank, cost in costs.items():
-            if cost + item.cost <= limit:
+            if cost + item.cost <= limit:  # the first rank with room, not the emptiest: gaps are filled tightly
                 costs[rank] = cost + item.cost
                 owner_of[index] = rank
                 break
-        if index not in owner_of:
+        if index not in owner_of:  # no rank had room, so the limit is too low
             return None
     return owner_of

@@ -38,7 +38,7 @@ def nearest(ranks: Sequence[int], owner: int) -> int:
     """
     if len(ranks) == 1:
         return ranks[0]
-    index = bisect_left(ranks, owner)
+    index = bisect_left(ranks, owner)  # of the first rank that is not below the owner
     neighbours = ranks[max(index - 1, 0) : index + 1]  # the rank below the owner, and the one at or above it
     return min(neighbours, key=lambda rank: (abs(rank - owner), rank))
 
@@ -171,10 +171,11 @@ class MatrixShard:
         overlap = self.transfer_of(rank)
         if overlap is not None:
             boxes = overlap.boxes
-            sends = overlap.sender == rank
+            sends = overlap.sender == rank  # of several ranks that hold these elements, only one sends them
         numel = numel_of(boxes)
+        # The overlap is all of the matrices and all of the shard, so the tensor of one can be used as the other.
         is_same_shard = numel == self.numel and numel == local_shard.numel
-        # 2. On the owner, the elements of all ranks.
+        # 2. On the owner, which receives from all ranks: where the elements of each rank are in its own tensor.
         transfers: list[OwnerTransfer] = []
         if rank == self.owner:
             for transfer in self.transfers:
@@ -251,6 +252,7 @@ class MatrixShard:
 def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) by parameter name, for parameters that all transforms treat as a stack of matrices."""
     matrices = [stacked(tx, shapes)[1] for _, tx in run]
+    # Only entries that are equal in all transforms: one that sees another matrix in a parameter excludes it.
     common = set(matrices[0].items()).intersection(*[of_transform.items() for of_transform in matrices])
     return {name: matrix for name, matrix in sorted(common) if prod(shapes[name])}
 
@@ -270,6 +272,7 @@ def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTa
     if matrix is None:
         return [_whole_parameter(name, cut)]
     numel = prod(matrix)  # of one matrix
+    # Matrix number i of the stack has the elements i * numel to (i + 1) * numel of the flattened parameter.
     shards: list[MatrixShard] = []
     for matrices in _ranges(cut, numel):
         count = matrices.stop - matrices.first
@@ -304,7 +307,8 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
     The matrices of a stack have different ranks: if matrices 0 and 1 of "w" have the candidates 0 to 3, and rank 0 has
     the highest load, they may be assigned to ranks 1 and 2. Stacks with the highest cost of a matrix come first.
     """
-    # 1. The stacks, by (name, candidates), and the loads of the ranks from shards without a choice.
+    # 1. The stacks, by (name, candidates), and the loads of the ranks from shards without a choice. Shards with several
+    # candidates that are not in such a stack are assigned later, and count for no rank yet.
     loads = [0.0] * size
     indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, shard in enumerate(shards):
@@ -318,7 +322,7 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
     for indices in stacks:
         candidates = shards[indices[0]].candidates
         by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
-        owners = sorted(by_load[: len(indices)])
+        owners = sorted(by_load[: len(indices)])  # as many ranks as matrices, in ascending order like the matrices
         for index, owner in zip(indices, owners, strict=True):
             assigned[index] = replace(shards[index], candidates=(owner,))
             loads[owner] += shards[index].cost
@@ -363,7 +367,7 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     holders_of_matrices: list[_Holders] = []
     num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
     for start in range(0, prod(cut.shape), numel):
-        boxes = boxes_of_interval(cut.shape, start, start + numel)
+        boxes = boxes_of_interval(cut.shape, start, start + numel)  # the matrix that begins at this element
         holders = _holders_of_matrix(cut.holders, boxes, numel)
         holders_of_matrices.append(holders)
         num_matrices.update(holders.ranks)
@@ -376,7 +380,8 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
             _append(ranges, divided)
         first += len(neighbours)
     # 3. A rank has one tensor of state for the stack, so it must not compute two ranges with a gap between them. If one
-    # would, a single rank computes the whole stack.
+    # would, a single rank computes the whole stack. Matrices with `one_each` all get different ranks later. Each other
+    # range has a single candidate here, its owner: an owner that is listed twice has two ranges.
     owners = [matrices.candidates[0] for matrices in ranges if not matrices.one_each]
     has_gaps = len(set(owners)) < len(owners)
     if not has_gaps:
@@ -396,6 +401,9 @@ def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[in
        them, and they must hold no other matrix of the stack.
     3. Otherwise, each matrix is computed by the first of the ranks that hold the largest part of it.
 
+    For example, of four matrices on ranks 0 and 1, rank 0 computes the first two and rank 1 the last two (1.). Of two
+    matrices that are each split equally over ranks 0 to 3, two different ranks of these compute one each (2.).
+
     `first` is the index of the first matrix. `num_matrices` has, by rank, of how many matrices it holds elements.
     """
     count = len(neighbours)
@@ -407,6 +415,7 @@ def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[in
         return [_Range(index, index + 1, (owner,), complete) for index, owner in enumerate(owners, first)]
     # 2. A rank of its own for each matrix.
     candidates = set(ranks).intersection(*[holders.most for holders in neighbours])
+    # A rank of another matrix of the stack too would compute two ranges, perhaps with a gap between them.
     hold_no_other_matrix = all(num_matrices[rank] == count for rank in candidates)
     if len(candidates) >= max(count, 2) and hold_no_other_matrix:
         ranks_of_each = tuple(sorted(candidates))
@@ -425,6 +434,7 @@ def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
     """
     owners: list[int] = []
     for index, rank in enumerate(ranks):
+        # Neighbouring ranges share this boundary, so all matrices are divided even if the division has a remainder.
         start = count * index // len(ranks)
         stop = count * (index + 1) // len(ranks)
         owners += [rank] * (stop - start)
@@ -436,6 +446,7 @@ def _append(ranges: list[_Range], added: _Range) -> None:
 
     After matrices 0 to 2 of rank 0, matrix 3 of rank 0 makes one range of matrices 0 to 3.
     """
+    # A matrix with `one_each` stays alone, because it gets a rank of its own later.
     if not ranges or added.one_each or ranges[-1].candidates != added.candidates:
         ranges.append(added)
         return

@@ -79,21 +79,23 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     if not shape:  # a 0-d tensor has one element
         return [Box((), ())]
+    # The row in which each end is, and the elements of this row before it. In the shape (4, 5), element 13 is in row 2
+    # behind three others: divmod(13, 5) is (2, 3).
     row_numel = prod(shape[1:])
     first_row, head = divmod(start, row_numel)
     last_row, tail = divmod(stop, row_numel)
-    # 1. All elements are in one row.
+    # 1. All elements are in one row, which is divided like a tensor with one dim fewer.
     if first_row == last_row:
         return _boxes_in_row(shape, first_row, head, tail)
-    # 2. The end of the first row, whole rows, and the start of the last row, or nothing.
+    # 2. The end of the first row, whole rows, and the start of the last row. Each of the three may be absent.
     boxes: list[Box] = []
-    if head:
+    if head:  # the first row is not whole
         boxes += _boxes_in_row(shape, first_row, head, row_numel)
         first_row += 1
-    if first_row < last_row:
+    if first_row < last_row:  # all whole rows are one box
         zeros = (0,) * (len(shape) - 1)
         boxes.append(Box((first_row, *zeros), (last_row - first_row, *shape[1:])))
-    boxes += _boxes_in_row(shape, last_row, 0, tail)
+    boxes += _boxes_in_row(shape, last_row, 0, tail)  # no box if the interval ends with a whole row
     return boxes
 
 
@@ -105,6 +107,8 @@ def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Check that boxes contain each element of a tensor exactly once. Return None, or the reason why they do not.
 
+    The reason is a part of a sentence for an error, of which "the boxes" is the subject.
+
     >>> cover((4,), [Box((0,), (3,))])
     'hold 3 elements of 4'
     """
@@ -114,11 +118,12 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
         has_all_dims = len(box.offsets) == len(shape) and len(box.sizes) == len(shape)
         if not has_all_dims or not whole.contains(box):
             return "go beyond its sides"
-    # 2. Without overlaps, they contain all elements if they have the same number of elements.
+    # 2. Boxes inside the tensor that do not overlap contain all of its elements if they have as many elements.
     numel = numel_of(boxes)
     if numel < whole.numel:
         return f"hold {numel} elements of {whole.numel}"
     nonempty = [box for box in boxes if box.numel]  # an empty box overlaps no other
+    # More elements than the tensor has cannot be without overlap, so the slower comparison is not needed then.
     if numel > whole.numel or _do_overlap(nonempty):
         return "overlap"
     return None
@@ -135,12 +140,14 @@ def _do_overlap(boxes: list[Box]) -> bool:
     """
     if len(boxes) < 2:
         return False
-    # Sweep along the dim with the most distinct offsets, where the fewest boxes overlap at a time.
+    # 1. Sweep along the dim in which boxes begin at the most different indices: few of them are open at a time there.
     offsets_of_dims = zip(*[box.offsets for box in boxes], strict=True)
     counts = [len(set(offsets)) for offsets in offsets_of_dims]
     dim = counts.index(max(counts))
+    # 2. Visit the boxes in the order in which they begin along this dim.
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        # A box that ends where this one begins, or before, overlaps neither this one nor any later one.
         open_boxes = [earlier for earlier in open_boxes if earlier.ends[dim] > box.offsets[dim]]
         if any(intersection(box, earlier) for earlier in open_boxes):
             return True

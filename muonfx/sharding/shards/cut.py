@@ -56,7 +56,11 @@ class Cut:
 
     @cached_property
     def holders(self) -> Mapping[ShardPosition, tuple[int, ...]]:
-        """A dict from the position of each distinct nonempty shard to the ranks that hold it."""
+        """A dict from the position of each distinct nonempty shard to the ranks that hold it, in ascending order.
+
+        If ranks 0 and 2 hold the upper half of a matrix, and ranks 1 and 3 the lower half, it has two entries: the
+        position of the upper half with ``(0, 2)``, and that of the lower half with ``(1, 3)``.
+        """
         ranks_at: dict[ShardPosition, list[int]] = {}
         for rank in self._ranks():
             position = self._at(rank)
@@ -136,15 +140,23 @@ class Intervals(Cut):
 
     def _key(self) -> tuple[object, ...]:
         first, stop = self._first_and_stop
+        # The cuts inside the tensor, counted from its first element. So two parameters that are split in the same way
+        # have equal keys, wherever they are in their buffers.
         ends = tuple([cut - self.start for cut in self.cuts[first + 1 : stop]])
         return "intervals", self.shape, self.size, first, stop, ends
 
     @cached_property
     def _first_and_stop(self) -> tuple[int, int]:
-        """The first rank that holds elements of the tensor, and the rank after the last."""
+        """The first rank that holds elements of the tensor, and the rank after the last.
+
+        With the cuts ``(0, 4, 9, 10)``, a tensor of 4 elements that begins at 4 is on rank 1 alone: ``(1, 2)``.
+        """
         end = self.start + prod(self.shape)
+        # The last interval that begins at the first element or before. Others with the same start are empty.
         first = bisect_right(self.cuts, self.start) - 1
+        # The first interval that begins at the end of the tensor or after it.
         stop = bisect_left(self.cuts, end)
+        # A tensor that extends beyond the cuts has no such intervals: only ranks that exist are returned.
         return max(first, 0), min(stop, self.size)
 
     def _ranks(self) -> Iterable[int]:
@@ -214,6 +226,9 @@ class OnMesh(Cut):
         coordinates = self.mesh.coordinates[rank]
         if coordinates is None:  # the rank is not on the mesh and holds nothing
             return ShardPosition.interval(self.shape, 0, 0)
+        # Only coordinates along mesh dims that split the tensor count: all others distinguish replicas. They are
+        # grouped by the dim of the tensor. On mesh dims (data, model) of which "model" splits dim 0 of a matrix, the
+        # rank at (3, 1) has [(1,), ()].
         coordinates_of_dims: list[tuple[int, ...]] = []
         for mesh_dims in self._mesh_dims_of:
             coordinates_of_dims.append(tuple([coordinates[mesh_dim] for mesh_dim in mesh_dims]))
@@ -223,7 +238,8 @@ class OnMesh(Cut):
     def _position_at(self, coordinates_of_dims: Sequence[tuple[int, ...]]) -> ShardPosition:
         """Return the shard at some coordinates along the mesh dims that split each dim of the tensor.
 
-        Replicas have the same coordinates along these mesh dims, and share the shard.
+        Replicas have the same coordinates along these mesh dims, and share the shard. For a matrix whose dim 0 is split
+        by one mesh dim, and whose dim 1 is not split, the coordinates ``((1,), ())`` have the second part of the rows.
         """
         return ShardPosition.grid(list(map(self._spans_of, range(len(self.shape)), coordinates_of_dims)))
 
@@ -240,6 +256,7 @@ class OnMesh(Cut):
         """
         if not coordinates:  # no mesh dim splits this dim
             return ((0, self.shape[dim]),)
+        # The last of the mesh dims splits the range that the ones before it, the outer ones, have left.
         *outer, part = coordinates
         parts = self._parts_of(dim, tuple(outer))
         if part < len(parts):
@@ -249,8 +266,13 @@ class OnMesh(Cut):
     # Remembered for each dim: a 512 x 8 mesh that splits two dims has 512 + 8 parts, but 4096 shards.
     @remembered
     def _parts_of(self, dim: int, outer: tuple[int, ...]) -> list[tuple[Span, ...]]:
-        """Return the index ranges of each part into which the mesh dim after the `outer` ones splits their range."""
-        spans = self._spans_of(dim, outer) or [(0, 0)]
+        """Return the index ranges of each part into which the mesh dim after the `outer` ones splits their range.
+
+        `outer` are coordinates along the first mesh dims that split this tensor dim. If they leave the indices 4 to 7,
+        a mesh dim of size 2 splits these into ``[((4, 6),), ((6, 8),)]``.
+        """
+        spans = self._spans_of(dim, outer) or [(0, 0)]  # without a range, an empty one, because `cat` needs a tensor
+        # A placement such as `_StridedShard` may put indices with gaps in one part, so it splits all single indices.
         indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
         mesh_dim = self._mesh_dims_of[dim][len(outer)]
         parts_of_indices = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
@@ -274,7 +296,9 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
     """Group ascending indices into ranges (start, exclusive end). For example, 0, 1, 4 become (0, 2) and (4, 5)."""
     if not len(indices):
         return ()
+    # The positions in the list after which an index is left out: for 0, 1, 4 this is position 1.
     before_gap = torch.nonzero(indices.diff() != 1).flatten()
+    # A range starts at the first index and after each gap. It ends before each gap and at the last index.
     starts = [indices[:1], indices[before_gap + 1]]
     ends = [indices[before_gap] + 1, indices[-1:] + 1]
     return tuple(zip(torch.cat(starts).tolist(), torch.cat(ends).tolist(), strict=True))
@@ -326,9 +350,11 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     For "v" with 4 elements and "w" with 8 on two ranks, the buffer has 12 elements: rank 0 holds "v" and the first 2
     elements of "w".
     """
+    # 1. One buffer for each dtype.
     names_of: dict[torch.dtype, list[str]] = {}
     for name, spec in specs.items():
         names_of.setdefault(spec.dtype, []).append(name)
+    # 2. In each buffer, where its parameters begin, and where the intervals of the ranks end.
     cut_of: dict[str, Cut] = {}
     for names in names_of.values():
         starts = one_behind_another(specs, names)

@@ -59,6 +59,7 @@ class ShardView(NamedTuple):
         The result is that of ``[self.of(shard) for shard in stack]``. A few calls for the whole stack take less time
         than a few for each shard.
         """
+        # Dim 0 of the stack counts the shards, so each dim of a shard is one dim later in the stack.
         if self.interval is not None:
             start, numel = self.interval
             stack = stack.narrow(1, start, numel).view(len(stack), *self.sizes)
@@ -113,6 +114,7 @@ class ShardPosition(NamedTuple):
         >>> ShardPosition.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
         """
+        # Each combination of one span for each dim is one box: here two spans of rows with one of columns, two boxes.
         spans_by_dim = tuple(map(_nonempty, spans))
         shape = tuple(map(_count, spans_by_dim))
         boxes = tuple([Box.of_spans(spans_of_box) for spans_of_box in product(*spans_by_dim)])
@@ -127,6 +129,7 @@ class ShardPosition(NamedTuple):
         >>> [(box.offsets, box.sizes) for box in columns.interval_of_shard(4, 9).boxes]
         [((1, 3), (1, 2)), ((2, 2), (1, 3))]
         """
+        # The interval is first divided into boxes of the shard, and each of these into boxes of the whole tensor.
         boxes: list[Box] = []
         for local_box in boxes_of_interval(self.shape, start, stop):
             boxes += self._boxes_of_whole(local_box)
@@ -141,6 +144,7 @@ class ShardPosition(NamedTuple):
         >>> [box.offsets for box in columns._boxes_of_whole(Box((0, 0), (2, 4)))]
         [(0, 0), (0, 4), (1, 0), (1, 4)]
         """
+        # For each dim, the indices of the box, from counting within the shard to counting within the whole tensor.
         spans_by_dim: list[list[Span]] = []
         for dim, spans in enumerate(self.spans):
             spans_by_dim.append(_spans_within(spans, local_box.offsets[dim], local_box.sizes[dim]))
@@ -248,6 +252,8 @@ def _one_by_one(spans: Sequence[Span]) -> list[Span]:
 def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
     """Return the spans of indices that a dim of a shard has from ``offset`` on, for ``size`` indices of the shard.
 
+    ``offset`` counts indices of the shard, and ``spans`` and the result have indices of the whole tensor.
+
     The shard below has the indices 0, 1, 6, 7, 8 of the whole tensor. Those at 1, 2 and 3 in the shard are 1, 6, 7:
 
     >>> _spans_within([(0, 2), (6, 9)], 1, 3)
@@ -256,7 +262,8 @@ def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
     inner_spans: list[Span] = []
     local_start = 0  # the index in the shard of the first index of the span
     for start, stop in spans:
-        to_whole = start - local_start  # from an index in the shard to the index in the whole
+        to_whole = start - local_start  # add this to an index in the shard, to get the index in the whole
+        # The requested indices that are in this span: none if they end before it, or begin after it.
         first = max(start, offset + to_whole)
         end = min(stop, offset + size + to_whole)
         if first < end:
