@@ -82,7 +82,8 @@ def agree(
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     urgency, *maxima = message.cpu().tolist()
-    # 2. The maxima are equal on all ranks. So if one rank has an error, or makes another call, all ranks raise.
+    # 2. The maxima are equal on all ranks. So if one rank has an error, or makes another call, all ranks raise. How
+    # maxima show whether all ranks sent the same hash is explained in `_words_and_complements`.
     if urgency == _ERROR:
         _raise_errors(what, problem, group)
     end_of_call = 2 * _CALL_WORDS
@@ -133,6 +134,7 @@ def _words_and_complements(value: object, count: int) -> list[int]:
 
 def _are_equal(maxima: Sequence[int]) -> bool:
     """Return True if all ranks have the same words, from the maxima over ranks of `_words_and_complements`."""
+    # The first half has the largest words of any rank. The second half has the largest complements, of the least words.
     count = len(maxima) // 2
     largest_words = maxima[:count]
     least_words = [_LARGEST_WORD - maximum for maximum in maxima[count:]]
@@ -158,7 +160,7 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     # 1. The first subject on which a rank differs from rank 0, and the ranks that all have that other fact.
     digests = {subject: digest(fact) for subject, fact in facts.items()}
     difference = first_difference(all_objects(digests, group, operation))
-    if difference is None:
+    if difference is None:  # the compared values differ, but not the facts that explain them
         raise ShardingError(
             "nothing was changed on any rank: found different calls, parameters or options on different ranks, "
             "expected the same: construct and step the optimizer in the same way on all ranks"
@@ -254,7 +256,8 @@ def agree_on_leaves(
         if problem is not None:
             raise problem
         return LeafAgreement({}, request)
-    # The ranks first compare one digest of the codes of all leaves. Only if it differs do they send the codes.
+    # The ranks first compare one digest of the codes of all leaves. A code is a number for the dtype, or for None. Only
+    # if the digest differs do they send the codes.
     group = require_group(layout)
     names = tree.names(values)
     agreement = agree(
@@ -276,7 +279,7 @@ def agree_on_leaves(
 
 def _codes_of_leaves(values: PyTree, unplaced: Iterable[str]) -> bytearray:
     """Return one number for each leaf of a tree: the code of its dtype, plus `UNPLACED` for the `unplaced` names."""
-    codes = bytearray(map(_code_of, tree.leaves(values)))
+    codes = bytearray(map(_code_of, tree.leaves(values)))  # one byte for each leaf, to be compared and sent fast
     names = tree.names(values)
     for name in unplaced:
         codes[names.index(name)] += UNPLACED
@@ -317,6 +320,7 @@ def require_group(layout: ShardTable) -> dist.ProcessGroup:
 
 def _codes_of_all_ranks(codes: bytearray, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
     """Send the codes of the leaves of this rank to all ranks. Return the codes of each rank."""
+    # Each rank fills its own row, and all others have zeros there: the maximum over ranks is the filled table.
     table = torch.zeros(group.size(), len(codes), dtype=torch.uint8, device=host_device(group))
     table[rank] = torch.tensor(list(codes), dtype=torch.uint8)
     with collective("comparing leaves"):
@@ -336,6 +340,7 @@ def _missing_on_some(names: Sequence[str], codes_of_rank: list[list[int]]) -> di
     missing: dict[int, Sequence[int]] = {}
     codes_of_leaves = zip(*codes_of_rank, strict=True)
     for index, (name, codes) in enumerate(zip(names, codes_of_leaves, strict=True)):
+        # The ranks that have the leaf must agree on its dtype: they then have one code together.
         codes_of_tensors = {code for code in codes if code != _NONE}
         if len(codes_of_tensors) > 1:
             raise ShardingError(

@@ -81,8 +81,10 @@ def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree
     """
     gradients = dict(tree.named_leaves(updates))
     lacking = frozenset([name for name, gradient in gradients.items() if gradient is None])
+    # 1. The first step: all gradients that there are.
     if is_first_step:
         warn_of_gradients(layout, gradients)
+    # 2. A later step with other missing gradients: only those that are there for the first time.
     elif lacking != progress.lacking:
         late = progress.lacking - lacking
         warn_of_gradients(layout, {name: gradients.get(name) for name in late})
@@ -107,8 +109,8 @@ def _agree_on_call(
     """
     layout = binding.layout
     assert layout.group is not None
-    # 1. This rank's arguments, and the facts about them that must be equal on all ranks. An error may be on this rank
-    # only: `agree` raises it on all ranks together.
+    # 1. This rank's arguments, and the facts about them that must be equal on all ranks, such as the number of steps so
+    # far. An error may be on this rank only: `agree` raises it on all ranks together.
     try:
         if problem is not None:
             raise problem
@@ -117,7 +119,8 @@ def _agree_on_call(
     except Exception as error:
         agree("a step", layout.group, error)
         raise
-    # 2. The facts and the gradients of all ranks.
+    # 2. The facts and the gradients of all ranks, by one all-reduce of their digests. Texts for an error are made only
+    # if the ranks differ (`explain`). If any rank must compare replicas, all ranks do (`request`).
     agreement = agree_on_leaves(
         "a step",
         local.updates,

@@ -55,7 +55,7 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     shard_of = _shards_to_gather(layout, leaf_of, chosen)
     # The backward pass of `_gather` is `_reduce`, and the other way round.
     wholes = _Linear.apply(_gather, _reduce, layout, list(shard_of), *shard_of.values())
-    # The whole tensors replace their shards; all other leaves stay.
+    # The whole tensors replace their shards; all other leaves (None, or not in `chosen`) stay.
     leaf_of.update(zip(shard_of, wholes, strict=True))
     return tree.unflatten(treedef, [leaf_of[name] for name in names])
 
@@ -130,13 +130,15 @@ _Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tenso
 def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) -> list[Tensor]:
     """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank."""
     wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
-    # Bucket by bucket, so that the messages need little memory.
+    # Bucket by bucket (a bucket is some of the parameters), so that the messages need little memory.
     for indices in in_buckets(wholes, BUCKET):
         # By rank: the parts of this rank's shards to send to it, and the parts of the whole tensors to receive from it.
         outgoing = lists_by_rank(layout)
         incoming = lists_by_rank(layout)
         for index in indices:
             _list_messages(layout, names[index], shards[index], wholes[index], outgoing, incoming)
+        # If every rank has every element, or there is one rank, this rank only copies its own. This follows from the
+        # layout, so it is the same on all ranks: one rank alone must not skip an exchange for which others wait.
         needs_no_message = _are_on_all_ranks(layout, [names[index] for index in indices])
         if layout.group is None or needs_no_message:
             copied(outgoing[layout.rank], incoming[layout.rank])
@@ -163,6 +165,8 @@ def _list_messages(
     """
     for position, holders in layout.holders(name).items():
         boxes_of_whole = [box.of(whole) for box in position.boxes]
+        # This rank does not hold the shard: it receives it from one holder. For two holders, even ranks receive it from
+        # the first, and odd ranks from the second.
         if layout.rank not in holders:
             sender = holders[layout.rank % len(holders)]
             incoming[sender] += boxes_of_whole
@@ -171,7 +175,8 @@ def _list_messages(
         boxes_of_shard = boxes_in(shard, layout.views(name))
         outgoing[layout.rank] += boxes_of_shard
         incoming[layout.rank] += boxes_of_whole
-        # Holder number i sends it to the ranks i, i + n, i + 2n, ..., for n holders.
+        # Holder number i sends it to the ranks i, i + n, i + 2n, ..., for n holders. These are the ranks that compute
+        # this holder as their `sender` above.
         first_receiver = holders.index(layout.rank)
         for receiver in range(first_receiver, layout.size, len(holders)):
             if receiver not in holders:
@@ -239,21 +244,27 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     """
     names = tree.names(grads)
     with outside_transforms("layout.reduce_scatter", grads) as problem:
-        # An error of this rank alone is passed to `agree_on_leaves`, which raises it on all ranks together.
+        # 1. An error of this rank alone is passed to `agree_on_leaves`, which raises it on all ranks together.
         try:
             _require_gradients(layout, grads)
         except Exception as error:
             problem = error
+        # 2. The ranks find out which gradients only some of them have. The others take part in the mean with zeros.
         agreement = agree_on_leaves("reducing gradients", grads, layout, problem)
         gradient_of = _with_missing_gradients(layout, grads, agreement)
         shards = _reduce(layout, list(gradient_of), list(gradient_of.values()))
+    # 3. The shards in a tree like the gradients. A gradient that no rank has is still None.
     shard_of = dict(zip(gradient_of, shards, strict=True))
     _, treedef = tree.flatten(grads)
     return tree.unflatten(treedef, [shard_of.get(name) for name in names])
 
 
 def _with_missing_gradients(layout: ShardTable, grads: PyTree, agreement: LeafAgreement) -> dict[str, Tensor]:
-    """Return this rank's gradients by name, with zeros for those that only other ranks have."""
+    """Return this rank's gradients by name, with zeros for those that only other ranks have.
+
+    If the tree is ``{"w": None, "b": grad}`` here, and another rank has a gradient of "w", "w" is zero here. If no rank
+    has one, "w" is left out. `agreement` has the indices of the leaves that only some ranks have.
+    """
     device = tree.device_of(grads)
     gradient_of: dict[str, Tensor] = {}
     for index, (name, leaf) in enumerate(tree.named_leaves(grads)):
@@ -290,6 +301,7 @@ def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) 
     is_replicated = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
     if not is_replicated:
         return _reduce_to_shards(layout, names, wholes)
+    # In each of these two exchanges, a rank sends about one whole tensor: parts to average, then its average to all.
     equal_parts = _in_equal_parts(layout, tuple(names))
     means = _reduce_to_shards(equal_parts, names, wholes)
     return _gather(equal_parts, names, means)
@@ -322,11 +334,13 @@ def _exchange_and_average(
     if layout.group is None:  # one rank
         copied(outgoing[0], targets)
         return
+    # Each rank sends this rank its own values of all targets, so all messages to it have one size.
     numel = sum(target.numel() for target in targets)
     expected = [numel] * layout.size  # from each rank, itself included
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
     shapes = [target.shape for target in targets]
     tensors_of_rank = messages.arrived([shapes] * layout.size)
+    # The values of one target from all ranks, in the order of the ranks.
     for index, target in enumerate(targets):
         _average([tensors[index] for tensors in tensors_of_rank], target)
     messages.end()
@@ -352,7 +366,8 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
 def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
     """Write the mean of some tensors to `target`.
 
-    They are added in order, in fp32 or higher, and the mean is rounded once. So all ranks get the same bits.
+    They are added in order, in fp32 or higher, and the mean is rounded once. So all ranks get the same bits. The mean
+    of ``[1., 3.]`` and ``[3., 5.]`` is ``[2., 4.]``.
     """
     first, *others = tensors
     total = first.to(ew.wide_dtype(target.dtype))
@@ -368,7 +383,14 @@ def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
-    """Group tensors of one dtype into lists of at most `limit` bytes. Yield each list, as indices of tensors."""
+    """Group tensors of one dtype into lists of at most `limit` bytes. Yield each list, as indices of tensors.
+
+    A tensor above the limit has a list of its own.
+
+    >>> tensors = [torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(2, dtype=torch.float64)]
+    >>> list(in_buckets(tensors, limit=16))  # in fp32 two elements have 8 bytes
+    [[0, 1], [2], [3]]
+    """
     nbytes_of_dtype: dict[torch.dtype, dict[int, int]] = {}
     for index, tensor in enumerate(tensors):
         nbytes_of_dtype.setdefault(tensor.dtype, {})[index] = tensor.nbytes

@@ -63,6 +63,7 @@ class Exchange:
             if rank != layout.rank:
                 tensors_to_send += tensors
         _pack(tensors_to_send, self._send_buffer)
+        # The messages arrive here while the caller computes: `wait` or `arrived` completes them.
         self._receive_buffer = layout.buffers.take(sum(self._receive_sizes), dtype, device)
         with collective(what):
             self._work: Any = dist.all_to_all_single(
@@ -92,6 +93,8 @@ class Exchange:
             self._work.wait()
         self._buffers.give_back(self._send_buffer)  # all of it is sent, so another exchange may use its memory
         del self._send_buffer
+        # The buffer has one message after another, and each is divided into its tensors. The message of this rank to
+        # itself has no elements: its tensors were kept as they are.
         received: list[list[Tensor]] = []
         for rank, message in enumerate(self._receive_buffer.split(self._receive_sizes)):
             if rank == self._rank:
@@ -155,7 +158,8 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
         targets = split_buffer(buffer, [tensor.shape for tensor in tensors])
         copied(tensors, targets)
         return
-    # One call for neighbours of one shape is faster than a copy for each.
+    # One call for neighbours of one shape is faster than a copy for each. Their part of the buffer, viewed as a stack
+    # of tensors of this shape, is the output of `torch.stack`.
     start = 0
     for shape, neighbours in groupby(tensors, lambda tensor: tensor.shape):
         tensors_of_shape = list(neighbours)
@@ -201,6 +205,7 @@ def collective(what: str) -> Generator[None]:
 
 def host_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for small messages in a group. It is the CPU if possible, which avoids syncs with a GPU."""
+    # For the backends "cpu:gloo,cuda:nccl" both devices are listed, for "nccl" only CUDA.
     cpu = torch.device("cpu")
     device_types = getattr(group, "_device_types", [cpu])
     if cpu in device_types:

@@ -31,9 +31,11 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
     # Checked before anything is sent: under tensor parallelism a gradient may be a partial sum on some ranks, and None
     # on others because their losses do not use the parameter.
     for index in agreement.missing:
-        if agreement.is_unplaced(index):
+        if agreement.is_unplaced(index):  # a partial sum: its terms are on several ranks
             raise _partial_or_none(names[index])
+    # A partial sum that all ranks have is summed over them here.
     gradients = [_local_gradient(layout, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    # Every rank visits the same leaves in the same order, also those that it has: it may have to send them.
     for index in agreement.missing:
         name = names[index]
         gradient = gradients[index]

@@ -131,6 +131,7 @@ def _replicas_of_leaf(layout: Layout, placement: LeafPlacement | None) -> Groups
     """
     if placement is None:  # the leaf is None
         return []
+    # Values that all ranks have: a counter, or the state of a matrix that every rank computes.
     has_no_parameter = placement.name is None
     is_computed_everywhere = any(shard.owner is None for shard in placement.shards)
     if has_no_parameter or is_computed_everywhere:
@@ -225,6 +226,7 @@ def _first_difference(
     _Difference(name='w', text='has other values on rank 2 than on rank 0')
     """
     for name, groups in groups_of.items():
+        # A group is a tuple of ranks with equal shards. Its first rank is compared with each of the others.
         for first, *replicas in groups:
             expected = checksums_of_rank[first][name]
             different = [rank for rank in replicas if checksums_of_rank[rank][name] != expected]
@@ -284,6 +286,7 @@ def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: b
     A shard that all ranks hold is sent by a broadcast, and one that some ranks hold by messages between these ranks.
     With `donate`, the tensors of `params` are overwritten.
     """
+    # 1. The tensors to overwrite. `copies` has a tuple of ranks for each shard that several ranks hold.
     leaves, treedef = tree.flatten(params)
     on_all_ranks: list[Tensor] = []
     on_some_ranks: dict[str, Tensor] = {}
@@ -293,13 +296,14 @@ def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: b
         copies = layout.cuts[name].copies
         if not copies:  # no other rank holds this shard
             continue
-        if not donate:
+        if not donate:  # the caller keeps its tensor: overwrite a copy
             leaves[index] = leaves[index].detach().clone()
-        local = local_of(leaves[index]).detach()
+        local = local_of(leaves[index]).detach()  # the same memory, so the leaf is overwritten with it
         if len(copies[0]) == layout.size:
             on_all_ranks.append(local)
         else:
             on_some_ranks[name] = local
+    # 2. The communication. The lists are equal on all ranks, because they follow from the layout.
     _broadcast_from_first_rank(on_all_ranks, group)
     _send_from_first_holders(on_some_ranks, layout)
     return tree.unflatten(treedef, leaves)
@@ -360,6 +364,7 @@ def send_copies(sends: Sequence[Send], layout: Layout, what: str) -> None:
     For ``[Send(w, 0, [2]), Send(v, 1, [3])]``, rank 0 sends its `w` to rank 2, which overwrites its own `w`. At the
     same time, rank 1 sends its `v` to rank 3.
     """
+    # Of all these messages, this rank takes part in those that it sends or receives; the others are of other ranks.
     outgoing = lists_by_rank(layout)
     incoming = lists_by_rank(layout)
     for tensor, sender, receivers in sends:
