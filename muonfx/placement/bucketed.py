@@ -92,6 +92,7 @@ def _present(values: PyTree) -> dict[str, Any]:
 
 def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
     """Split parameter names into lists of at most `limit` bytes. Equal shapes are neighbours, to form batches."""
+    # The sort is stable: parameters of one shape stay in their order.
     leaf_of = _present(params)
     names = sorted(leaf_of, key=lambda name: tuple(leaf_of[name].shape))
     return cut_into_buckets({name: leaf_of[name].nbytes for name in names}, limit)
@@ -187,6 +188,7 @@ def skippable(tx: Transform):
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         """Run ``tx``, or return the updates and the state unchanged if ``only_if`` is false."""
+        # `bool` waits for a tensor on a GPU. To load the state for nothing would take longer.
         if only_if is not None and not bool(only_if):
             return updates, state
         return tx.run(updates, state, params, donate=donate, **extras)
@@ -210,7 +212,7 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
         device = device_of(params)
         if device.type == "meta":
             return state
-        own_state, inner_states = division.split(state)
+        own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
         stored_state = store_away(store, device, own_state, parameters_of(own_state, params))
         return division.merge(stored_state, inner_states)
 
@@ -259,6 +261,7 @@ class StateDivision(NamedTuple):
         `accumulate` has a sum of gradients, its own, and the state of one inner transform, for which its own part has
         an `EmptyState`.
         """
+        # The structure has one leaf in the place of each inner state. A subtree is the part of the state there.
         wrapper_state: list[PyTree] = []
         inner_states: list[PyTree] = []
         for subtree, is_inner in zip(tree.subtrees(self.structure, state), self.is_inner, strict=True):
@@ -271,6 +274,7 @@ class StateDivision(NamedTuple):
 
     def merge(self, wrapper_state: PyTree, inner_states: Sequence[PyTree]) -> PyTree:
         """Build a wrapper's state from its own part and the states of its inner transforms; it undoes `split`."""
+        # `split` has left an `EmptyState` in the place of each inner state: replace these in order.
         subtrees = tree.subtrees(self.structure, wrapper_state)
         inner_indices = [index for index, is_inner in enumerate(self.is_inner) if is_inner]
         for index, inner_state in zip(inner_indices, inner_states, strict=True):
@@ -295,7 +299,7 @@ def _run_in_buckets(
     `bucketed` has the buckets, and loads and stores the state.
     """
     leaves, treedef = tree.flatten(updates)
-    index_of = {name: index for index, name in enumerate(tree.names(updates))}
+    index_of = {name: index for index, name in enumerate(tree.names(updates))}  # of an update among the leaves
     new_leaves: list[Any] = [None] * len(leaves)
     with bucketed:
         for bucket_index, bucket in enumerate(bucketed.buckets):

@@ -36,6 +36,7 @@ def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
     buckets: list[list[K]] = []
     free_bytes = 0  # in the last bucket
     for name, size in sizes.items():
+        # An item that does not fit into the last bucket begins a new one, which it may exceed.
         if not buckets or size > free_bytes:
             buckets.append([])
             free_bytes = limit
@@ -58,7 +59,11 @@ def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]
 
 
 def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | None]) -> dict[str, int]:
-    """Return a dict with the bytes of optimizer state that are offloaded for each of the named parameters."""
+    """Return a dict with the bytes of optimizer state that are offloaded for each of the named parameters.
+
+    `parameters` has the name of each leaf's parameter. For a parameter "w" with two moments of 4 KiB and a 0-d step
+    count, this is ``{"w": 8192}``: the step count is not offloaded.
+    """
     sizes = dict.fromkeys(names, 0)
     for leaf, name in zip(tree.leaves(state), parameters, strict=True):
         if name in sizes and moves(leaf, name):
@@ -75,6 +80,7 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
     leaves, treedef = tree.flatten(state)
     indices: list[int] = []  # of the leaves to copy
     for index, (leaf, parameter) in enumerate(zip(leaves, parameters, strict=True)):
+        # A meta tensor has no values to copy, and a tensor that is already in the store needs no copy.
         if moves(leaf, parameter) and not leaf.is_meta and not store.has(leaf, device):
             indices.append(index)
     _store_leaves(store, device, leaves, indices)
@@ -84,12 +90,14 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
 def stored_again(store: Store, device: torch.device, old_state: PyTree, new_state: PyTree) -> PyTree:
     """Return a new state, in which a tensor that was in the store in the old state is in the store again.
 
-    A new tensor, such as the result of `torch.where`, is still on the device. It is copied to host memory or disk.
+    A new tensor, such as the result of `torch.where`, is still on the device. It is copied to host memory or disk (the
+    store).
     """
     old_leaves = tree.leaves(old_state)
     new_leaves, treedef = tree.flatten(new_state)
     indices: list[int] = []  # of the leaves to copy
     for index, (old_leaf, new_leaf) in enumerate(zip(old_leaves, new_leaves, strict=True)):
+        # A tensor that was on the device before, such as a step count, stays there.
         was_stored = isinstance(old_leaf, Tensor) and old_leaf.ndim > 0 and store.has(old_leaf, device)
         if was_stored and not store.has(new_leaf, device):
             indices.append(index)
@@ -99,10 +107,12 @@ def stored_again(store: Store, device: torch.device, old_state: PyTree, new_stat
 
 def _store_leaves(store: Store, device: torch.device, leaves: list[Any], indices: Sequence[int]) -> None:
     """Replace the leaves with the given indices, in the list, by copies in the store."""
-    targets = store.allocate([tree.spec(leaves[index]) for index in indices], device)
+    targets = store.allocate(
+        [tree.spec(leaves[index]) for index in indices], device
+    )  # one call, because they may share a file
     for index, target in zip(indices, targets, strict=True):
         leaves[index] = target.copy_(leaves[index])
-        release(target)
+        release(target)  # a tensor in a file needs no host memory until it is read again
 
 
 def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
@@ -134,6 +144,7 @@ def init_in_buckets(
     A bucket is a list of names, such as ``["q", "k"]``. A call receives the parameters of other buckets as empty
     tensors on the device `outside`, such as "meta"; None: as None.
     """
+    # Each call returns the state of one bucket. The state of the other buckets is filled in from the later calls.
     first_bucket, *other_buckets = buckets
     whole_state = _init_bucket(store, first_bucket, params, init, outside)
     for bucket in other_buckets:
@@ -167,6 +178,7 @@ def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None
     for index, name in enumerate(tree.names(params)):
         if name in bucket or leaves[index] is None:
             continue
+        # A parameter of another bucket.
         if outside is None:
             leaves[index] = None
         else:
@@ -175,7 +187,11 @@ def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None
 
 
 def _merged(state: PyTree, bucket_state: PyTree) -> PyTree:
-    """Return the state of several buckets, with the leaves of a further bucket where it has None or meta tensors."""
+    """Return the state of several buckets, with the leaves of a further bucket where it has None or meta tensors.
+
+    The states ``{"w": m, "b": None}`` of one bucket and ``{"w": None, "b": n}`` of the next become
+    ``{"w": m, "b": n}``.
+    """
     leaves = tree.leaves(state)
     bucket_leaves, treedef = tree.flatten(bucket_state)
     for index, leaf in enumerate(leaves):
@@ -280,14 +296,18 @@ class BucketedState:
         return tree.unflatten(self._treedef, leaves)
 
     def _must_be_copied(self, index: int, bucket_index: int) -> bool:
-        """Return True if the update of a bucket may overwrite the leaf `index`, which is still needed afterwards."""
+        """Return True if the update of a bucket may overwrite the leaf `index`, which is still needed afterwards.
+
+        The update is allowed to write to all leaves if `may_write_state`. Leaves that were loaded are copies already,
+        so this is about leaves that are used where they are, such as a step count of all parameters.
+        """
         if not self.may_write_state or not isinstance(self._leaves[index], Tensor):
             return False
         # A counter: every bucket starts from the same value, so only the last may overwrite it, if it is donated.
         if self._bucket_of[index] == _EVERY_BUCKET:
             is_last = bucket_index == len(self.buckets) - 1
             return not (self._donate.state and is_last)
-        # A leaf of another bucket is not updated.
+        # A leaf of another bucket is not updated. One of this bucket belongs to the caller, unless it is donated.
         is_updated = self._bucket_of[index] == bucket_index
         return is_updated and not self._donate.state
 
@@ -313,7 +333,7 @@ class BucketedState:
     def copied_from_buffers(self, updates: PyTree) -> PyTree:
         """Return updates, with copies of those in a transfer buffer, which the next bucket overwrites."""
         transfer = self._transfer
-        if transfer is None:
+        if transfer is None:  # nothing was loaded, so there are no buffers
             return updates
         return tree.map(lambda update: update.clone() if transfer.holds(update) else update, updates)
 
@@ -331,6 +351,7 @@ class BucketedState:
 
         Return the bucket's updates. With `may_write`, `update` may overwrite the `updates` that it receives.
         """
+        # A transform may return a part of its state as an update. This part is in a buffer, so it is copied at the end.
         donate = Donation(may_write, self.may_write_state)
         new_updates, new_state = update(updates, self.load(bucket_index), params, donate=donate, **extras)
         self.write_back(bucket_index, new_state)
@@ -364,7 +385,7 @@ def _bucket_of_leaves(parameters: Sequence[str | None], buckets: Sequence[Sequen
     >>> _bucket_of_leaves(["w", None, "b", "frozen"], [["w"], ["b"]])
     [0, -2, 1, -1]
     """
-    bucket_of_name: dict[str | None, int] = {None: _EVERY_BUCKET}
+    bucket_of_name: dict[str | None, int] = {None: _EVERY_BUCKET}  # None: a leaf without a parameter
     for bucket_index, names in enumerate(buckets):
         for name in names:
             bucket_of_name[name] = bucket_index

@@ -106,11 +106,12 @@ def _input_of(tx: Transform, where: Where) -> Input:
     An elementwise transform such as `momentum` can receive any leaves or shards, and `orthogonalize` whole matrices,
     which are leaves in one process. `clip_by_global_norm` needs the whole tree.
     """
+    # The locality says how much of a tree a transform reads to compute one element: ELEMENT < MATRIX < LEAF < TREE.
     if tx.locality is Locality.ELEMENT:
         return "leaves"
     if tx.locality <= Locality.LEAF and not where.is_sharded:  # each leaf is whole
         return "leaves"
-    if needs_matrices(tx) and where.is_sharded:
+    if needs_matrices(tx) and where.is_sharded:  # a rank may hold some rows of a matrix only
         return "matrices"
     return "tree"
 
@@ -200,7 +201,7 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
         return _place_leaf_by_leaf(fixed(visited), visited.params, where, applies=applies)
     if needed_input == "matrices":
         return _place_on_owners(fixed(visited), where, applies=applies)
-    # It needs the whole tree, or one of the transforms that it calls does.
+    # It needs the whole tree, or one of the transforms that it calls does: each of these is rewritten alone.
     if chain_entries(visited.tx) is not None:
         return _place_chain(visited, where, applies=applies)
     place = _place_wrapper if is_wrapper(visited.tx) else _place_whole_tree
@@ -246,7 +247,7 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
         tx = where.ranks.on_all(tx)
     if where.store == IN_MEMORY:
         return tx
-    return at_once(tx, where.store)
+    return at_once(tx, where.store)  # it cannot run bucket by bucket, so its whole state is loaded in each step
 
 
 def _place_wrapper(visited: Visit, where: Where) -> Transform:
@@ -277,7 +278,7 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     parameters after another, so the groups are (clip_by_global_norm,) and (momentum, scale). With ``applies``, only the
     last group adds its updates to the parameters.
     """
-    entries = chain_entries(visited.tx)
+    entries = chain_entries(visited.tx)  # the members by name
     assert entries is not None
     groups = _groups(dict(zip(entries, visited.calls, strict=True)), where)
     rewritten: dict[str, Transform] = {}  # by the number of the group
@@ -287,6 +288,7 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
         if applies and not is_last and result.extras.takes_all:
             result = without_apply(result)  # else it would pass the argument on, to a transform that applies updates
         rewritten[str(index)] = result
+    # The rewritten chain has groups as members, but the state keeps the names of the original members.
     names_of_groups = tuple([list(group) for group in groups])
     return in_groups(as_chain(rewritten), names_of_groups)
 
@@ -297,8 +299,9 @@ def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where
     All of them need the same input: any leaves, or whole matrices. A group of one member may need the whole tree.
     """
     visits = list(members.values())
-    if len(visits) == 1:
+    if len(visits) == 1:  # it may be any transform, also a wrapper or a chain
         return _place(visits[0], where, applies=applies)
+    # Several members run as one chain. They need the same input, so the first one decides.
     group = as_chain({name: fixed(visited) for name, visited in members.items()})
     if _input_of(visits[0].tx, where) == "matrices":
         return _place_on_owners(group, where, applies=applies)
@@ -315,6 +318,7 @@ def _groups(members: Mapping[str, Visit], where: Where) -> list[dict[str, Visit]
     groups: list[dict[str, Visit]] = []
     previous_input: Input = "tree"  # so that the first member begins a group
     for name, visited in members.items():
+        # A new group begins for a member that needs the whole tree, after such a member, and where the input changes.
         needed_input = _input_of(visited.tx, where)
         if needed_input == "tree" or needed_input != previous_input:
             groups.append({})
@@ -354,7 +358,7 @@ def _by_member(by_group: Mapping[str, PyTree], groups: tuple[list[str], ...]) ->
     """
     state: dict[str, PyTree] = {}
     for names, group_state in zip(groups, by_group.values(), strict=True):
-        if len(names) == 1:
+        if len(names) == 1:  # a single member is no chain, so its state is not in a dict by name
             state[names[0]] = group_state
         else:
             state |= group_state
@@ -369,7 +373,7 @@ def _by_group(state: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dic
     """
     by_group: dict[str, PyTree] = {}
     for index, names in enumerate(groups):
-        if len(names) == 1:
+        if len(names) == 1:  # a single member is no chain, and has its state without a dict by name
             by_group[str(index)] = state[names[0]]
         else:
             by_group[str(index)] = {name: state[name] for name in names}

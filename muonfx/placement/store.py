@@ -46,7 +46,7 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     Each tensor begins at a page of memory: with pages of 4,096 bytes, the second one after a tensor of 6,000 bytes
     begins at 8,192.
     """
-    # 1. Where each tensor begins.
+    # 1. Where each tensor begins: at a multiple of the size of a page, which the kernel can free or read alone.
     starts: list[int] = []
     length = 0
     for spec in specs:
@@ -78,7 +78,7 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
     try:
         descriptor, path = tempfile.mkstemp(prefix="muonfx-state-", dir=folder)
         try:
-            os.unlink(path)
+            os.unlink(path)  # the open file remains, without a name
             # Reserve the space: a file that is only extended could run out of it during a step.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, length)
@@ -96,6 +96,7 @@ def require_room(folder: str, nbytes: int) -> None:
 
     This is checked before a state is written, because memory that is mapped to a full disk kills the process.
     """
+    # 1. The folder. An error of any of these calls is raised with the folder and the size of the state in its text.
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -103,6 +104,7 @@ def require_room(folder: str, nbytes: int) -> None:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise _explained(error, folder, nbytes) from error
+    # 2. The space on its disk.
     if nbytes > free:
         raise OSError(
             errno.ENOSPC,
@@ -117,6 +119,7 @@ def _explained(error: OSError, folder: str, nbytes: int) -> OSError:
 
 def _mapping_of(tensor: Tensor) -> tuple[Any, _Where] | None:
     """Return the mapped file in which a tensor is stored, and where it is; None for tensors in memory."""
+    # A tensor does not store its file, but its address is within the memory to which the file is mapped.
     address = tensor.data_ptr()
     for mapped, where in _MAPPED.items():
         if where.start <= address < where.start + where.length:
@@ -172,8 +175,10 @@ class Store(NamedTuple):
         """Return True if a tensor is already where this store keeps state, for a transform that runs on `device`."""
         if leaf.device.type != "cpu":
             return False
+        # On a disk, a tensor that is large enough for a file must be in a file of this folder.
         if self._in_file(tree.spec(leaf)):
             return folder_of(leaf) == self.to
+        # In host memory, it must be pinned for a GPU, because only then can copies run in the background.
         return device.type != "cuda" or leaf.is_pinned()
 
     def allocate(self, specs: Sequence[Spec], device: torch.device) -> list[Tensor]:
@@ -187,7 +192,7 @@ class Store(NamedTuple):
         tensors: list[Tensor] = []
         for spec in specs:
             if self._in_file(spec):
-                tensors.append(tensors_in_file.pop(0))
+                tensors.append(tensors_in_file.pop(0))  # they are in the order of `specs`
             else:
                 tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device="cpu", pin_memory=pin_memory))
         return tensors

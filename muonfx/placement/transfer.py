@@ -69,14 +69,16 @@ class BucketTransfer:
 
     def fetch(self, bucket_index: int) -> list[Tensor]:
         """Return the state of one bucket on the device, and start to load the next. It may be overwritten."""
-        leaves, ready = self._loads.pop(bucket_index).result()
-        if ready is not None:
+        leaves, ready = self._loads.pop(bucket_index).result()  # waits for the worker thread
+        if ready is not None:  # on a GPU, the computation waits for the copies; this thread does not
             torch.cuda.current_stream(self._device).wait_event(ready)
+        # The next bucket uses the other buffer. Its previous bucket is written back first, as jobs run in order.
         self._start_to_load(bucket_index + 1)
         return leaves
 
     def put(self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Start to copy the new state of one bucket, in `leaves`, into the stored tensors `targets`."""
+        # On a GPU, the update may still be running. The copies wait for this event, which is recorded after it.
         computed: torch.cuda.Event | None = None
         if self._stream is not None:
             computed = torch.cuda.Event()
@@ -85,7 +87,7 @@ class BucketTransfer:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a tensor uses the memory of one of the two buffers, which the next bucket overwrites."""
-        storage = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage().data_ptr()  # a view has the storage of the buffer, wherever it begins
         return any(memory.untyped_storage().data_ptr() == storage for memory in self._buffers)
 
     def finish(self) -> None:
@@ -196,6 +198,7 @@ def _copy_on_cpu(sources: Sequence[Tensor], targets: Sequence[Tensor], *, stored
 
 def _cut(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Split a buffer into consecutive tensors, which are views with the shapes and dtypes of `leaves`."""
+    # Each begins at a multiple of 256 bytes (`ALIGNED`): tensors of 100 and 8 bytes have the bytes 0:100 and 256:264.
     views: list[Tensor] = []
     start = 0
     for leaf in leaves:
