@@ -48,7 +48,7 @@ def by_structure(function: F) -> F:
     @functools.wraps(function)
     def call(binding: Binding, tx: Transform, params: PyTree) -> Any:
         results = vars(binding).setdefault(attribute, {})
-        key = tx.treedef, tuple(tree.names(params))
+        key = tx.treedef, tuple(tree.names(params))  # without the values of numbers and tensors
         if key not in results:
             results[key] = function(binding, tx, params)
         return results[key]
@@ -217,7 +217,7 @@ class Binding:
         into the numbers of elements of the whole parameters. The value of a replicated shard counts once. None stays
         None.
         """
-        totals = self._totals(values)
+        totals = self._totals(values)  # by name, without the leaves that are None
         _, treedef = tree.flatten(values)
         return tree.unflatten(treedef, [totals.get(name) for name in tree.names(values)])
 
@@ -233,7 +233,8 @@ class Binding:
                 counted[name] = self._counted(name, leaf.to(device))
         if not counted:
             return {}
-        stacked = torch.stack(list(counted.values()))  # one all-reduce for all leaves
+        # One all-reduce for all leaves. Each row is one leaf, and is replaced by its sum over ranks.
+        stacked = torch.stack(list(counted.values()))
         all_reduce(self.layout, stacked, "summing over all ranks")
         return dict(zip(counted, stacked.unbind(), strict=True))
 
@@ -265,6 +266,7 @@ class Binding:
         """
         if self.layout.size == 1 or self.layout.group is None:
             return
+        # Once for a transform and its parameters, which are the same on all ranks.
         key = (tx.name, tuple(tree.names(params)))
         if key in self._warned:
             return
@@ -328,7 +330,7 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
     if plan.stacks:
         shapes = {name: plan.specs[name].shape for name in plan.stacks}
         run = on_stacks(run, shapes)
-        if members is None:
+        if members is None:  # `run` has one transform, now in its form for stacks
             ((_, tx),) = run
         else:
             tx = as_chain(dict(run))
@@ -352,15 +354,18 @@ def _on_all(tx: Transform, binding: Any):
 
     def init(params: PyTree) -> PyTree:
         binding.warn_of_gathering(tx, params)
+        # Meta tensors have no values to gather: their whole shapes are enough.
         if tree.device_of(params).type == "meta":
             return tx.functions.init(binding.global_like(params))
         return tx.functions.init(binding.gather(params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        # 1. The whole updates and, if the caller passed them, the whole parameters.
         gathered_updates = binding.gather(updates)
         gathered_params: PyTree = None
         if params is not None:
             gathered_params = binding.gather(params)
+        # 2. The update, as in a single process. The state is whole too, and equal on all ranks.
         extras.update(extras_of_process)
         out, state = tx.run(gathered_updates, state, gathered_params, **extras)
         return binding.layout.shard(out), state

@@ -28,7 +28,7 @@ class Buffers:
             if len(memory) >= nbytes:
                 del self._free[index]
                 return memory[:nbytes].view(dtype)
-        # Even the longest is too short. A new, longer buffer replaces it.
+        # Even the longest is too short, and would stay unused in such calls. A new, longer buffer replaces it.
         if self._free:
             self._free.pop()
         return torch.empty(nbytes, dtype=torch.uint8).view(dtype)

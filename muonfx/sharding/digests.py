@@ -55,13 +55,15 @@ def checksum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     block_size = _WORD_BYTES * WORDS // flat.element_size()
     for number, block in enumerate(flat.split(block_size)):
-        # A view as int32 needs whole words, aligned in memory. Otherwise the bytes are copied, with zeros at the end.
+        # 1. The words of the block. A view as int32 needs whole words, aligned in memory. Otherwise the bytes are
+        # copied, with zeros at the end.
         data = octets(block)
-        missing_bytes = -data.numel() % _WORD_BYTES
+        missing_bytes = -data.numel() % _WORD_BYTES  # up to the next multiple of 4: three for 5 bytes
         is_misaligned = bool(data.storage_offset() % _WORD_BYTES)
         if missing_bytes or is_misaligned:
             data = torch.cat([data, data.new_zeros(missing_bytes)])
         words = data.view(torch.int32).to(torch.int64)
+        # 2. Products and sums of int64 numbers wrap around, so they are computed modulo 2^64, in any order.
         sum_of_block = words.mul_(weights[: words.numel()]).sum()
         total += sum_of_block * weights[number]
     return total
@@ -70,7 +72,8 @@ def checksum(tensor: Tensor) -> Tensor:
 def checksums(tensors: Mapping[K, object]) -> dict[K, int]:
     """Return the checksum of each tensor, and 0 for a leaf without values: None, on the meta device, or fake.
 
-    It waits once for each device, not once for each tensor.
+    Equal tensors on two ranks have equal checksums, so ranks compare these numbers instead of values. This function
+    waits once for each device, not once for each tensor.
     """
     checksum_of = dict.fromkeys(tensors, 0)
     # 1. Start to compute all checksums.

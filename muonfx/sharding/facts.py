@@ -81,6 +81,7 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
     steps = [int(leaf) for leaf in counters.values() if _is_host_counter(leaf)]
     step = max(steps, default=progress.completed)
     numbers = {**_comparable_numbers(tx), **_values_of_schedules(tx, step)}
+    # In the order of their names: ranks may pass them in different orders.
     extras = dict(sorted(call.extras.items()))
     dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)]
     loaded = "loaded" if progress.has_loaded else "not loaded"
@@ -134,7 +135,7 @@ def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[s
     leaves, which differs between ranks if only some have it.
     """
     leaves = tree.leaves(state)
-    if len(leaves) != constant.state_size:
+    if len(leaves) != constant.state_size:  # the indices are those of another state
         return {"": f"{len(leaves)} leaves"}
     return {name: leaves[index] for name, index in constant.shared_state.items()}
 
@@ -234,7 +235,7 @@ def _text_of_argument(value: object) -> str:
         return f"{value.factory.__name__}({', '.join(arguments)})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         return "a function"
-    return text_of(value, _text_of_argument)
+    return text_of(value, _text_of_argument)  # of a list or dict, it calls this function for each item
 
 
 def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str, str]:

@@ -97,6 +97,7 @@ class Layout(ShardTable):
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
+        # Each shard is copied to its place in zeros of the whole shape.
         wholes = map_named(lambda name, leaf: leaf.new_zeros(self.specs[name].shape), locals_[0])
         whole_leaves = tree.named_leaves(wholes)
         for rank in reversed(range(self.size)):  # the lowest rank that holds a shard is last, as in `broadcast`
@@ -198,7 +199,7 @@ class Layout(ShardTable):
         """
 
         def to_local(name: str, leaf: Tensor | FlatShard) -> Tensor:
-            if isinstance(leaf, FlatShard):
+            if isinstance(leaf, FlatShard):  # its values are 1-d, and a rank's shard may have more dims
                 return leaf.data.view(self.position(name).shape)
             return leaf
 

@@ -111,7 +111,7 @@ def zero(
         cuts = equal_intervals(specs, size)
     elif partition == "each":
         cuts = equal_parts(specs, size)
-    else:
+    else:  # "whole": one rank owns each parameter, so that ranks have about equal costs and bytes
         costs = costs_of(specs, tx)
         owners = assign_by_bytes([Item(costs[name], spec.nbytes) for name, spec in specs.items()], size)
         cuts: dict[str, Cut] = {}
@@ -206,7 +206,7 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     if not leaves:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
     dtensors: dict[str, DTensorSpec] = {name: leaf._spec for name, leaf in leaves.items()}
-    meshes = dict.fromkeys([spec.mesh for spec in dtensors.values()])
+    meshes = dict.fromkeys([spec.mesh for spec in dtensors.values()])  # each once, in the order of the parameters
     ranks_of = {mesh: tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
     if group is None:
         group = group_of_meshes(ranks_of)
@@ -235,9 +235,11 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     >>> _ranks(4)  # to inspect a layout for four ranks, without processes
     (4, 0, None)
     """
+    # 1. A number of ranks: this process plays the role of rank 0.
     if isinstance(group, int):
         positive_int("group, a number of ranks,", group)
         return group, 0, None
+    # 2. A process group, by default that of all ranks.
     if group is None:
         if not dist.is_initialized():
             raise ShardingError(
@@ -258,6 +260,7 @@ def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
     Without the argument ``order``, this is the order of the buffer. For ``{"b": ..., "a": ...}`` it is not known
     whether the buffer has the order of the dict or the sorted order.
     """
+    # Names of nested parameters, such as "layer.weight", are no keys of the dict, so a nested dict is refused.
     names_in_dict: list[str] = []
     if isinstance(params, Mapping):
         names_in_dict = [str(name) for name in params if name in specs]
@@ -278,6 +281,7 @@ def _require_each_once(argument: str, names: Sequence[str], specs: Mapping[str, 
     """
     if sorted(names) == sorted(specs):
         return
+    # Names that are wrong in themselves, before those that are only repeated.
     wrong_names = sorted(set(names) ^ set(specs))  # those that are missing or unknown
     if not wrong_names:
         wrong_names = [name for name, times in Counter(names).items() if times > 1]

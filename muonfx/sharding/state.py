@@ -210,6 +210,7 @@ def leaf_to_dtensor(
         return leaf
     if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
+    # Two reasons for a leaf that is None: other ranks compute its matrices, or no rank has such a leaf.
     is_on_other_ranks = placement.owned and placement.local is None
     if leaf is None and not is_on_other_ranks:  # the transform has no state for this parameter
         return None
@@ -287,6 +288,7 @@ def global_leaf(
 def interval_of(placement: LeafPlacement, shard: MatrixShard) -> tuple[int, int]:
     """Return where the matrices of one owner start and end in a leaf of the state, if it is flattened."""
     # A leaf of the state may have another number of elements for each matrix than the parameter has.
+    # With one number for each of four matrices of 16 elements, elements 32:64 of the parameter have the numbers 2:4.
     leaf_numel = prod(placement.shape)
     param_numel = max(prod(shard.whole), 1)
     start = shard.start * leaf_numel // param_numel
@@ -329,7 +331,7 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
         return local
     if local is None:  # this rank is not on the mesh
         local = _empty_on(mesh, placement.dtype)
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta").stride()  # of a contiguous tensor of the whole shape
     return dtensor_of(local, mesh, placements, shape, stride)
 
 
@@ -351,6 +353,7 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
     alone.
     """
     spec = layout.dtensors[name]
+    # 1. The parameter is split along dim 0 alone, and the leaf has one entry for each matrix.
     for placement in cast("Sequence[Any]", spec.placements):
         is_split_elsewhere = not placement.is_replicate() and placement.dim != 0
         if is_split_elsewhere:
@@ -358,6 +361,7 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
     has_other_length = tuple(shape[:1]) != tuple(spec.shape[:1])
     if has_other_length:
         return False
+    # 2. Each rank computes one range of matrices: those that it alone holds.
     owners = {shard.owner for shard in shards}
     if len(owners) < len(shards):  # a rank computes several ranges
         return False

@@ -138,7 +138,7 @@ def sharded(
         # 1. Only the structure of the state, without communication.
         local_params = local_tree(params)
         are_meta = [tensor.is_meta for tensor in tree.tensors(local_params)]
-        if are_meta and all(are_meta):
+        if are_meta and all(are_meta):  # without any tensor, the ranks are compared below
             binding.likes.setdefault(inner.treedef, local_params)  # for `to_global` and `from_global`
             return binding.init(inner, local_params)
         # 2. The state, after the ranks have compared their transforms and parameters.
@@ -202,7 +202,7 @@ def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress
     A training loop may build an equal transform for each step, ``sharded(muon(rate), layout)``. The new one has no
     progress of its own. It continues with the progress of the transform of equal structure that was initialized last.
     """
-    if _PROGRESS in memory:
+    if _PROGRESS in memory:  # `init` was called for this very transform, or an optimizer counts its steps
         return memory[_PROGRESS]
     return binding.progress_of.setdefault(inner.treedef, Progress())
 
@@ -318,12 +318,14 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     binding, inner, like = binding_of(tx, params)
     if is_global(state):
         return state
+    # 1. The state is checked against the state that `init` would return on this rank.
     plain_state = local_state(binding, inner, like, state)
     checked_state = plain_state
     was_used = inner.treedef in binding.likes
     if params is None and not was_used:  # then `like` is a flat dict, but the parameters may be in other containers
         checked_state = _in_containers_of(binding.init(inner, like), plain_state)
     check_state(binding, inner, local_tree(like), checked_state, with_dtypes=False)
+    # 2. Each leaf gets its position in the whole tensor, such as "elements 0 to 4".
     return global_state(binding, inner, like, plain_state)
 
 
@@ -335,6 +337,7 @@ def _in_containers_of(expected: PyTree, state: PyTree) -> PyTree:
     """
     if tree.names(state) != tree.names(expected):
         return state
+    # Equal names in equal order: each leaf is put where the leaf of its name is in `expected`.
     _, treedef = tree.flatten(expected)
     return tree.unflatten(treedef, tree.leaves(state))
 
@@ -361,6 +364,7 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     tensor([0., 0., 0., 0.])
     """
     binding, inner, like = binding_of(tx, params)
+    # The steps of this rank are counted from 0 again, and the next update compares the replicas.
     _progress_of(tx.structure.memory, binding, inner).load()
     state = local_state(binding, inner, like, state)
     if binding.layout.dtensors:
@@ -388,7 +392,7 @@ def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTre
     """
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
-    whole_tx = tx.arguments["tx"]
+    whole_tx = tx.arguments["tx"]  # the transform for whole tensors, perhaps with `offload`
     inner = inner_of(whole_tx)
     binding = bind(tx.layout, settings_of(tx), store_of(whole_tx))
     if params is None:

@@ -184,6 +184,7 @@ def warn_together(message: str, group: dist.ProcessGroup) -> None:
     With ``warnings.simplefilter("error")`` on one rank, only this rank would raise, and the others would wait for it
     in the next collective. So the ranks first agree that none of them has an error.
     """
+    # `warn` raises the warning itself if a filter turns it into an error.
     problem: Warning | None = None
     try:
         warnings.warn(message, stacklevel=3)

@@ -37,6 +37,7 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     leaves, treedef = tree.flatten(local)
     names = tree.names(local)
     leaf_of = dict(zip(names, leaves, strict=True))
+    # An error of this rank (`problem`) is raised after the first message, on all ranks: none waits for another.
     with outside_transforms("layout.gather", local) as problem, torch.no_grad():
         shard_of = _shards_to_gather(layout, leaf_of, None, problem)
         wholes = _gather(layout, list(shard_of), list(shard_of.values()))
@@ -283,7 +284,7 @@ def _require_gradients(layout: ShardTable, grads: PyTree) -> None:
     """
     layout.require(tree.names(grads))
     for name, gradient in tree.named_leaves(grads):
-        if gradient is None:
+        if gradient is None:  # this rank may lack it: it counts as zero
             continue
         if gradient.dtype not in DTYPES:
             raise ShardingError(f"the gradient of {name!r} has dtype {gradient.dtype}, expected a floating dtype")
@@ -316,6 +317,7 @@ def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence
         for index in indices:
             name = names[index]
             targets += boxes_in(means[index], layout.views(name))
+            # Each rank, itself included, averages its own shard: it needs the same elements from every rank.
             for rank in range(layout.size):
                 boxes = layout.position(name, rank).boxes
                 outgoing[rank] += [box.of(wholes[index]) for box in boxes]

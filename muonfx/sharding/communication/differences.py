@@ -27,7 +27,7 @@ def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
     >>> print(errors_by_rank(["ValueError: negative", None, "ValueError: negative"]))
     ranks 0, 2: ValueError: negative
     """
-    ranks_with: dict[str, list[int]] = {}
+    ranks_with: dict[str, list[int]] = {}  # from the text of an error to the ranks that have it
     for rank, error in enumerate(error_of_rank):
         if error is not None:
             ranks_with.setdefault(error, []).append(rank)
@@ -43,6 +43,7 @@ def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[st
     ('eps', [1, 2])
     """
     for subject, expected in values_of_rank[0].items():
+        # The value of each rank. The first that differs from rank 0 is reported, with all ranks that have it.
         values = [values_by_subject.get(subject) for values_by_subject in values_of_rank]
         for value in values:
             if value != expected:

@@ -118,6 +118,7 @@ class MatrixStage:
         """
         matrices: dict[str, Tensor] = {}
         for shard in self.plan.shards:
+            # Matrices of a parameter that is None, or that only another rank computes, are left out.
             param = local_params[shard.name]
             computes = shard.owner is None or shard.owner == self.layout.rank  # None: every rank computes it
             if param is not None and computes:
@@ -242,10 +243,12 @@ class _Step:
             state: the state before the step. With several buckets, `_bucketed_state` has it instead.
             may_write: True if the transforms may overwrite the updates.
         """
+        # 1. The arguments: whole matrices for the parameters of this bucket, and None for all others.
         updates = gathered[0]
         params: PyTree = None
         if self._local_params is not None:
             params = gathered[1]
+        # 2. The update of these matrices.
         run = self._stage.tx.run
         extras = self._call.extras
         if self._bucketed_state is None:
@@ -253,6 +256,7 @@ class _Step:
             out, state = run(updates, state, params, donate=donate, **extras)
         else:  # it loads the part of the state that belongs to this bucket, and stores it again
             out = self._bucketed_state.run(index, run, updates, params, extras, may_write=may_write)
+        # The names of `_local_updates` are in the order of the leaves. A parameter without result has None.
         results = dict(zip(self._local_updates, tree.leaves(out), strict=True))
         return results, state
 
@@ -292,6 +296,7 @@ class _Gather:
         ``self._bucket.outgoing[1]`` has, for example, ("w", view): rank 1 computes "w", and needs this part of the
         shard.
         """
+        # The plan has positions only (`outgoing` of the bucket): here they become views of this step's tensors.
         outgoing = lists_by_rank(self._layout)
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
@@ -328,7 +333,8 @@ class _Gather:
         If ranks 0 and 1 hold two rows each of the matrix "w", which this rank gathers, the result is
         ``[[w[0:2]], [w[2:4]]]``.
         """
-        # 1. One stack for the matrices of one shape and dtype. For each parameter, the boxes of each transfer:
+        # 1. One stack for the matrices of one shape and dtype. For each parameter, the boxes of each transfer, which is
+        # the part that one rank sends:
         boxes_of: dict[str, list[list[Tensor]]] = {}
         for group in self._bucket.received_groups:
             members_of_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
@@ -420,11 +426,12 @@ class _Scatter:
         self._bucket = bucket
         self._local_updates = local_updates
         self._updated_shards = updated_shards
+        # 1. The results that stay on this rank.
         for local in bucket.stored:
             result = results[local.shard.name]
             assert result is not None  # this rank computed it
             self._store(local, result)
-        # This is equal on all ranks, so all or none of them start the exchange.
+        # 2. The messages with the others. This is equal on all ranks, so all or none of them start the exchange.
         self._exchange: Exchange | None = None
         if bucket.returned:
             self._exchange = self._start_exchange(results)
@@ -460,7 +467,7 @@ class _Scatter:
         outgoing = lists_by_rank(layout)
         for local in returned:
             result = results[local.shard.name]
-            if not local.computes or result is None:
+            if not local.computes or result is None:  # another rank computes it and sends the result
                 continue
             for transfer, views in local.transfers:
                 boxes = boxes_in(local.shard.as_shard(result), views)
@@ -486,6 +493,7 @@ class _Scatter:
         """Wait until this rank has its shards of all results of the bucket."""
         if self._exchange is None:
             return
+        # The elements of this rank's shards, by the owner that computes and sends them.
         incoming = lists_by_rank(self._stage.layout)
         for local in self._bucket.returned:
             incoming[local.shard.the_owner] += self._boxes(local)

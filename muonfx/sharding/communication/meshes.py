@@ -33,7 +33,7 @@ def group_of_meshes(ranks_of: Mapping[DeviceMesh, tuple[int, ...]]) -> dist.Proc
         return world
     # 2. The group of a mesh with these ranks. A mesh with several dims has a group for each dim; flattened, it has one.
     for mesh, ranks_of_mesh in ranks_of.items():
-        if list(ranks_of_mesh) == ranks:
+        if list(ranks_of_mesh) == ranks:  # this mesh has all ranks of all meshes
             return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     # 3. A new group, which ranks outside the meshes do not create.
     group = dist.new_group(ranks, use_local_synchronization=True)
@@ -59,6 +59,7 @@ def cuts_on_meshes(
         ranks_of: for each mesh, the global ranks on it.
         group: the ranks of all meshes.
     """
+    # 1. The coordinates of each rank on the meshes that this rank has.
     ranks = dist.get_process_group_ranks(group)
     coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
     different_meshes: set[DeviceMesh] = set()
@@ -66,6 +67,7 @@ def cuts_on_meshes(
     if have_different_ranks:  # this rank has its own meshes only, so all ranks send theirs
         placements = _digest_of_placements(specs, dtensors, coordinates_on)
         coordinates_on, different_meshes = _coordinates_of_all_ranks(placements, ranks_of, coordinates_on, group)
+    # 2. The partitions that follow from the coordinates.
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
     on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
     return cuts, tuple(on_several_meshes)
@@ -124,6 +126,7 @@ def _digest_of_placements(
     Ranks compare it to find out if only the ranks on their meshes differ. A mesh is therefore identified by its index
     among the meshes: where one rank has the mesh of ranks 0 and 2, another has the mesh of ranks 1 and 3.
     """
+    # The shape of each mesh, and then for each parameter its shape and dtype, its mesh by number, and its placements.
     meshes = list(coordinates_on)
     values: list[object] = [coordinates.shape for coordinates in coordinates_on.values()]
     for name, spec in specs.items():

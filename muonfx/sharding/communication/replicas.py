@@ -92,6 +92,7 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
     named_leaves = tree.named_leaves(state)
     if len(placements) != len(named_leaves):
         return  # the state of another transform: the check of the state reports it
+    # For each leaf of the state, the groups of ranks that must hold equal values of it, such as ``[(0, 1)]``.
     groups_of: dict[str, Groups] = {}
     for (name, _), placement in zip(named_leaves, placements, strict=True):
         groups_of[name] = _replicas_of_leaf(binding.layout, placement)
@@ -314,10 +315,10 @@ def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGro
 
     The tensors of a bucket are packed into one tensor, because one large broadcast is faster than many small ones.
     """
-    first_rank = dist.get_global_rank(group, 0)
+    first_rank = dist.get_global_rank(group, 0)  # the source is named by its rank in the whole job
     for indices in in_buckets(tensors, BUCKET):
         targets = [tensors[index] for index in indices]
-        packed = torch.cat([target.flatten() for target in targets])
+        packed = torch.cat([target.flatten() for target in targets])  # on rank 0, the values to send
         with collective("broadcasting parameters"):
             dist.broadcast(packed, first_rank, group=group)
         copied(split_buffer(packed, [target.shape for target in targets]), targets)

@@ -78,8 +78,11 @@ def ranks_that_claimed(name: str, group: dist.ProcessGroup) -> list[int]:
     """
     ranks = dist.get_process_group_ranks(group)
     world = dist.group.WORLD
+    # The group has all ranks of the job, or the job has no store in which another group could have claimed the name.
     if world is None or len(ranks) == dist.get_world_size() or dist.get_backend(world) in _WITHOUT_STORE:
         return ranks
+    # `compare_set` with "" writes the ranks if the key has no value yet, and returns the value of the key: the ranks of
+    # the first group, such as "0 1".
     text = " ".join(map(str, ranks))
     with collective(f"claiming {name}"):
         claimed = world.get_group_store().compare_set(f"muonfx/claims/{name}", "", text)
@@ -116,7 +119,7 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
         yield
     except Exception as error:
         group = find_group()
-        if group is None or dist.get_world_size(group) == 1:
+        if group is None or dist.get_world_size(group) == 1:  # no other rank waits
             raise
         # If this rank has passed the barrier in the block, no rank waits for it there any more.
         key = group.group_name, CONSTRUCTING
@@ -130,11 +133,13 @@ def _require_all(store: dist.Store, keys: Sequence[str], purpose: str, timeout: 
 
     The warning is "checkpoint.save waits for rank 3: all ranks must call it together".
     """
+    # 1. A short wait, which nearly always suffices. Then a warning, and the rest of the time.
     missing_ranks = _missing(store, keys, min(PATIENCE, timeout))
     if missing_ranks and timeout > PATIENCE:
         # The warning shows the line of the caller of the public function.
         warnings.warn(f"{purpose} waits for {missing_ranks}: all ranks must call it together", stacklevel=5)
         missing_ranks = _missing(store, keys, timeout - PATIENCE)
+    # 2. Some ranks have not arrived at all.
     if missing_ranks:
         raise ShardingError(
             f"nothing was changed: all ranks must call {purpose} together, but {missing_ranks} did not within {timeout}"

@@ -130,6 +130,7 @@ class RunPlan:
 
     def _buckets_without(self, absent: frozenset[str]) -> list[Bucket]:
         """Return the buckets without the matrices of some parameters. There is at least one bucket, perhaps empty."""
+        # `absent` has the names of the parameters whose update is None in this step.
         buckets: list[Bucket] = []
         for transfers in self._transfers_of_buckets:
             present = [local for local in transfers if local.shard.name not in absent]
@@ -259,6 +260,7 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
 
     Several sets of shards to split may be tried. The assignment that takes the fewest seconds in a step is returned.
     """
+    # Only a shard that all ranks hold can be computed on every rank without sending it.
     on_some_ranks: list[int] = []
     on_all_ranks: list[int] = []
     for index, shard in enumerate(shards):
@@ -274,7 +276,8 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
         indices = sorted(on_some_ranks + split)
         owners = assign([items[index] for index in indices], size)
         owner_of = dict(zip(indices, owners, strict=True))
-        # 2. The seconds to compute all shards, and to send the results of those that are split.
+        # 2. The seconds to compute all shards, and to send the results of those that are split. An equal time later in
+        # the order does not replace the best: splitting less is preferred.
         results = [(owner_of[index], shards[index].nbytes) for index in split]
         seconds = _seconds_of_step(shards, owner_of, size, machine)
         seconds += _seconds_to_send(results, size, machine, settings)
@@ -296,6 +299,7 @@ def _sets_to_split(
         return [[]]
     if replicas == "split":
         return [on_all_ranks]
+    # A shard that takes less time to compute than to send is better computed on every rank.
     slower_to_compute: list[int] = []
     for index in on_all_ranks:
         seconds_to_send = shards[index].nbytes / machine.bandwidth
@@ -310,6 +314,7 @@ def _seconds_to_compute(shard: MatrixShard, machine: Machine) -> float:
 
 def _seconds_of_step(shards: Sequence[MatrixShard], owner_of: Mapping[int, int], size: int, machine: Machine) -> float:
     """Estimate the seconds in which the busiest rank computes its shards. Every rank computes those without owner."""
+    # If rank 0 owns shards of 2 and 3 seconds, rank 1 one of 4, and every rank computes one of 1: 5 + 1 seconds.
     seconds_of_rank = [0.0] * size
     seconds_of_every_rank = 0.0
     for index, shard in enumerate(shards):
@@ -376,6 +381,7 @@ def _one_of_each_owner(buckets_of_owners: Sequence[list[list[int]]]) -> list[tup
     [(0, 1, 2, 3), (4,)]
     """
     joined: list[tuple[int, ...]] = []
+    # The k-th bucket of each owner; an owner with fewer buckets has an empty one.
     for buckets in zip_longest(*buckets_of_owners, fillvalue=[]):
         indices = itertools.chain.from_iterable(buckets)
         joined.append(tuple(sorted(indices)))
@@ -456,6 +462,7 @@ def _table_of_run(run: RunPlan) -> Table:
     A row is, for example, "w, 64 x 64, 0, local, 0.007905, 0, the owner alone holds it": the parameter, shape and
     owner, how the matrices reach it, the cost, the KiB sent, and the reason.
     """
+    # 1. The rows.
     rows: list[tuple[str, ...]] = []
     for shard in run.shards:
         shape = " x ".join(map(str, shard.shape))
@@ -463,6 +470,7 @@ def _table_of_run(run: RunPlan) -> Table:
         gflop = f"{shard.cost / 1e9:.4g}"
         kib_sent = f"{sum(run.sent_for([shard])) / 1024:.4g}"
         rows.append((shard.name, shape, owner, shard.route, gflop, kib_sent, shard.reason))
+    # 2. The title, such as "run of orthogonalize in 2 buckets". A bucket is a set of matrices that are sent together.
     names = ", ".join(name for name, _ in run.run)
     count = len(run.buckets)
     buckets = "1 bucket" if count == 1 else f"{count} buckets"
@@ -506,6 +514,7 @@ def plan_for(
     settings = Settings(replicas, bucket_bytes)
     meta = layout.meta()
     warn_of_unmatched(patterns_in(tx), meta)
+    # A run is a sequence of neighbouring transforms that need whole matrices. Each run has a plan of its own.
     runs = runs_of(strip_transparent(tx), meta)
     plans = [plan_run(run, names, layout, torch.device(device), settings) for run, names in runs]
     return Plan(tuple(plans), layout.size)

@@ -58,6 +58,7 @@ class Bucket:
 
         The matrices of a group have one shape, and their boxes come from shards at the same positions.
         """
+        # Matrices are in one group if this key is equal: then a box is at the same place in each entry of the stack.
         groups: dict[Hashable, list[LocalTransfers]] = {}
         for local in self.received:
             views = tuple([views for _, views in local.transfers])

@@ -38,6 +38,7 @@ def cost_of_run(run: Run, device: str, compute: torch.dtype) -> CostOf:
     ``cost_of("w", (64, 64), torch.float32)``. The declared costs of the transforms are bound once to the type of device
     and the dtype of products, because a plan computes the cost of tens of thousands of matrices.
     """
+    # 1. Once for the run: the transforms in it, also those that another one calls, and their declared costs.
     per_element = 0.0
     declared_costs: list[CostOf] = []
     for _, tx in run:
@@ -46,6 +47,7 @@ def cost_of_run(run: Run, device: str, compute: torch.dtype) -> CostOf:
             if inner.declaration.matrices.cost is not None:
                 declared_costs.append(inner.declaration.matrices.cost(inner, device, compute))
 
+    # 2. For each parameter: the sum over these transforms.
     def cost_of(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
         total = per_element * prod(shape)
         for declared_cost in declared_costs:

@@ -327,7 +327,7 @@ def cuts_of_dtensors(
     cuts: dict[str, Cut] = {}
     for name, spec in specs.items():
         dtensor = dtensors.get(name)
-        if dtensor is None:
+        if dtensor is None:  # a plain tensor, which every rank has
             cuts[name] = whole(spec.shape, size)
         else:
             _require_shard_or_replicate(name, dtensor.placements)

@@ -83,6 +83,7 @@ def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
     for name, leaf in tree.named_leaves(values):
         if leaf is None or _fits_at_first_sight(layout, name, leaf):
             continue
+        # The leaf has other placements, or is wrong: find out which. `position` raises for an unknown name.
         position = layout.position(name)
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
@@ -157,6 +158,7 @@ def outside_transforms(operation: str, *values: PyTree) -> Generator[Exception |
     first collective: ``with outside_transforms("layout.gather", local) as problem:``. `operation` is its name in the
     error.
     """
+    # 1. Outside of any transform, as in most calls, there is nothing to look for.
     problem: Exception | None = None
     if functorch_is_active():
         local_leaves = [local_of(leaf) for leaf in tree.leaves(values)]
@@ -167,6 +169,7 @@ def outside_transforms(operation: str, *values: PyTree) -> Generator[Exception |
                 f"tensor, because {operation} has no derivative and no batching rule: call it outside the transform; "
                 "only layout.all_gather can be called inside"
             )
+    # 2. The block runs in any case: it passes the error on to the other ranks.
     with without_transforms():
         yield problem
 
@@ -229,7 +232,7 @@ def to_dtensors(layout: ShardTable, local: PyTree, old: PyTree = None) -> PyTree
     With the layout of FSDP2, the local update of shape (2, 8) becomes a DTensor of shape (4, 8) with the mesh and the
     placements of its parameter. An update of a plain parameter stays as it is.
     """
-    old_leaf_of = dict(tree.named_leaves(old))
+    old_leaf_of = dict(tree.named_leaves(old))  # DTensors to use again if a step updated them in place
 
     def to_dtensor(name: str, leaf: Tensor) -> Tensor:
         if name not in layout.dtensors:

@@ -60,11 +60,13 @@ class FlatShard:
         """Raise unless the data are contiguous with one dim, and the elements are within the whole tensor."""
         # The class is frozen: this is the way to set an attribute of it.
         object.__setattr__(self, "shape", tuple(self.shape))
+        # 1. The values are one interval of memory.
         if self.data.ndim != 1 or not self.data.is_contiguous():
             raise ValueError(
                 f"data: found shape {tuple(self.data.shape)} and strides {self.data.stride()}, expected a contiguous "
                 "tensor with one dim"
             )
+        # 2. The interval of the whole tensor, of which `stop` follows from the number of values.
         if not 0 <= self.start <= self.stop <= prod(self.shape):
             raise ValueError(
                 f"found elements {self.start} to {self.stop}, expected a range within the {prod(self.shape)} elements "
@@ -203,7 +205,7 @@ class FlatShardTensor(Tensor):
             if isinstance(argument, Tensor) and not _are_same_elements(first, argument):
                 raise _not_possible(func, first)
             local_arguments.append(argument.shard.data if isinstance(argument, cls) else argument)
-        # 2. The operation on these values, and its result as a shard again.
+        # 2. The operation on these values, and its result as a shard again: the same elements with the new values.
         values = func(*local_arguments, **kwargs or {})
         if values is first.shard.data:  # the operation was in place
             return first

@@ -26,6 +26,7 @@ def remembered(function: F) -> F:
     """
     attribute = f"_remembered_{function.__module__}.{function.__qualname__}"
 
+    # `owner` is the object itself: the first argument, in whose attributes the results are stored.
     @functools.wraps(function)
     def call(owner: Any, *arguments: Any) -> Any:
         results = vars(owner).setdefault(attribute, {})

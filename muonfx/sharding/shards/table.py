@@ -87,7 +87,7 @@ class ShardTable:
         for name in names:
             if name in self.specs:
                 continue
-            known_names = format_list(list(self.specs)) or "none"
+            known_names = format_list(list(self.specs)) or "none"  # shortened if there are many
             raise ShardingError(
                 f"{self!r} has no parameter {name!r}, expected one of {known_names}: create the layout from the "
                 "parameters that you pass"
