@@ -116,7 +116,7 @@ def in_store(_cache: Memory, tx: Transform, store: Store):
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket. The next state is in the store again."""
-        parameters = remembered_parameters(_cache, state, updates)
+        parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
         if can_be_shared_out(tree.leaves(state), parameters):
             sizes = sizes_of(_present(updates), state, parameters)
             buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]  # a step without updates has one empty bucket
@@ -151,7 +151,7 @@ def at_once(_cache: Memory, tx: Transform, store: Store):
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` with its whole state on the device, as one bucket of all parameters."""
-        parameters = remembered_parameters(_cache, state, updates)
+        parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
         buckets = [tree.names(updates)]
         bucketed = BucketedState(store, device_of(updates, params), state, parameters, buckets, donate)
         return _run_in_buckets(tx, bucketed, updates, params, donate, extras)

@@ -90,8 +90,8 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
 def stored_again(store: Store, device: torch.device, old_state: PyTree, new_state: PyTree) -> PyTree:
     """Return a new state, in which a tensor that was in the store in the old state is in the store again.
 
-    A new tensor, such as the result of `torch.where`, is still on the device. It is copied to host memory or disk (the
-    store).
+    A new tensor, such as the result of `torch.where`, is still on the device. It is copied to the store: host memory or
+    a disk.
     """
     old_leaves = tree.leaves(old_state)
     new_leaves, treedef = tree.flatten(new_state)
@@ -107,9 +107,8 @@ def stored_again(store: Store, device: torch.device, old_state: PyTree, new_stat
 
 def _store_leaves(store: Store, device: torch.device, leaves: list[Any], indices: Sequence[int]) -> None:
     """Replace the leaves with the given indices, in the list, by copies in the store."""
-    targets = store.allocate(
-        [tree.spec(leaves[index]) for index in indices], device
-    )  # one call, because they may share a file
+    # All are allocated in one call, because on a disk they share one file.
+    targets = store.allocate([tree.spec(leaves[index]) for index in indices], device)
     for index, target in zip(indices, targets, strict=True):
         leaves[index] = target.copy_(leaves[index])
         release(target)  # a tensor in a file needs no host memory until it is read again

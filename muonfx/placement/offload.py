@@ -159,5 +159,6 @@ def _store(to: str, bucket_bytes: int) -> Store:
         raise ValueError(f"bucket_bytes: found {bucket_bytes!r}, expected an int of 1 or more")
     if to == "cpu":
         return Store(to, bucket_bytes)
+    # An absolute path, so that the folder stays the same if the process changes its working directory.
     folder = os.path.abspath(os.path.expanduser(to))
     return Store(folder, bucket_bytes)

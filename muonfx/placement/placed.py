@@ -336,6 +336,7 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     number 1 of ``tx`` receives and returns the dict of the last two.
     """
 
+    # The state by member, such as "momentum", is what the caller has. The chain ``tx`` has the state by group, "0", "1".
     def init(params: PyTree) -> dict[str, PyTree]:
         return _by_member(tx.functions.init(params), groups)
 
@@ -401,6 +402,7 @@ def applying(tx: Transform):
         updates, state = tx.run(updates, state, params, donate=donate, **extras)
         if apply_to_params is None:
             return updates, state
+        # The parameters have the updates now. A tree of None in their place lets their memory be freed.
         apply_to_params(params, updates)
         _, treedef = tree.flatten(updates)
         no_updates = tree.unflatten(treedef, [None] * treedef.num_leaves)
@@ -451,6 +453,7 @@ class PlacedTransforms:
         """Return `placed` of a transform with its current numbers, for local parameters."""
         key = tx.treedef, tree.flatten(params)[1]
         entry = self._fitting(key, params) or self._add(key, tx, params, visited)
+        # The same structure with other numbers, such as a new learning rate: only the numbers are replaced.
         if entry.original is not tx:
             entry.placed = with_numbers(entry.placed, iter(numbers_of(tx)))
             entry.original = tx
@@ -466,6 +469,7 @@ class PlacedTransforms:
     def _add(self, key: Any, tx: Transform, params: PyTree, visited: Visit | None) -> _Entry:
         if sum(map(len, self._entries.values())) >= self.LIMIT:
             self._entries.clear()
+        # The transform is placed for whole parameters, of which this rank may hold shards.
         global_like = self._global_like or meta_like
         meta_params = global_like(params)
         entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
@@ -482,6 +486,7 @@ class _Entry:
 
     def fits(self, params: PyTree) -> bool:
         """Return True if parameters have the shapes of `meta_params`. A leaf that is None fits any shape."""
+        # A parameter that was None before has no known shape, so the transform is placed again for it.
         for leaf, meta_leaf in zip(tree.leaves(params), tree.leaves(self.meta_params), strict=True):
             if leaf is not None and (meta_leaf is None or meta_leaf.shape != leaf.shape):
                 return False
@@ -503,6 +508,7 @@ def _row(visits: list[Visit]) -> Row:
     For one transform, the cells are, for example, "elementwise: momentum", "ELEMENT", "2" leaves, and "momentum" as the
     path of its state and the prefix of its numbers. The transforms that it calls have rows of their own below it.
     """
+    # The neighbours are named together; the other cells are those of the first of them.
     visited = visits[0]
     names_of_transforms = ", ".join([neighbour.tx.name for neighbour in visits])
     path_of_state = ".".join(map(str, visited.state or ()))
@@ -513,7 +519,7 @@ def _row(visits: list[Visit]) -> Row:
         path_of_state or "-",
         visited.name or "-",
     )
-    if not delegates(visited.tx):
+    if not delegates(visited.tx):  # it calls no other transform
         return Row(cells)
     inner_rows = [_row(group) for group in grouped(visited)]
     return Row(cells, tuple(inner_rows))
@@ -528,6 +534,8 @@ def grouped(outer: Visit) -> list[list[Visit]]:
     is_chain = chain_entries(outer.tx) is not None
     groups: list[list[Visit]] = []
     for visited in outer.calls:
+        # In a chain, each member receives the result of the one before it: neighbours that need whole matrices can use
+        # matrices that were gathered once.
         previous_needs_matrices = bool(groups) and needs_matrices(groups[-1][0].tx)
         runs_with_previous = is_chain and previous_needs_matrices and needs_matrices(visited.tx)
         if runs_with_previous:
