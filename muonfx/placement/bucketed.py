@@ -41,6 +41,7 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
     """
     if not store.on_disk:
         return
+    # A full disk is found here, before the step changes anything.
     device = device_of(params)
     specs: list[Any] = []  # the shapes and dtypes of the tensors to be written to new files
     for leaf, parameter in zip(tree.leaves(state), parameters_of(state, params), strict=True):

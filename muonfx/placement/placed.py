@@ -336,7 +336,7 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     number 1 of ``tx`` receives and returns the dict of the last two.
     """
 
-    # The state by member, such as "momentum", is what the caller has. The chain ``tx`` has the state by group, "0", "1".
+    # The caller has the state by member, with keys such as "momentum". The chain ``tx`` has it by group: "0", "1".
     def init(params: PyTree) -> dict[str, PyTree]:
         return _by_member(tx.functions.init(params), groups)
 
@@ -402,7 +402,7 @@ def applying(tx: Transform):
         updates, state = tx.run(updates, state, params, donate=donate, **extras)
         if apply_to_params is None:
             return updates, state
-        # The parameters have the updates now. A tree of None in their place lets their memory be freed.
+        # This adds the updates to the parameters. None is returned in their place, so that their memory can be freed.
         apply_to_params(params, updates)
         _, treedef = tree.flatten(updates)
         no_updates = tree.unflatten(treedef, [None] * treedef.num_leaves)

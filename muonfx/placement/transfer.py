@@ -117,7 +117,7 @@ class BucketTransfer:
                 return job()
 
         future = _worker_of(os.getpid()).submit(safely)
-        self._jobs.append(future)
+        self._jobs.append(future)  # `finish` waits for all jobs
         return future
 
     def _start_to_load(self, bucket_index: int) -> None:

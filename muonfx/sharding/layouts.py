@@ -305,6 +305,7 @@ def _check_buffer(specs: Mapping[str, Spec], order: Sequence[str], starts: Mappi
     In a buffer of 10 elements, parameters of 4 and 6 elements may begin at 0 and 4, but not at 0 and 3, where they
     would overlap, nor at 0 and 5, where the second would end at 11.
     """
+    # In the order of the buffer, so that only neighbours need to be compared.
     end = 0  # of the parameters before this one
     previous = "the beginning"  # the parameter before, as errors name it
     for name in order:

@@ -190,6 +190,7 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     old_leaves: Sequence[Any] = [None] * len(leaves)
     if old is not None:
         old_leaves = tree.leaves(old)
+    # For each leaf: the parameter to which it belongs, and which ranks hold it.
     placements = describe_state(binding, tx, params)
     converted: list[Any] = []
     for placement, leaf, old_leaf in zip(placements, leaves, old_leaves, strict=True):
@@ -214,6 +215,7 @@ def leaf_to_dtensor(
     is_on_other_ranks = placement.owned and placement.local is None
     if leaf is None and not is_on_other_ranks:  # the transform has no state for this parameter
         return None
+    # A leaf of owners has whole matrices, which may be placed otherwise than the parameter.
     if leaf is None or placement.owned:
         return _owned_to_dtensor(layout, placement, placement.name, leaf)
     return parameter_like(layout, placement.name, leaf, old_leaf)

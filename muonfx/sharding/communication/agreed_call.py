@@ -187,7 +187,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Excep
     for this rank: `agree` sends it to them, and all ranks raise.
     """
     layout = binding.layout
-    if layout.size == 1:
+    if layout.size == 1:  # no other rank waits, so errors are raised at once
         if problem is not None:
             raise problem
         _checked_parameters(binding, tx, params)

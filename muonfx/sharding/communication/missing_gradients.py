@@ -78,6 +78,7 @@ def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gr
 
     If ranks 0 to 2 hold the same shard, and only ranks 1 and 2 have a gradient, rank 1 sends it to rank 0.
     """
+    # A shard that has no sender, because none of its holders has a gradient, keeps the zeros of `complete_gradients`.
     sends: list[Send] = []
     for holders in layout.holders(name).values():
         senders = [rank for rank in holders if rank in ranks_with_gradient]

@@ -122,7 +122,7 @@ class RunPlan:
         `updates` has this rank's updates by parameter name. The matrices of an update that is None are left out.
         """
         # Only the buckets of the last step are stored: most steps have the same gradients.
-        absent = frozenset([name for name, update in updates.items() if update is None])
+        absent = frozenset([name for name, update in updates.items() if update is None])  # equal on all ranks
         if absent not in self._local_buckets:
             self._local_buckets.clear()
             self._local_buckets[absent] = self._buckets_without(absent)
@@ -159,6 +159,7 @@ class RunPlan:
     @property
     def flops(self) -> list[float]:
         """A list with the load of each rank per step, in floating-point operations of dense matrix products."""
+        # Matrices without an owner add to all ranks, all others to their owner.
         loads = [0.0] * self.size
         load_of_every_rank = 0.0
         for shard in self.shards:

@@ -180,8 +180,8 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     """Search for an assignment of items to ranks with a largest total cost below `largest_cost`, by bisection.
 
     Return the rank by index of the item; no item if no better assignment is found. The items have descending costs.
-    `costs_before` has each rank's cost without them. Costs of 3, 3, 2, 2 and 2 fit on two ranks with 6 each, where the
-    least loaded rank for each item in turn ends with 5 and 7:
+    `costs_before` has each rank's cost without them. Costs of 3, 3, 2, 2 and 2 fit on two ranks with 6 each. With each
+    item on the least loaded rank, they would have 7 and 5:
 
     >>> items = {index: Item(cost, 0) for index, cost in enumerate([3.0, 3.0, 2.0, 2.0, 2.0])}
     >>> _packed(items, {0: 0.0, 1: 0.0}, largest_cost=7.0)

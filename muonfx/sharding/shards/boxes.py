@@ -107,7 +107,7 @@ def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Check that boxes contain each element of a tensor exactly once. Return None, or the reason why they do not.
 
-    The reason is a part of a sentence for an error, of which "the boxes" is the subject.
+    The reason is the end of a sentence in an error, such as "the chunks of 'w' overlap".
 
     >>> cover((4,), [Box((0,), (3,))])
     'hold 3 elements of 4'

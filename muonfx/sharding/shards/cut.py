@@ -238,8 +238,8 @@ class OnMesh(Cut):
     def _position_at(self, coordinates_of_dims: Sequence[tuple[int, ...]]) -> ShardPosition:
         """Return the shard at some coordinates along the mesh dims that split each dim of the tensor.
 
-        Replicas have the same coordinates along these mesh dims, and share the shard. For a matrix whose dim 0 is split
-        by one mesh dim, and whose dim 1 is not split, the coordinates ``((1,), ())`` have the second part of the rows.
+        Replicas have the same coordinates along these mesh dims, and share the shard. For a matrix of which one mesh
+        dim splits the rows, the coordinates ``((1,), ())`` have the second part of the rows, and all columns.
         """
         return ShardPosition.grid(list(map(self._spans_of, range(len(self.shape)), coordinates_of_dims)))
 
