@@ -293,8 +293,12 @@ class Loader:
         """Closes the index; while it is open, saves do not remove the data files. `read` closes it."""
 
     def share_index(self, ranks: Together) -> None:
-        """Let rank 0 read and lock the index for all ranks, so that all of them read the same checkpoint."""
+        """Let rank 0 read and lock the index for all ranks, so that all of them read the same checkpoint.
 
+        If each rank read it, a save could replace the checkpoint between two of these reads.
+        """
+
+        # `step` calls the first function on every rank, and the second on rank 0 with a list of all results.
         def read_on_first_rank() -> Index | None:
             if ranks.rank == 0:
                 return self._lock_index()
@@ -313,18 +317,19 @@ class Loader:
     def open(self) -> OpenedCheckpoint:
         """Allocate the tensors to fill, and open the data files that this rank needs, without reading any values.
 
-        Return what must be equal on all ranks: the id of the save, and the arguments of `load`.
+        Return the values that must be equal on all ranks: the id of the save, and the arguments of `load`. The index is
+        the description of the checkpoint: names, shapes, and the place of each leaf in the data files.
         """
         folder = folder_named(self.path)
-        self.target = self.make_target(str(folder))
-        index = self.index  # shared by rank 0, or None
+        self.target = self.make_target(str(folder))  # the tree to fill, with the leaf names of the caller
+        index = self.index  # sent by rank 0, or None
         if index is None:
             index = self._lock_index()
         index = self.target.translated(index)
         self.leaves, destinations = self.target.allocate(index)  # raises if the checkpoint does not fit
         with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
             self.reader = self._stack.enter_context(DataReader(folder, index))
-            self.transfers = self.reader.transfers_to(destinations)
+            self.transfers = self.reader.transfers_to(destinations)  # the parts of files to copy to memory
             self.reader.check_files({transfer.chunk.file for transfer in self.transfers})
         arguments = {"path": str(folder), **self.target.rules.arguments()}
         return OpenedCheckpoint(index.save_id, arguments)
@@ -335,14 +340,19 @@ class Loader:
         ``opened`` has the result of `open` on each rank. The result is an empty answer for each rank.
         """
         require_same([checkpoint.arguments for checkpoint in opened], "load", "nothing was loaded")
+        # Each save has an id of its own: two ids mean that a save has replaced the checkpoint between two ranks.
         save_ids = {checkpoint.save_id for checkpoint in opened}
-        if len(save_ids) > 1:  # the error makes all ranks read again
+        if len(save_ids) > 1:  # `retried` catches this error, and all ranks read again
             raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
         return [None] * len(opened)
 
     def read(self) -> None:
-        """Read the values that this rank needs."""
-        self._index_lock.close()  # all ranks have opened their files
+        """Read the values that this rank needs into the tensors that `open` has allocated.
+
+        A save may now remove the files of the checkpoint: open files stay readable.
+        """
+        self._index_lock.close()  # all ranks have opened their files, so a save need not wait for this load any longer
+        # More files than can be held open are opened again, and may be gone: that is no damage, but a replacement.
         with replacement(self.reader.folder, self.reader.index):
             self.reader.read(self.transfers)
         self.reader.close()  # within the step of all ranks, which reports a rank that ends here
@@ -361,12 +371,15 @@ def load_checkpoint(
     rules: Mapping[str, Any],
     **options: Any,
 ) -> tuple[Any, Index]:
-    """Load a checkpoint: return the result of `Target.filled`, and the index of the checkpoint.
+    """Load a checkpoint: return the tree with its values, and the index, the description of the checkpoint.
 
-    The common part of `load`, `load_params` and `load_changed`, which differ in the class of the target. With a group,
-    every rank calls this, and an error on one rank is raised on all. ``rules`` are the arguments of `Rules`, such as
-    ``{"allow_missing": ["adamw/mu"]}``, and ``options`` are those of `Target.of`.
+    The common part of `load`, `load_params` and `load_changed`. These differ in the class of the target, the tree that
+    is filled, whose method `Target.filled` makes the first result. With a group, every rank calls this, and an error on
+    one rank is raised on all. ``rules`` are the arguments of `Rules`, such as ``{"allow_missing": ["adamw/mu"]}``, and
+    ``options`` are those of `Target.of`.
     """
+    # The state of a sharded transform is divided among the ranks of its layout, so these ranks load it together. A
+    # `StateSpec` describes whole tensors, which one process can load.
     if group is None and isinstance(tx, Sharded) and not isinstance(like, StateSpec):
         group = tx.layout.group
 
@@ -378,7 +391,8 @@ def load_checkpoint(
         ranks = Together(group, path, f"the load of {path}")
         if group is not None:
             wait_for_save()  # a save in the background may use the same group
-        ranks.meet("checkpoint.load")
+        ranks.meet("checkpoint.load")  # a rank that does not call `load` is an error here, not an endless wait later
+        # Repeated while a save replaces the checkpoint.
         return retried(path, partial(_load_once, path, make_target, ranks))
     except LostRanksError as error:
         raise CheckpointError(f"{path} was not loaded: {error}") from error
@@ -387,7 +401,8 @@ def load_checkpoint(
 def _load_once(path: Any, make_target: Callable[[str], Target], ranks: Together, attempt: int) -> tuple[Any, Index]:
     """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile.
 
-    Every rank calls this. The first attempt saves a communication: each rank reads the index itself.
+    Every rank calls this. In attempt 0, each rank reads the index itself, which saves a communication. If a save
+    replaced the checkpoint at that moment, the ranks may have read two different ones, and attempt 1 follows.
     """
     with ExitStack() as stack:  # closes all files, also after an error
         loader = Loader(path, make_target, stack)
@@ -435,28 +450,33 @@ class Target:
         section: str = "",
         **options: Any,
     ) -> Self:
-        """Return the target of a `load`, after a check of its arguments.
+        """Check the arguments of a `load`, and return the tree to fill, with its leaves by name.
 
-        ``tx`` is the transform that will use the state. ``is_alone`` is True if no other ranks take part: ``like`` must
-        then have no shards. ``section`` is "params" for parameters. ``options`` are the other fields.
+        For ``like={"trace": {"w": tensor}}``, the result has ``like={"trace/w": tensor}``, and ``expected`` has the
+        shape and dtype of "trace/w". ``tx`` is the transform that will use the state. ``is_alone`` is True if no other
+        ranks take part: ``like`` must then have no shards (parts of tensors on this rank). ``section`` is "params" for
+        parameters, whose names begin with it. ``options`` are the other fields.
         """
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
+        # 1. Names, shapes and dtypes without values: there are no tensors to convert, and no shards to refuse.
         if isinstance(like, StateSpec):
             expected = like
-            if tx is not None:
+            if tx is not None:  # the checkpoint is compared with this transform, not with that of the `StateSpec`
                 expected = like.of_chain(tx)
             return cls(like.leaves, expected, rules, where, section=section, **options)
+        # 2. Plain tensors that are parts of larger ones get their positions; `filled` converts the result back.
         local_tx: Sharded | None = None
         if isinstance(tx, Sharded):
             like, is_local = _as_global(tx, like, section)
             if is_local:
                 local_tx = tx
+        # 3. A tree of tensors or shards. Its leaves that are None have no values, so they are only in `expected`.
         named = named_tensors(like, section)
         chain = None if section == PARAMS else tx  # parameters do not depend on the chain
         expected = spec_of_named(named, like, chain)
         leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
-        if is_alone:
+        if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
             for name, leaf in leaves.items():
                 require_whole(name, leaf, "pass group=")
         return cls(leaves, expected, rules, where, local_tx, section=section, **options)
@@ -464,24 +484,29 @@ class Target:
     def translated(self, index: Index) -> Index:
         """Return the index with the names that `save` gives the leaves of an optimizer.
 
-        Only a checkpoint with the state dict of an optimizer has others: "optimizer/state/fc.weight/muon.trace" instead
-        of "muon/trace/fc.weight".
+        A checkpoint that ``dcp.save`` wrote has other names, those of the optimizer's state dict:
+        "optimizer/state/fc.weight/muon.trace" becomes "muon/trace/fc.weight". All other indexes stay as they are.
         """
         if self.objects is None:  # `like` is no optimizer
             return index
         return as_saved_optimizer(index, self.like, self.where)
 
     def match(self, index: Index) -> dict[str, str | None]:
-        """Return the name in the checkpoint of each leaf, None for missing ones; raise or warn of other differences.
+        """Compare the checkpoint with the tree, and return the stored name of each leaf, None for missing ones.
 
-        The names differ after ``rename=``, or if wrappers such as ``torch.compile`` have added prefixes.
+        For example ``{"trace/w": "trace/_orig_mod.w", "trace/b": None}``. Names differ after ``rename=``, or if
+        wrappers such as ``torch.compile`` have added prefixes. Raise for differences that the rules do not allow, and
+        warn of those that may be meant, such as another learning rate.
         """
+        # Raises one error with all leaves that do not fit.
         stored_name_of = match(
             index, self.expected, self.rules, section=self.section, where=self.where, objects=self.objects
         )
         self._require_same_scheduler(index)
         self._warn_of_products(index)
-        if self.objects is None or GROUPS not in index.objects:  # else their numbers are loaded, or left out on purpose
+        # An optimizer gets its numbers from the saved groups, or the caller left these out on purpose. In all other
+        # cases the code's numbers are used, so the caller may want to notice that they differ.
+        if self.objects is None or GROUPS not in index.objects:
             self._warn_of_numbers(index)
         return stored_name_of
 
@@ -489,9 +514,10 @@ class Target:
         """Allocate the tensors of the tree, after a check that the checkpoint fits.
 
         Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint. The values
-        of the second are also in the first, so that a read fills both.
+        of the second are also in the first, so that a read fills both. If "new/w" is stored as "w", they are
+        ``{"new/w": tensor}`` and ``{"w": tensor}`` with one tensor.
         """
-        stored_name_of = self.match(index)
+        stored_name_of = self.match(index)  # raises if it does not fit
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}
         for name, leaf in self.like.items():
@@ -499,16 +525,19 @@ class Target:
             if stored_name is None:  # missing, and the caller allows it
                 leaves[name] = self._copy(name, leaf)
                 continue
-            if stored_name not in destinations:  # a scalar may be read once for several leaves
+            # A step count may be read once for several leaves: a state that is divided into two labels has two counts.
+            if stored_name not in destinations:
                 destinations[stored_name] = self._empty(leaf, index.leaves[stored_name].spec.shape)
             leaves[name] = destinations[stored_name]
         return leaves, destinations
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
-        """Return the tree that `load` returns, with the leaves that were read, by name.
+        """Put the leaves that were read into a tree of the caller's structure, which `load` returns.
 
-        A step count that was read once for several leaves is copied for each: an optimizer changes them in place.
+        ``leaves`` is the first dict of `allocate`: ``{"trace/w": tensor}`` becomes ``{"trace": {"w": tensor}}``.
         """
+        # A step count that was read once for several leaves is one tensor with several names. An optimizer changes
+        # each count in place, so every name after the first gets a copy. Equal ids show that it is one tensor.
         separate_leaves = dict(leaves)
         used_ids: set[int] = set()
         for name, leaf in leaves.items():
@@ -525,9 +554,9 @@ class Target:
 
     def _require_same_scheduler(self, index: Index) -> None:
         """Raise if the checkpoint has the state of a scheduler of another class, such as StepLR, not LambdaLR."""
-        saved_scheduler = index.objects.get(SCHEDULER)
+        saved_scheduler = index.objects.get(SCHEDULER)  # such as {"class": "StepLR", "state": {...}}
         if self.scheduler is None or saved_scheduler is None:
-            return
+            return  # nothing to compare; `match` reports one that is missing
         class_name = type(self.scheduler).__name__
         saved_class_name = saved_scheduler["class"]
         if saved_class_name != class_name:
@@ -540,16 +569,18 @@ class Target:
     def _warn_of_products(self, index: Index) -> None:
         """Warn if the transform now computes its matrix products in other dtypes than when the checkpoint was saved.
 
-        The default dtype depends on the device: a run that moves to another device may compute other numbers.
+        The default dtype depends on the device: a run that moves to another device may compute other numbers. The index
+        has the saved dtypes, such as ``{"muon": "bfloat16"}``.
         """
         tx = self.expected.transform
-        if tx is None:
+        if tx is None:  # without a transform, nothing computes products
             return
         device = torch.device(self.device or self._device_of_like())
         for name, saved_dtype in index.products.items():
             # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
             # parameters that are float64. Parameters of all other dtypes have products of one dtype.
             param_dtype = torch.float64 if saved_dtype == "float64" else torch.float32
+            # A transform of this name may be gone: then nothing differs.
             dtype = product_dtypes(strip_transparent(tx), [param_dtype], device).get(name, saved_dtype)
             if dtype != saved_dtype:
                 warn_caller(
@@ -559,7 +590,10 @@ class Target:
                 )
 
     def _device_of_like(self) -> torch.device:
-        """Return the device of the first tensor of ``like`` with values; the CPU if there is none."""
+        """Return the device of the first tensor of ``like`` with values; the CPU if there is none.
+
+        Meta tensors have no values, and `Spec`s and shards of other classes are no tensors; they are skipped.
+        """
         for leaf in self.like.values():
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 return leaf.device
@@ -568,13 +602,14 @@ class Target:
     def _warn_of_numbers(self, index: Index) -> None:
         """Warn if the transform has other numbers than the one that wrote the checkpoint, such as another momentum.
 
-        The texts of the two chains are compared: "momentum(decay=0.9)" and "momentum(decay=0.95)".
+        The texts of the two chains are compared: "momentum(decay=0.9)" and "momentum(decay=0.95)". A chain is the code
+        that constructs the transform. Its fingerprint is a hash of its structure, without the numbers.
         """
         expected = self.expected
         is_same_structure = index.fingerprint is not None and index.fingerprint == expected.fingerprint
-        if not is_same_structure:  # an error, or allowed by the caller
+        if not is_same_structure:  # `match` has reported it, or the caller has allowed it, or one is not known
             return
-        if index.chain == expected.chain:
+        if index.chain == expected.chain:  # the usual case: the numbers are equal, too
             return
         differences = differences_of_chains(str(index.chain), str(expected.chain)).numbers
         if not differences:
@@ -586,11 +621,12 @@ class Target:
         )
 
     def _empty(self, leaf: Any, shape: Sequence[int]) -> Any:
-        """Allocate a tensor or shard with the dtype of a leaf of ``like``, on the device for the result.
+        """Allocate memory for a leaf of the result: a tensor or shard with the dtype of the leaf of ``like``.
 
-        The shape is that of the leaf, except that a leaf of a changed run may have fewer rows in the checkpoint.
+        ``shape`` is that of the leaf, except that a leaf of a changed run may have fewer rows in the checkpoint. For a
+        meta tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
         """
-        # A leaf without strides to copy: a spec, or a tensor of another shape.
+        # A leaf without strides to copy: a spec, or a tensor of another shape. A spec has no device, so it is the CPU.
         if isinstance(leaf, Spec) or tuple(leaf.shape) != tuple(shape):
             device = self.device or getattr(leaf, "device", "cpu")
             return torch.empty(shape, dtype=leaf.dtype, device=device)
@@ -606,7 +642,11 @@ class Target:
         return torch.empty_like(leaf, device=device, requires_grad=False)
 
     def _copy(self, name: str, leaf: Any) -> Any:
-        """Return a copy of a leaf of ``like`` that is missing in the checkpoint, so that both can change."""
+        """Return a copy of a leaf of ``like`` that is missing in the checkpoint.
+
+        The result gets this copy, not the leaf itself: a change of one then leaves the other as it is.
+        """
+        # A spec or a meta tensor has a shape, but no values that the result could keep.
         has_no_values = isinstance(leaf, Spec) or (isinstance(leaf, Tensor) and leaf.device.type == "meta")
         if has_no_values:
             raise ValueError(
@@ -614,19 +654,21 @@ class Target:
                 "state with values to keep: pass like=tx.init(params)"
             )
         if isinstance(leaf, Tensor):
-            leaf = leaf.detach()
+            leaf = leaf.detach()  # the copy is no step of a computation with gradients
         copied = self._empty(leaf, leaf.shape)
         copied.copy_(leaf)
         return copied
 
 
 def _as_global(tx: Sharded, like: PyTree, section: str) -> tuple[PyTree, bool]:
-    """Return a tree of a sharded transform with shards that know their positions, as a checkpoint needs them.
+    """Give this rank's tensors their positions in the whole tensors, because a checkpoint stores whole tensors.
 
-    A tree of local tensors of this rank is converted, and the second result is True: `load` converts its result back.
+    Under a sharded transform, "w" may be a plain tensor with 4 of 8 rows. It becomes a shard that has the global shape
+    and the position of these rows. The second result is True if the tree was converted: `load` then converts its result
+    back. It is False for a tree that had such shards already.
     """
-    if section == PARAMS:
+    if section == PARAMS:  # parameters: the layout of the transform defines which part each rank holds
         return tx.layout.to_global(like), True
-    if is_global(like):
+    if is_global(like):  # a state whose leaves have their positions already
         return like, False
     return to_global(tx, like), True  # on a rank without shards, this changes nothing
