@@ -39,16 +39,17 @@ def matches_any(patterns: Iterable[str], name: str) -> bool:
 
 
 def patterns_of(argument: str, allow: Allow) -> tuple[str, ...]:
-    """Convert an ``allow_...`` argument of `load` to a tuple of patterns.
+    """Convert an ``allow_...`` argument of `load`, which may have several types, to a tuple of patterns.
 
-    ``argument`` is its name, such as "allow_missing", for an error about another type.
+    A pattern matches names of leaves. ``argument`` is the name of the argument, such as "allow_missing", for the error
+    about a value of another type.
 
     >>> patterns_of("allow_missing", True), patterns_of("allow_missing", False), patterns_of("allow_missing", "adam/mu")
     (('*',), (), ('adam/mu',))
     """
-    if isinstance(allow, bool):
+    if isinstance(allow, bool):  # all names, or none
         return ("*",) if allow else ()
-    if isinstance(allow, str):
+    if isinstance(allow, str):  # one pattern; a string is a collection too, of its characters
         return (allow,)
     if not isinstance(allow, Collection) or not all(isinstance(pattern, str) for pattern in allow):
         raise TypeError(
@@ -79,7 +80,7 @@ class Rules:
         self.rename = rename or {}
 
     def arguments(self) -> dict[str, str]:
-        """Return a dict from argument name to text, to compare between ranks."""
+        """Return a dict from argument name to text, to compare between ranks: ``{"allow_extra": "('*',)", ...}``."""
         texts: dict[str, str] = {}
         for name, value in vars(self).items():
             texts[name] = repr(value)
@@ -89,7 +90,10 @@ class Rules:
 
 
 def _require_dtypes(cast: object) -> None:
-    """Raise unless the argument ``cast`` of `load` is a dict such as ``{"momentum/trace": torch.bfloat16}``."""
+    """Raise unless the argument ``cast`` of `load` is a dict such as ``{"momentum/trace": torch.bfloat16}``.
+
+    Likely mistakes are a dtype alone, and a dtype as a string, ``{"momentum/trace": "bfloat16"}``.
+    """
     if not isinstance(cast, Mapping):
         raise TypeError(
             f"cast must be a dict from names of leaves to dtypes, found {cast!r}: pass names, first levels of "
@@ -151,15 +155,16 @@ def match(
 def _names_in_section(new_name_of: Mapping[str, str], section: str | None) -> tuple[dict[str, str], list[str]]:
     """Select the leaves of a section, "params" or "" for the state, by the names that they have after renaming.
 
-    Return a dict from the new name of each leaf to its name in the checkpoint, and a text for each mistake: two leaves
-    with one new name, or a parameter whose new name does not begin with the section. For the section "params",
-    ``{"params/a": "params/b", "trace/a": "trace/b"}`` becomes ``{"params/b": "params/a"}``.
+    ``new_name_of`` has the new name of each leaf by its name in the checkpoint. Return the reverse dict for the leaves
+    of the section, and a text for each mistake: two leaves with one new name, or a parameter whose new name does not
+    begin with the section. For the section "params", ``{"params/a": "params/b", "trace/a": "trace/b"}`` becomes
+    ``{"params/b": "params/a"}``. If the section is None, all leaves are selected.
     """
     stored_name_of: dict[str, str] = {}
     problems: list[str] = []
     for stored_name, new_name in new_name_of.items():
         if section is None or in_section(new_name, section):
-            if new_name in stored_name_of:
+            if new_name in stored_name_of:  # an earlier leaf has this new name already
                 problems.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
             stored_name_of[new_name] = stored_name
         elif section and in_section(stored_name, section):  # renaming has moved a parameter out of the parameters
@@ -171,23 +176,26 @@ def _names_in_section(new_name_of: Mapping[str, str], section: str | None) -> tu
 
 
 def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str, str]:
-    """Return a dict from each leaf of a state that only moved in the tree to its name in the checkpoint.
+    """Find the leaves that have other names in the checkpoint, because their transform was elsewhere in the tree.
 
-    A state may be under another label or in a chain now: ``{"partition/muon/trace/w": "muon/trace/w"}``. ``stored`` has
-    the shapes of the leaves in the checkpoint. The dict is empty if a step count would have several values: those of
-    several states that become one, or that of the leaf with its name and that of the parameters that moved.
+    A state may be under another label or in a chain now: the result ``{"partition/muon/trace/w": "muon/trace/w"}`` has
+    the new name and the name in the checkpoint. ``stored`` has the shapes of the leaves in the checkpoint. The dict is
+    empty if a step count would have several values: those of several states that become one, or that of the leaf with
+    its name and that of the parameters that moved.
     """
+    # Leaves that the caller allows to be missing or extra have no partner to search for.
     all_shapes = {name: spec.shape for name, spec in expected.leaves.items()}
     shapes = _leaves_to_match(all_shapes, stored, rules.allow_missing)
     stored_shapes = _leaves_to_match(stored, all_shapes, rules.allow_extra)
     if shapes.keys() <= stored_shapes.keys() or stored_shapes.keys() <= shapes.keys():
         return {}  # the usual case: no leaf has another name, at most some are missing or extra
-    source_of, equal_counts = sources(shapes, stored_shapes)  # from leaf name to name in the checkpoint
+    # From leaf name to name in the checkpoint, and for some step counts all counts that they could come from.
+    source_of, equal_counts = sources(shapes, stored_shapes)
     moved: dict[str, str] = {}
     for name, stored_name in source_of.items():
         if name in equal_counts:  # several step counts would become this one
             return {}
-        if name == stored_name:
+        if name == stored_name:  # it has not moved
             continue
         if name in stored:  # the checkpoint has this leaf, and it would get the values of another
             return {}
@@ -199,7 +207,8 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
     """Return the leaves that may have moved: those that the caller does not explicitly allow to be missing or extra.
 
     ``partners`` are the leaves on the other side, in the checkpoint or in the state. A leaf that has a partner of the
-    same name stays in, whatever the ``allowed`` patterns are.
+    same name stays in, whatever the ``allowed`` patterns are. With ``allowed=["mu"]``, "mu/w" is left out unless
+    ``partners`` has "mu/w" too, and "nu/w" stays in.
     """
     patterns = [pattern for pattern in allowed if pattern != "*"]  # states that "*" matches may have moved, too
     leaves: dict[str, tuple[int, ...]] = {}
@@ -212,17 +221,20 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
 def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
     """Return the moved leaves, but omit a step count that moved otherwise than every state of a parameter.
 
-    A step count alone is not evidence of a move: the one with the closest name may be of another transform. So
-    "new/adam/count" from "adam/count" is returned only if a leaf such as "new/adam/mu/w" has moved in the same way. If
-    the whole state has only 0-d leaves, as of a schedule, all are returned.
+    ``moved`` has new names and names in the checkpoint, such as ``{"new/adam/count": "adam/count"}``. A step count
+    alone is not evidence of a move: the one with the closest name may be of another transform. So this entry is
+    returned only if a leaf such as "new/adam/mu/w" has moved in the same way, from "adam/mu/w". If the whole state has
+    only 0-d leaves, as of a schedule, all are returned.
     """
     has_only_scalars = all(shape == () for shape in shapes.values())
     if has_only_scalars:
         return dict(moved)
-    moves_of_parameters: set[str] = set()  # such as "'adam' as 'new/adam'"
+    # The moves that leaves of parameters show, as texts: "'adam' as 'new/adam'".
+    moves_of_parameters: set[str] = set()
     for name, stored_name in moved.items():
         if shapes[name] != ():
             moves_of_parameters.add(_move(name, stored_name))
+    # These leaves themselves, and the step counts with one of their moves.
     moved_together: dict[str, str] = {}
     for name, stored_name in moved.items():
         if _move(name, stored_name) in moves_of_parameters:
@@ -238,6 +250,7 @@ def _with_moved_leaves(
     With ``moved={"new/trace/w": "trace/w"}``, the key "trace/w" of ``stored_name_of`` becomes "new/trace/w".
     """
     names = dict(stored_name_of)
+    # First all old names go, then all new ones are added: a new name may be the old name of another moved leaf.
     for old_name in moved.values():
         if old_name not in expected.leaves:  # otherwise another leaf has this name now, and keeps it
             names.pop(old_name, None)  # it may be gone already: a step count may get several new names
@@ -293,7 +306,10 @@ class _Comparison:
     """Sentences about how the caller can solve the problems."""
 
     def check_all(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> None:
-        """Report all differences; ``new_names`` are the names in the checkpoint after renaming, of all sections."""
+        """Report all differences, each as a text in ``problems``, with remedies in ``advice``.
+
+        ``new_names`` are the names in the checkpoint after renaming, of the parameters and of the state.
+        """
         self._check_renaming(renaming_problems)
         self._check_chain()
         self._check_patterns([*new_names, *self.expected, *self.index.objects, *(self.objects or ())])
@@ -314,10 +330,12 @@ class _Comparison:
     def _check_chain(self) -> None:
         """Report that another chain wrote the state, and which states could be loaded under other names.
 
-        A chain is identified by its fingerprint, a hash of its structure.
+        A chain is the transform with all that it contains, such as "chain(momentum(), scale(-0.1))". It is identified
+        by its fingerprint, a hash of its structure.
         """
         if self.rules.allow_other_chain:
             return
+        # A fingerprint is None if the state was saved, or is loaded, without its transform: then nothing is compared.
         saved_fingerprint = self.index.fingerprint
         fingerprint = self.expected.fingerprint
         are_known = saved_fingerprint is not None and fingerprint is not None
@@ -339,12 +357,14 @@ class _Comparison:
     def _check_patterns(self, names: Collection[str]) -> None:
         """Report patterns of the caller that match none of the leaf names.
 
-        Such a pattern is probably misspelt: for "momntum/trace", the error suggests "momentum/trace".
+        Such a pattern is probably misspelt: for "momntum/trace", the error suggests "momentum/trace". ``names`` are the
+        names on both sides, in the checkpoint and in the requested state.
         """
         rules = self.rules
         arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
         for argument, patterns in arguments.items():
             for pattern in patterns:
+                # "*" is for True, which allows all leaves and need not match one.
                 if pattern == "*" or any(matches(pattern, name) for name in names):
                     continue
                 similar = format_list(close_names(pattern.strip("*/"), names, "/")) or "none"
@@ -354,7 +374,10 @@ class _Comparison:
                 )
 
     def _check_names(self) -> None:
-        """Report leaves that only the checkpoint ("extra") or only the requested state ("missing") has."""
+        """Report leaves that only the checkpoint ("extra") or only the requested state ("missing") has.
+
+        Leaves that match the caller's ``allow_missing=`` or ``allow_extra=`` are not reported.
+        """
         expected = self.expected.leaves
         missing = _unmatched(expected, self.stored_name_of, self.rules.allow_missing)
         for name in missing:
@@ -367,7 +390,10 @@ class _Comparison:
             self._advise_load_changed()
 
     def _check_objects(self) -> None:
-        """Report the param groups or the scheduler of an optimizer if the checkpoint or the caller lacks them."""
+        """Report the param groups or the scheduler of an optimizer if the checkpoint or the caller lacks them.
+
+        They are the values that are no tensors: ``{"param_groups", "scheduler"}`` are requested, or only the first.
+        """
         if self.objects is None:  # `like` is no optimizer
             return
         stored_objects = self.index.objects
@@ -377,6 +403,8 @@ class _Comparison:
                 f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, not "
                 "its transform_state, with scheduler= if it has one"
             )
+        # A saved scheduler that is not loaded would be forgotten, so it is ignored only on request. Groups need no such
+        # check: an optimizer always requests them, unless `allow_extra=` names them.
         if SCHEDULER in stored_objects and _unmatched([SCHEDULER], self.objects, self.rules.allow_extra):
             self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
             self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
@@ -386,10 +414,11 @@ class _Comparison:
 
         For example "to keep the values of `like` for missing leaves: allow_missing=['adamw/mu']".
         """
-        if missing and self._are_params(missing):  # parameters in place of a state: no other advice helps
+        # The caller has passed parameters in place of a state. No other advice helps, so this one replaces all.
+        if missing and self._are_params(missing):
             self.advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
             return
-        if missing and extra and not self.moved:
+        if missing and extra and not self.moved:  # each side has a name that the other lacks: perhaps one leaf
             self.advice.append(f"if only the names of leaves differ: rename={self._renaming_text(missing, extra)}")
         if missing:
             patterns = shortest_levels(missing, self.expected)
@@ -399,11 +428,14 @@ class _Comparison:
             self.advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
 
     def _are_params(self, missing: Sequence[str]) -> bool:
-        """Return whether the leaves that are missing in the state are the parameters, which are in another section."""
+        """Return whether the missing leaves are parameters: "w" is missing in the state, and "params/w" is stored."""
         return self.section == "" and all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
 
     def _renaming_text(self, missing: Sequence[str], extra: Sequence[str]) -> str:
-        """Return the ``repr`` of a dict that renames ``extra`` leaves to ``missing`` ones, or a description of it."""
+        """Return a ``rename=`` for an advice: ``repr`` of a dict from ``extra`` to ``missing`` leaves, if one is found.
+
+        If all names differ by one prefix, it is such as "{'trace/*': 'trace/model.*'}", else a description of the dict.
+        """
         renaming = None
         if not self.rules.rename:  # else the caller's own did not help, so no other is derived
             renaming = prefix_renaming(extra, missing)
@@ -435,7 +467,7 @@ class _Comparison:
             stored_spec = self.index.leaves[stored_name].spec
             if stored_spec == spec and not self.rules.cast:  # the usual case
                 continue
-            if stored_spec.shape != spec.shape:
+            if stored_spec.shape != spec.shape:  # no rule allows it
                 reshaped.append(name)
                 self.problems.append(
                     f"reshaped:  {name!r} has shape {stored_spec.shape} in the checkpoint, expected {spec.shape}"
@@ -452,17 +484,20 @@ class _Comparison:
         """Report if values of a leaf would lose their meaning or be rounded without the caller's consent.
 
         A wider dtype, such as fp32 for a stored bf16, is no problem. Return True for a narrower one that ``cast=``
-        does not allow.
+        does not allow: fp32 is stored, and bf16 is requested.
         """
         dtype = self.expected.leaves[name].dtype
         stored_dtype = self.index.leaves[stored_name].spec.dtype
+        # 1. Integers that are codes of a quantized state are never converted, also if `cast=` allows it.
         if stored_dtype != dtype and self._has_codes(stored_name):
             self.problems.append(f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}")
             return False
+        # 2. The caller has allowed rounding of this leaf, if the dtype is the one that the caller named.
         cast_dtypes = {cast_dtype for pattern, cast_dtype in self.rules.cast.items() if matches(pattern, name)}
         if cast_dtypes:
             self._check_cast(name, dtype, cast_dtypes)
             return False
+        # 3. Without the caller's consent, only a dtype that holds every stored value exactly will do.
         if widens(stored_dtype, dtype):
             return False
         self.problems.append(f"narrowing: {name!r} is {stored_dtype} in the checkpoint, expected {dtype}")
@@ -479,7 +514,8 @@ class _Comparison:
     def _advise_shapes(self, reshaped: Sequence[str]) -> None:
         """Add the call that loads the leaves of a checkpoint other than the ``reshaped`` ones.
 
-        For a state this is `load_changed`. It has no counterpart for parameters, so these are named one by one.
+        For a state this is `load_changed`. It has no counterpart for parameters, so the reshaped ones are listed as
+        leaves to ignore: ``allow_extra=["params/head"]``.
         """
         if self.section == PARAMS:
             to_ignore = [*self.rules.allow_extra, *reshaped]
@@ -491,7 +527,8 @@ class _Comparison:
     def _check_cast(self, name: str, dtype: torch.dtype, cast_dtypes: set[torch.dtype]) -> None:
         """Report that ``cast=`` has another dtype than ``like``; it allows rounding, but does not choose the dtype.
 
-        ``cast_dtypes`` are the dtypes of all patterns of ``cast=`` that match the leaf.
+        ``cast_dtypes`` are the dtypes of all patterns of ``cast=`` that match the leaf. With
+        ``cast={"trace": torch.float16}`` and "trace/w" of `torch.bfloat16` in ``like``, there is no dtype for both.
         """
         if cast_dtypes == {dtype}:
             return
@@ -502,7 +539,8 @@ class _Comparison:
     def _has_codes(self, stored_name: str) -> bool:
         """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists.
 
-        Codes are small integers that have values only together with their scales, so they cannot be converted.
+        A quantized state stores small integers, its codes, and scales that turn them into values. A code has no value
+        without its scale, so codes cannot be converted to another dtype.
         """
         levels = stored_name.split("/")
         # Any level after the first may be the one: a label may be "codes", too, as in "partition/codes/trace/codes/w",
@@ -510,6 +548,7 @@ class _Comparison:
         for position, level in enumerate(levels):
             if position == 0 or level != "codes":
                 continue
+            # The same name with "scales" at this level.
             scales_name = "/".join([*levels[:position], "scales", *levels[position + 1 :]])
             if scales_name in self.index.leaves:
                 return True
@@ -517,14 +556,16 @@ class _Comparison:
 
 
 def cast_of(narrowed: Iterable[str], leaves: Mapping[str, Spec]) -> dict[str, torch.dtype]:
-    """Return the argument ``cast`` of `load` that rounds the ``narrowed`` leaves, by the fewest first levels of names.
+    """Return the argument ``cast`` of `load` that allows rounding of the ``narrowed`` leaves, in the shortest form.
 
-    ``leaves`` has all leaves of the requested state. Each level matches only leaves of one dtype.
+    Its keys are the fewest first levels of names, "mu" for "mu/a" and "mu/b", that match only leaves of one dtype.
+    ``leaves`` has all leaves of the requested state.
 
     >>> half = Spec((), torch.bfloat16)
     >>> cast_of(["mu/a", "mu/b"], {"mu/a": half, "mu/b": half, "nu/a": Spec((), torch.float32)})
     {'mu': torch.bfloat16}
     """
+    # One pattern can have one dtype, so the names are grouped by it.
     names_of_dtype: dict[torch.dtype, list[str]] = {}
     for name in narrowed:
         names_of_dtype.setdefault(leaves[name].dtype, []).append(name)
@@ -540,6 +581,8 @@ def cast_of(narrowed: Iterable[str], leaves: Mapping[str, Spec]) -> dict[str, to
 def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[str]:
     """Return the fewest first levels of names that match ``names`` and none of the other names in ``all_names``.
 
+    The first levels of "mu/a" are "mu" and "mu/a". An error suggests one level in place of a thousand names.
+
     >>> shortest_levels(["mu/a", "mu/b"], ["mu/a", "mu/b", "nu/a"])
     ['mu']
     """
@@ -548,6 +591,7 @@ def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[st
         levels_of_others.update(_first_levels(name))
     shortest: dict[str, None] = {}  # each once, in order
     for name in names:
+        # From short to long, so the first of them matches the most names.
         unique_levels = [levels for levels in _first_levels(name) if levels not in levels_of_others]
         if unique_levels:
             shortest[unique_levels[0]] = None
