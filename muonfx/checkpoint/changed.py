@@ -141,13 +141,15 @@ def load_changed(
 def _continue_optimizer(optimizer: Any, continuation: Continuation, index: Index) -> Continuation:
     """Load a state into an optimizer, with the saved param groups (learning rates, ...) if it has the same groups.
 
-    Return the account with a sentence about the groups: "param_groups: loaded", or why the optimizer keeps its own.
+    Return ``continuation``, the account of all leaves, with a sentence about the groups: "param_groups: loaded", or why
+    the optimizer keeps its own. ``index`` is the description of the checkpoint, which has the saved groups.
     """
     saved_groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
     if saved_groups is None:
         return _continue_with_own_groups(optimizer, continuation, index, "the checkpoint has none")
-    # The chain may be another one, so its record is not compared.
+    # A group records the code of the chain that wrote it. The chain may be another one now, so it is not compared.
     saved_groups = [_without_chains(saved_group) for saved_group in saved_groups]
+    # "momentum.decay" may be "inner.momentum.decay" now, and new transforms have numbers that were not saved.
     current_groups = optimizer.saved_groups()
     converted_groups, new_key_texts = _with_keys_of(current_groups, saved_groups)
     try:
@@ -186,6 +188,7 @@ def _moved_params(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
     >>> _moved_params(groups, saved_groups)
     "'out' moved from group 'muon' to 'adamw'"
     """
+    # A parameter that was not saved counts as one that kept its label: it is new, and has not moved.
     saved_label_of = _labels_of_params(saved_groups)
     moved: dict[str, list[str]] = {}  # the parameters by their two labels
     for name, label in _labels_of_params(groups).items():
@@ -196,7 +199,11 @@ def _moved_params(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
 
 
 def _labels_of_params(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the label of the group of each parameter, by its name without the prefixes of wrappers."""
+    """Return the label of the group of each parameter, by its name without the prefixes of wrappers.
+
+    >>> _labels_of_params([{"label": "muon", "param_names": ["_orig_mod.up"]}])
+    {'up': 'muon'}
+    """
     label_of: dict[str, Any] = {}
     for group in groups:
         label_of.update(dict.fromkeys(group["param_names"], group.get("label")))
@@ -206,7 +213,8 @@ def _labels_of_params(groups: list[dict[str, Any]]) -> dict[str, Any]:
 def _scheduler_text(step: int | None) -> str:
     """Return the advice to create a scheduler of torch that continues at the step of the checkpoint.
 
-    For step 100, its code has ``last_epoch=99``, because a scheduler takes one step when it is created.
+    For step 100, its code has ``last_epoch=99``, because a scheduler takes one step when it is created. A scheduler
+    with ``last_epoch`` requires the entry "initial_lr" of each group, which the code sets.
     """
     if step is None:  # the caller must fill in the step
         at_step = "the step of the checkpoint, which was saved without step="
@@ -226,8 +234,9 @@ def _with_keys_of(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Give the saved groups the keys that the optimizer now has, such as "inner.momentum.decay" for "momentum.decay".
 
-    Also return a text for each group with keys that were not saved: "of group 'muon', 'scale.factor' stay as in this
-    optimizer". A saved group belongs to each group of the optimizer that has one of its parameters.
+    The keys of a group are the numbers of its chain, by the transform that has them. Also return a text for each group
+    with keys that were not saved: "of group 'muon', 'scale.factor' stay as in this optimizer". A saved group belongs to
+    each group of the optimizer that has one of its parameters.
     """
     converted_groups: list[dict[str, Any]] = []
     new_key_texts: list[str] = []
@@ -236,12 +245,14 @@ def _with_keys_of(
         saved_params = set(unwrapped(saved_group.get("param_names", ())).values())
         for group in groups:
             params = unwrapped(group["param_names"]).values()
-            if saved_params.isdisjoint(params):
+            if saved_params.isdisjoint(params):  # not the counterpart of the saved group
                 continue
             renamed_keys, new_keys = _compare_keys(group, saved_group)
+            # The saved number under its new key. A second group with this parameter may have removed the old key.
             for old_key, key in renamed_keys:
                 converted_group[key] = saved_group[old_key]
                 converted_group.pop(old_key, None)
+            # Numbers of transforms that the saved run did not have.
             for key in new_keys:
                 converted_group[key] = group[key]
             if new_keys:
@@ -263,9 +274,11 @@ def _compare_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> tuple[l
     """
     renamed_keys: list[tuple[str, str]] = []
     new_keys: list[str] = []
+    # Keys on both sides keep their names.
     for key in sorted(group.keys() - saved_group.keys() - _KEYS_WITHOUT_NUMBERS):
+        # Saved keys that are the end of this key, and that the group does not have itself.
         old_keys = [old_key for old_key in saved_group if key.endswith(f".{old_key}") and old_key not in group]
-        if old_keys:
+        if old_keys:  # of "decay" and "momentum.decay", the longer one has more in common with the new key
             closest_key = max(old_keys, key=len)
             renamed_keys.append((closest_key, key))
         else:
@@ -293,24 +306,25 @@ class ChangedTarget(Target):
     """The tensors that are read, by name in the checkpoint; their values are there when `filled` is called."""
 
     def match(self, index: Index) -> dict[str, str | None]:
-        """Return the name in the checkpoint of each leaf, None for new ones, after a check that they fit.
+        """Find the leaf of the checkpoint that each leaf continues, and return its name, None for new leaves.
 
-        For example ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``, if "up" was saved with a wrapper
-        and "out" is new.
+        Raise if nothing can be carried over, or if the values do not fit. If "up" was saved with a wrapper and "out" is
+        new, the result is ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``.
         """
-        # The leaves of the checkpoint without parameters, and without the prefixes of wrappers such as "_orig_mod."
+        # 1. The leaves of the checkpoint without parameters, and without the prefixes of wrappers such as "_orig_mod."
         self.stored_name_of = {}
         for stored_name, name in plain_names(index.leaves).items():
             if not in_section(stored_name, PARAMS):
                 self.stored_name_of[name] = stored_name
         self.stored = {name: index.leaves[stored_name].spec for name, stored_name in self.stored_name_of.items()}
-        # Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
+        # 2. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         stored_shapes = {name: spec.shape for name, spec in self.stored.items()}
         self.sources = sources(shapes, stored_shapes)
         self._require_common_params(shapes, stored_shapes)
         self._require_common_leaves(shapes, stored_shapes, index)
         self._require_fitting()
+        # 3. The names as they are in the checkpoint, with the prefixes.
         stored_names: dict[str, str | None] = dict.fromkeys(self.like)  # None: new
         for name, source in self.sources.source_of.items():
             stored_names[name] = self.stored_name_of[source]
@@ -321,6 +335,7 @@ class ChangedTarget(Target):
 
         Return all tensors by leaf name, and the tensors to read by their names in the checkpoint. Of several step
         counts that become one, only one is in the tree. The others are read as well, so that they can be compared.
+        If "a/count" and "b/count" become "a/count", the second dict has both, and the first only "a/count".
         """
         leaves, self.read = super().allocate(index)
         for counts in self.sources.equal_counts.values():
@@ -331,9 +346,10 @@ class ChangedTarget(Target):
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
         """Return the state, into which the values were read, and the account: leaves kept, moved, grown, new, dropped.
 
-        ``leaves`` has the values by leaf name: those that were read, and for new leaves those of ``like``.
+        ``leaves`` has the values by leaf name: those that were read, and for new leaves those of ``like``. A leaf is
+        *grown* if it has more rows now than in the checkpoint, and *dropped* if only the checkpoint has it.
         """
-        self._require_equal_counts()
+        self._require_equal_counts()  # not before: the counts are known only after they were read
         source_of = self.sources.source_of
         filled_leaves = dict(leaves)
         kept: list[str] = []
@@ -342,7 +358,7 @@ class ChangedTarget(Target):
         grown: dict[str, str] = {}
         for name, leaf in leaves.items():
             source = source_of.get(name)
-            if source is None:
+            if source is None:  # as `init` made it
                 new.append(name)
             elif leaf.shape != self.like[name].shape:
                 # It has more rows now: the saved ones are the first, and ``init`` made the others.
@@ -359,7 +375,8 @@ class ChangedTarget(Target):
     def _require_common_params(self, shapes: Shapes, stored_shapes: Shapes) -> None:
         """Raise if no parameter has the same name as in the checkpoint, so that the whole state would be lost.
 
-        ``shapes`` and ``stored_shapes`` are the shapes of the leaves of ``like`` and of the checkpoint, by name.
+        ``shapes`` and ``stored_shapes`` are the shapes of the leaves of ``like`` and of the checkpoint, by name. The
+        parameter of a leaf is the last level of its name: "w" of "adam/mu/w".
         """
         parameters = {param_state.parameter for param_state in param_states_of(shapes)}
         stored_parameters = {param_state.parameter for param_state in param_states_of(stored_shapes)}
@@ -378,9 +395,10 @@ class ChangedTarget(Target):
     def _require_common_leaves(self, shapes: Shapes, stored_shapes: Shapes, index: Index) -> None:
         """Raise if no leaf can be carried over, so that the whole state would be lost.
 
-        ``shapes`` and ``stored_shapes`` are the shapes of the leaves of ``like`` and of the checkpoint, by name.
+        The names of parameters may be equal, and their states of other kinds: "trace/w" was saved, and "mu/w" is
+        requested. The two dicts have the shape of each leaf by name, of ``like`` and of the checkpoint.
         """
-        if not shapes or self.sources.source_of:
+        if not shapes or self.sources.source_of:  # nothing is requested, or something is carried over
             return
         texts = [f"{name!r} {shape}" for name, shape in shapes.items()]
         stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or ["no state"]
@@ -399,7 +417,8 @@ class ChangedTarget(Target):
     def _require_fitting(self) -> None:
         """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows.
 
-        Values are never rounded here: an fp32 momentum is not loaded into a bf16 one.
+        Values are never rounded here: an fp32 momentum is not loaded into a bf16 one. A shard is the part of a tensor
+        on this rank.
         """
         problems: list[str] = []
         advice: list[str] = []
@@ -411,6 +430,7 @@ class ChangedTarget(Target):
             if not widens(stored_spec.dtype, leaf.dtype):
                 narrowed.append(name)
                 problems.append(f"narrowing: {name!r} is {stored_spec.dtype} in the checkpoint, expected {leaf.dtype}")
+            # `filled` copies saved rows into a larger tensor, which it cannot do with the part of a tensor.
             if is_sharded(leaf) and shape != stored_spec.shape:
                 problems.append(
                     f"reshaped:  {name!r} has shape {stored_spec.shape} in the checkpoint, expected {shape}"
@@ -429,10 +449,11 @@ class ChangedTarget(Target):
     def _require_equal_counts(self) -> None:
         """Raise if parameters with different step counts now have one transform, and so one count.
 
-        For example, two parameters with the counts ``{"a/count": 100, "b/count": 7}`` now both have the label "a".
+        For example, two parameters with the counts ``{"a/count": 100, "b/count": 7}`` now both have the label "a". No
+        value of its count is right for both.
         """
         for name, stored_names in self.sources.equal_counts.items():
-            counts: dict[str, Any] = {}  # by name in the checkpoint
+            counts: dict[str, Any] = {}  # the values by name in the checkpoint, without prefixes of wrappers
             for stored_name in stored_names:
                 count = self.read[self.stored_name_of[stored_name]]
                 counts[stored_name] = count.item()

@@ -37,11 +37,11 @@ class Sources(NamedTuple):
 def sources(expected: Shapes, stored: Shapes) -> Sources:
     """Find the leaf of a checkpoint for each leaf of a state whose transforms may have moved in the tree.
 
-    The two arguments are the shapes of the leaves of the state, and of those in the checkpoint, by name.
+    The arguments have the shape of each leaf by name: ``expected`` of the new state, ``stored`` of the checkpoint.
 
     The state of a parameter in a transform is carried over as a whole: from the same name, or else from the one state
-    of this parameter with equal variables whose name has the most equal last levels. If two states could come from one,
-    both have no source. The parameter may have fewer rows in the checkpoint.
+    of this parameter with equal variables ("mu" and "nu") whose name has the most equal last levels. If two states
+    could come from one, both have no source. The parameter may have fewer rows in the checkpoint.
 
     >>> sources({"new/adam/mu/w": (2, 3), "new/adam/count": ()}, {"adam/mu/w": (2, 3), "adam/count": ()}).source_of
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
@@ -62,7 +62,7 @@ def sources(expected: Shapes, stored: Shapes) -> Sources:
         candidates = _sources_of_scalar(name, variables_of, stored_state_of, stored)
         if candidates:
             source_of[name] = candidates[0]
-        if len(candidates) > 1:
+        if len(candidates) > 1:  # the first is right only if all have one value, which the caller checks
             equal_counts[name] = candidates
     return Sources(source_of, equal_counts)
 
@@ -77,7 +77,7 @@ def param_states_of(shapes: Shapes) -> dict[ParamState, dict[str, tuple[int, ...
     """
     param_states: dict[ParamState, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        if not shape:
+        if not shape:  # 0-d, such as a step count
             continue
         # "adam/mu/w" -> transform "adam", variable "mu", parameter "w"
         upper_levels, _, parameter = name.rpartition("/")
@@ -97,8 +97,9 @@ def _stored_states(
 ) -> dict[ParamState, ParamState]:
     """Find the state in the checkpoint from which each state of a parameter comes; omit those that are new.
 
-    It is the one with the same name, or else the closest of those that are not used under their own name. If two states
-    could come from one, both are new.
+    A state is one parameter in one transform, with the shape of each variable. It comes from the one with the same
+    name, or else the closest of those that are not used under their own name. If two states could come from one, both
+    are new.
 
     >>> momentum = {"trace": (2, 3)}
     >>> _stored_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
@@ -139,8 +140,9 @@ def _can_come_from(shapes: Shapes, stored_shapes: Shapes) -> bool:
     For example, ``{"mu": (50, 8)}`` can come from ``{"mu": (40, 8)}``, as after a vocabulary has grown. It cannot come
     from ``{"trace": (50, 8)}`` or ``{"mu": (50, 4)}``.
     """
-    if shapes.keys() != stored_shapes.keys():
+    if shapes.keys() != stored_shapes.keys():  # the state of another kind of transform
         return False
+    # The rows are dim 0. All other dims must be equal.
     for variable, shape in shapes.items():
         stored_shape = stored_shapes[variable]
         if stored_shape[1:] != shape[1:] or stored_shape[0] > shape[0]:
@@ -151,13 +153,15 @@ def _can_come_from(shapes: Shapes, stored_shapes: Shapes) -> bool:
 def _closest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that has the most last levels in common with a name; None if two have, or there is none.
 
+    Names are compared by their last levels, because a transform that moves into a chain gets more first levels.
+
     >>> _closest("partition/adamw/adam", ["adamw/adam", "other/adam"])
     'adamw/adam'
     """
     equal_levels_of = {candidate: equal_levels(name, candidate) for candidate in candidates}
     most = max(equal_levels_of.values(), default=0)
     closest = [candidate for candidate, equal in equal_levels_of.items() if equal == most]
-    if len(closest) != 1:
+    if len(closest) != 1:  # none, or nothing shows which of them is right
         return None
     return closest[0]
 
@@ -169,6 +173,7 @@ def equal_levels(first: str, second: str) -> int:
     2
     """
     equal = 0
+    # From the last level to the first; the longer name has more levels than are compared.
     for level, other_level in zip(reversed(first.split("/")), reversed(second.split("/")), strict=False):
         if level != other_level:
             break
@@ -189,18 +194,21 @@ def _sources_of_scalar(
     two transforms, there are two names. If all parameters are new, there is none. A transform without parameters, such
     as a schedule, has the leaf with the same name, or else the closest one.
     """
+    # "new/adam/count" -> transform "new/adam", variable "count"
     transform, _, variable = name.rpartition("/")
+    # 1. The counts of the transforms from which the parameters of this transform come.
     candidates: dict[str, None] = {}  # each once, in order
     for param_state, stored_state in stored_state_of.items():
         stored_transform = _stored_transform(transform, param_state.transform, stored_state.transform)
-        if stored_transform is not None:
-            candidate = f"{stored_transform}/{variable}".removeprefix("/")
+        if stored_transform is not None:  # the parameter is in this transform, or in one inside it
+            candidate = f"{stored_transform}/{variable}".removeprefix("/")  # "" is the outermost transform
             if stored.get(candidate) == ():
                 candidates[candidate] = None
     if candidates:
         return list(candidates)
     if any(param_state.transform == transform for param_state in param_states):
         return []  # all its parameters are new, and so are their steps
+    # 2. A transform without parameters of its own.
     if stored.get(name) == ():
         return [name]
     return _closest_scalar(name, stored)
@@ -208,6 +216,8 @@ def _sources_of_scalar(
 
 def _closest_scalar(name: str, stored: Shapes) -> list[str]:
     """Return the 0-d leaf of a checkpoint with the same variable whose transform has the closest name, if there is one.
+
+    Such a leaf is the step count of a schedule that has moved. The variable is the last level of its name.
 
     >>> _closest_scalar("new/schedule/count", {"schedule/count": (), "adam/count": ()})
     ['schedule/count']
@@ -243,8 +253,9 @@ def _stored_transform(transform: str, inner: str, stored_inner: str) -> str | No
     levels = _levels(transform)
     inner_levels = _levels(inner)
     stored_inner_levels = _levels(stored_inner)
-    if inner_levels[: len(levels)] != levels:
+    if inner_levels[: len(levels)] != levels:  # `inner` is inside another transform
         return None
+    # "chain" of "chain/adamw/adam" has ["adamw", "adam"] below it. Without these, "old/adamw/adam" is "old".
     levels_between = inner_levels[len(levels) :]
     depth = len(stored_inner_levels) - len(levels_between)  # the number of levels of the transform in the checkpoint
     if depth < 0 or stored_inner_levels[depth:] != levels_between:
