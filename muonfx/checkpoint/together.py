@@ -63,8 +63,11 @@ class Together:
             self._merging_rank = dist.get_global_rank(group, 0)
 
     def meet(self, call: str) -> None:
-        """Wait until all ranks make the same call, such as "checkpoint.save"; raise if some do not make it."""
-        if self.group is None:
+        """Wait until all ranks make the same call, such as "checkpoint.save"; raise if some do not make it.
+
+        Without this, a rank that never calls `save` would let the others wait in a communication.
+        """
+        if self.group is None:  # one process waits for no other
             return
         try:
             wait_for_all(self.group, call)
@@ -78,17 +81,18 @@ class Together:
         ranks have a value. Otherwise, or if the merge fails, all ranks raise one error. A rank that is interrupted
         takes part in the communication until all ranks have an answer.
         """
-        if self.group is None:
+        if self.group is None:  # one process is rank 0 of 1: one value, one answer
             (answer,) = merge([compute()])
             return answer
         # An error is sent in place of the value: a rank that raised it at once would let the others wait forever.
         computed = _attempt(compute)
-        value_of_rank = self._gather(computed.sent)
+        value_of_rank = self._gather(computed.sent)  # on rank 0 only
         merged = _Outcome([])  # of ranks other than 0
         if self.rank == 0:
             merged = self._merge(value_of_rank, merge)
         received = self._scatter(merged.sent)
-        # All ranks have communicated, so each may raise.
+        # All ranks have communicated, so each may raise. An interrupt such as Ctrl-C comes first: it is of this rank
+        # alone, and the other ranks raise the error that was sent for it.
         for interrupt in (computed.interrupt, merged.interrupt):
             if interrupt is not None:
                 raise interrupt
@@ -97,13 +101,16 @@ class Together:
         return received
 
     def _merge(self, values: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
-        """Merge the values of all ranks to a list of answers, one for each rank.
+        """Merge the values of all ranks to a list of answers, one for each rank. Rank 0 calls this.
 
-        If a value is an error, or the merge fails, the answer for every rank is a `_Failures`.
+        If a value is an error, or the merge fails, the answer for every rank is a `_Failures`, a dict from rank to
+        error: each rank must get an answer, because each of them waits for one.
         """
+        # 1. Some ranks have failed: there is nothing to merge.
         error_of_rank = {rank: value for rank, value in enumerate(values) if isinstance(value, Exception)}
         if error_of_rank:
             return _Outcome([_Failures(error_of_rank)] * self.size)
+        # 2. Rank 0 may fail in the merge itself, and then sends its error in place of all answers.
         merged = _attempt(lambda: list(merge(values)))
         if isinstance(merged.sent, Exception):
             failures = _Failures({self.rank: merged.sent})
@@ -114,8 +121,9 @@ class Together:
         """Return the values of all ranks on rank 0, and an empty list elsewhere."""
         values: list[Any] = []
         if self.rank == 0:
-            values = [None] * self.size
+            values = [None] * self.size  # torch fills this list
         with _communication():
+            # torch requires None in place of a list on ranks that receive nothing.
             dist.gather_object(value, values or None, dst=self._merging_rank, group=self.group)
         return values
 
@@ -128,12 +136,15 @@ class Together:
 
 
 def _attempt(compute: Callable[[], Any]) -> _Outcome:
-    """Call a function, and return its value or the error that it raised, in a form that can be sent to other ranks."""
+    """Call a function, and return its value or the error that it raised, in a form that can be sent to other ranks.
+
+    An interrupt, such as KeyboardInterrupt, is not raised either: this rank must first take part in the communication.
+    """
     try:
         return _Outcome(compute())
     except Exception as error:
         return _Outcome(_sendable(error))
-    except BaseException as error:  # such as KeyboardInterrupt, which this rank raises again later
+    except BaseException as error:  # the other ranks get an ordinary error, and this rank raises its interrupt later
         return _Outcome(_as_checkpoint_error(error), interrupt=error)
 
 
@@ -154,7 +165,10 @@ def _as_checkpoint_error(error: BaseException) -> CheckpointError:
 
 @contextmanager
 def _communication() -> Generator[None]:
-    """Convert the errors of torch.distributed in the ``with`` block to a `LostRanksError`."""
+    """Convert the errors of torch.distributed in the ``with`` block to a `LostRanksError`.
+
+    Such an error means that the ranks can no longer reach each other: one has ended, or the group was destroyed.
+    """
     try:
         yield
     except ValueError as error:  # torch raises it for an unknown group
@@ -166,7 +180,10 @@ def _communication() -> Generator[None]:
 
 
 def check_group(group: Any, action: str) -> None:
-    """Raise unless ``group`` is a process group with this rank. ``action``, a text, begins the error message."""
+    """Raise unless ``group`` is a process group with this rank.
+
+    ``action`` begins the error message: "the save to runs/a: group=... is not a process group that can be used".
+    """
     try:
         if dist.is_initialized() and dist.get_rank(group) >= 0:  # -1 for a process that is not in the group
             return
@@ -181,11 +198,13 @@ def check_group(group: Any, action: str) -> None:
 def require_no_other_group(group: Any, path: Path) -> None:
     """Raise if a group of other ranks of this job saves to the same folder, as another stage of a pipeline may do.
 
-    The later of the two saves would replace the earlier one. Rank 0 of the group calls this; the folder exists.
+    The later of the two saves would replace the earlier one. If the ranks 0 and 1 save to "runs/a", and the ranks 2 and
+    3 as well, the second group to come raises. Rank 0 of the group calls this; the folder exists.
     """
     if group is None:
         return
-    # On a disk of another machine, a folder of the same name has another inode.
+    # The ranks of the group that came first, which may be this one. The inode, the number of the folder on its disk, is
+    # in the text, because two machines may have a folder of one name on disks of their own.
     claimed_by = ranks_that_claimed(f"{path} {path.stat().st_ino}", group)
     ranks = dist.get_process_group_ranks(group)
     if set(claimed_by).isdisjoint(ranks):
@@ -202,12 +221,14 @@ def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoR
     Its class is that of the first error, or `ReplacedError` if a rank has raised that, because the caller then reads
     the checkpoint again. ``path`` is the path of the checkpoint. Ranks with the same message share a line.
     """
+    # 1. The message: one text for each rank up to the last with an error, None for those without one.
     text_of_rank: list[str | None] = [None] * (max(error_of_rank) + 1)
     for rank, error in error_of_rank.items():
         text_of_rank[rank] = str(error)
-        if not isinstance(error, CheckpointError):
+        if not isinstance(error, CheckpointError):  # errors of this package name the path themselves
             text_of_rank[rank] = f"{path}: {error}"
     message = errors_by_rank(text_of_rank)
+    # 2. The class of the error.
     errors = list(error_of_rank.values())
     errors_of_replacement = [error for error in errors if isinstance(error, ReplacedError)]
     chosen_error = errors[0]
@@ -215,6 +236,7 @@ def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoR
         chosen_error = errors_of_replacement[0]
     if not isinstance(chosen_error, CheckpointError):
         raise CheckpointError(message) from chosen_error
+    # 3. The chosen error with this message. A copy keeps its other attributes.
     merged_error = copy(chosen_error)
     merged_error.args = (message,)
     if isinstance(merged_error, WriteError):  # the checkpoint was written if any rank has seen it
@@ -226,14 +248,16 @@ def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: s
     """Raise if ranks passed different arguments; ``arguments[rank]`` maps argument names to their ``repr``.
 
     The error is such as "nothing was written: the ranks save with different step=", and lists the values by rank:
-    ``outcome`` is the text before the colon, and ``action`` the verb.
+    ``outcome`` is the text before the colon, and ``action`` the verb. With ``arguments=[{"step": "1"}, {"step": "2"}]``
+    it names "step".
     """
     difference = first_difference(arguments)
-    if difference is None:
+    if difference is None:  # all ranks passed the same
         return
     name, _ = difference
     texts = [arguments_of_rank.get(name, "missing") for arguments_of_rank in arguments]
-    # Of long texts, such as a chain's, only the part around the first difference is shown.
+    # Of long texts, such as a chain's, only the part around the first difference is shown: 100 characters before it,
+    # and 100 after it.
     common_text = os.path.commonprefix(texts)  # noqa: RUF071 - of characters, not of paths
     start = max(0, len(common_text) - 100)
     shown = errors_by_rank([text[start : start + 200] for text in texts])
