@@ -83,9 +83,10 @@ class Draft:
         """True if the new index is in place, None from the begin of its rename to the end: it may be in place then."""
 
     def begin(self) -> None:
-        """Create the checkpoint folder, and lock this save. Other ranks write after this.
+        """Create the checkpoint folder, and lock this save, so that other processes see that it is running.
 
-        Raise if the folder has an ``index.json`` of another program, which the save would replace.
+        Rank 0 calls this, and the ranks write after it. Raise if the folder has an ``index.json`` of another program,
+        which the save would replace. ``index.json`` is the index, the description of a checkpoint.
         """
         self._index_at_begin = self._start_of_index()  # b"" if there is no checkpoint yet
         is_empty = self._index_at_begin.strip(b"\0") == b""  # also if all bytes are 0, as after a power failure
@@ -94,7 +95,7 @@ class Draft:
             raise FileExistsError(
                 errno.EEXIST, f"the folder has an {INDEX} that muonfx has not written: choose another, or move it away"
             )
-        self._has_made_folder = not self.path.exists()
+        self._has_made_folder = not self.path.exists()  # then `discard` removes it after an error
         make_folder(self.path)
         self._lock.acquire()
 
@@ -113,7 +114,7 @@ class Draft:
         of tensors that are written so far. Return the position and the checksums of each entry in the file.
         """
         check_byte_order()
-        self.files.append(path)
+        self.files.append(path)  # first, so that the file is removed if the write fails
         # Largest element size first, so that each leaf begins at a multiple of its element size.
         ordered = sorted(entries, key=lambda entry: (-entry.values.itemsize, entry.key))
         header = _header_of(ordered)
@@ -123,11 +124,12 @@ class Draft:
                 f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
             )
         chunks: list[tuple[str, Chunk]] = []
-        end = len(header)
+        end = len(header)  # the number of bytes that are written so far
         with fresh_file(path) as file:
             file.write(header)
             for entry in ordered:
                 begin = end
+                # The values as they are in a file: without a pending conjugation, in CPU memory, row by row.
                 tensor = with_plain_bits(entry.values).cpu().contiguous()
                 checksums: list[str] = []
                 for block in _blocks_of(tensor):
@@ -136,6 +138,7 @@ class Draft:
                     end += len(block)
                     if report is not None:
                         report(end - len(header))
+                # File number 0, until it is known how many ranks have written a file.
                 chunks.append((entry.name, Chunk(0, begin, entry.box, tuple(checksums))))
                 del tensor  # free it before the next tensor is made
         return WrittenShards(DataFile(path.name, end, len(header), checksum_of(header)), chunks)
@@ -151,7 +154,8 @@ class Draft:
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
             file.write(text_of(index))
-        # 2. Note what is replaced, for `tidy`. After the rename, the old index cannot be found by its name.
+        # 2. Note what is replaced, for `tidy`. After the rename, the old index cannot be found by its name. If it is
+        # not the index that `begin` found, another process has saved here meanwhile.
         self._has_other_writer = self._start_of_index() != self._index_at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
             self._replaced_files = read_index(self.path / INDEX, with_leaves=False).files
@@ -175,7 +179,7 @@ class Draft:
                 )
 
     def tidy(self, keep: int | None) -> None:
-        """Remove the replaced checkpoint, old checkpoints except ``keep``, and the files of killed saves.
+        """Clean up after a save: remove the replaced checkpoint, old ones except ``keep``, and files of killed saves.
 
         Files of killed saves are removed from the folder of the checkpoint and, if `step_path` named it, from the other
         checkpoints of its series. Warn if something cannot be removed: the new checkpoint is complete already, so this
@@ -183,7 +187,7 @@ class Draft:
         """
         try:
             self._remove_replaced_files()
-            if keep is not None:
+            if keep is not None:  # of the checkpoints in the parent folder, such as "step-000000100"
                 prune(self.path.parent, keep, written=self.path)
             remove_files_of_killed_saves(self.path)
             warn_of_later_steps(self.path)
@@ -205,11 +209,12 @@ class Draft:
         A reader that has opened a file can read it to the end after it was removed.
         """
         try:
+            # A reader locks the index until it has opened all data files.
             wait_for_readers(self._replaced_index)
             for file in self._replaced_files:
                 (self.path / file.name).unlink(missing_ok=True)
         finally:
-            self._lock.release()
+            self._lock.release()  # also after an error: this save is complete
 
     def is_committed(self) -> bool | None:
         """Return whether rank 0 has completed the checkpoint (renamed the index); None if that cannot be known."""
@@ -227,19 +232,23 @@ class Draft:
             return None
 
     def discard(self) -> None:
-        """Remove the files that this rank has written in a failed save, and the folder if this save has created it."""
+        """Remove the files that this rank has written in a failed save, and the folder if this save has created it.
+
+        A file that cannot be removed stays, because the caller already raises the error of the save.
+        """
         for file in self.files:
             with suppress(OSError):
                 file.unlink()
-        self._lock.release()
+        self._lock.release()  # after the files: a later save may remove files without a lock
         if self._has_made_folder:
-            with suppress(OSError):
+            with suppress(OSError):  # another save may have files in it
                 self.path.rmdir()
 
     def abandon(self) -> bool | None:
         """End the save of rank 0 after an error: remove its files unless the checkpoint is, or may be, complete.
 
-        Return whether it is complete; None if that cannot be known.
+        Return whether it is complete; None if that cannot be known. The rename of the index completes it, and a network
+        file system may report an error for a rename that it has performed.
         """
         is_rename_unknown = self._is_renamed is None
         if is_rename_unknown:  # a network file system may still perform it: without its file, it fails
@@ -256,7 +265,10 @@ class Draft:
 
     @contextmanager
     def write_errors(self) -> Generator[None]:
-        """Convert an `OSError` of the ``with`` block to a `WriteError`, which names the checkpoint at the path."""
+        """Convert an `OSError` of the ``with`` block to a `WriteError`, which says which checkpoint is at the path.
+
+        The message is such as "runs/a was not written: No space left on device; the previous checkpoint is unchanged".
+        """
         try:
             yield
         except OSError as error:
@@ -276,6 +288,7 @@ def _refusal(path: Path, error: OSError, is_committed: bool | None) -> str:
     For example "runs/a was not written: No space left on device; the previous checkpoint is unchanged".
     """
     reason = _reason(error)
+    # A rename that is not flushed to the disk may be undone by a power failure.
     if is_committed:
         return f"{path} was written, but a later operation failed, so it may not survive a power failure: {reason}"
     if is_committed is None:
@@ -283,7 +296,7 @@ def _refusal(path: Path, error: OSError, is_committed: bool | None) -> str:
             f"{path} may have been written or not, and nothing was removed: its {INDEX} cannot be read after a failed "
             f"rename: {reason}"
         )
-    with suppress(OSError):
+    with suppress(OSError):  # without these looks at the disk, the message has the reason alone
         if path.is_file():
             reason += "; a checkpoint is a folder, and there is a file of this name"
         if (path / INDEX).exists():
@@ -317,14 +330,20 @@ class WrittenShards(NamedTuple):
 def _blocks_of(tensor: Tensor) -> list[memoryview]:
     """Divide the bytes of a dense CPU tensor into blocks of 4 MiB, which get one checksum each.
 
-    The blocks are views of the tensor's memory, so the caller keeps the tensor alive.
+    A tensor of 10 MiB has three blocks, of which the last has 2 MiB. The blocks are views of the tensor's memory, so
+    the caller keeps the tensor alive.
     """
     data = bytes_of(tensor)
     return [data[offset : offset + BLOCK] for offset in range(0, len(data), BLOCK)]
 
 
 def block_checksums(values: Tensor) -> tuple[str, ...]:
-    """Return the checksum of each block of a tensor, as `Draft.write` computes it for an entry with these values."""
+    """Return the checksum of each 4 MiB of a tensor, as `Draft.write` computes it for an entry with these values.
+
+    >>> import torch
+    >>> block_checksums(torch.zeros(4))
+    ('ecbb4b55',)
+    """
     tensor = with_plain_bits(values).cpu().contiguous()
     return tuple(map(checksum_of, _blocks_of(tensor)))
 
@@ -349,6 +368,6 @@ def _header_of(entries: Sequence[Entry]) -> bytes:
             shape = (nbytes,)
         header[entry.key] = {"dtype": dtype_name, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
-    padding = -len(text) % 8  # so that the data begins at a multiple of 8 bytes
+    padding = -len(text) % 8  # 3 for 13 bytes, so that the data begins at a multiple of 8 bytes
     text += b" " * padding
     return len(text).to_bytes(8, "little") + text

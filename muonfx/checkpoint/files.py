@@ -50,14 +50,14 @@ def fresh_file(path: Path) -> Generator[BinaryIO]:
 
     So there is either a complete file at the path, or none. It is an error if there is a file already.
     """
-    file = FileIO(path, "xb")
+    file = FileIO(path, "xb")  # "x" creates the file, and raises if it exists
     try:
         with file:  # not `buffered`: to close that after an error would write the rest of its bytes
             buffered: Any = BufferedWriter(file, _BUFFER)
             yield buffered
             buffered.flush()  # from this process to the system
             os.fsync(file.fileno())  # from the system to the disk
-    except BaseException:
+    except BaseException:  # also an interrupt such as Ctrl-C
         with suppress(OSError):
             path.unlink()
         raise
@@ -77,8 +77,12 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush the entries of a folder to the disk (fsync), if the system supports it."""
-    if os.name == "nt":
+    """Flush the entries of a folder to the disk (fsync), if the system supports it.
+
+    An entry is the name of a file. Without this, a file that was just renamed may have its old name after a power
+    failure.
+    """
+    if os.name == "nt":  # Windows cannot open a folder as a file
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -91,11 +95,15 @@ def sync_folder(path: Path) -> None:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading; raise OSError, without blocking, for a pipe, a device or a folder."""
+    """Open a regular file for reading; raise OSError, without blocking, for a pipe, a device or a folder.
+
+    A checkpoint may be of an unknown origin: to open a pipe in it would wait forever for a writer.
+    """
     # O_NONBLOCK keeps the call from blocking on a pipe without a writer and has no effect on regular files.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     file = FileIO(path, "rb", opener=lambda name, _: os.open(name, flags))
     try:
+        # Checked on the open file: one that is checked by its path could be exchanged before it is opened.
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
     except BaseException:
@@ -152,19 +160,20 @@ _PAUSE = 0.001
 
 
 def lock(file: FileIO, *, shared: bool = False) -> bool | None:
-    """Lock an open file without waiting; return False if another process has locked it.
+    """Lock an open file without waiting, so that other processes see that it is in use.
 
-    Return None if it cannot be locked, because the system or the file system has no locks. Several processes can hold a
-    ``shared`` lock. The lock ends when the file is closed.
+    Return True if this process now holds the lock, and False if another process has locked the file. Return None if it
+    cannot be locked, because the system or the file system has no locks. Several processes can hold a ``shared`` lock
+    at once. The lock ends when the file is closed.
     """
-    if fcntl is None:
+    if fcntl is None:  # not a POSIX system
         return None
     operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file.fileno(), operation | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.flock(file.fileno(), operation | fcntl.LOCK_NB)  # NB: raise instead of waiting
+    except BlockingIOError:  # another process holds the lock
         return False
-    except OSError:
+    except OSError:  # the file system has no locks
         return None
     return True
 
@@ -181,8 +190,11 @@ def open_to_wait(index_path: Path) -> FileIO | None:
 
 
 def wait_for_readers(replaced_index: FileIO | None) -> None:
-    """Wait until no reader locks an index that was replaced, for a short time at most, and close the file."""
-    if replaced_index is None:
+    """Wait until no reader locks an index that was replaced, for a short time at most, and close the file.
+
+    A reader locks the index until it has opened the data files. After that, the save may remove them.
+    """
+    if replaced_index is None:  # the save has replaced nothing
         return
     with replaced_index:
         end = time.monotonic() + _LONGEST_WAIT
@@ -211,7 +223,10 @@ class SaveLock:
         self._file: FileIO | None = None
 
     def acquire(self) -> None:
-        """Create the lock file and lock it. The folder is created again if another process has just removed it."""
+        """Create the lock file and lock it, which shows other processes that this save is running.
+
+        The folder is created again if another process has just removed it, as it may do with an empty one.
+        """
         try:
             self._file = _locked_file(self.path)
         except FileNotFoundError:
@@ -219,13 +234,14 @@ class SaveLock:
             self._file = _locked_file(self.path)
 
     def release(self) -> None:
-        """Remove the lock file, and release the lock."""
+        """Remove the lock file, and release the lock. A lock that was released may be released again."""
         if self._file is None:
             return
+        # The file first: a lock file that is not locked is the mark of a save that was killed.
         with suppress(OSError):
             self.path.unlink()
         with suppress(OSError):
-            self._file.close()
+            self._file.close()  # this ends the lock
         self._file = None
 
 
@@ -238,7 +254,7 @@ def _locked_file(path: Path) -> FileIO:
     # file could be left, which does not record its machine.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # closes the file at the end of the block, unless it got its name
             stack.enter_context(unnamed_file)
             _lock_and_sign(unnamed_file)
             if _give_name(unnamed_file, path):
@@ -257,7 +273,10 @@ def _lock_and_sign(file: FileIO) -> None:
 
 
 def _give_name(unnamed_file: FileIO, path: Path) -> bool:
-    """Give an open file that has no name a path; return False if that is impossible, since some systems forbid it."""
+    """Give an open file that has no name a path; return False if that is impossible, since some systems forbid it.
+
+    The file is complete before it gets its name, so no other process ever sees a part of it.
+    """
     descriptor = unnamed_file.fileno()
     try:
         # This path in /proc is a symbolic link to the file. os.link follows it only with a src_dir_fd, of any value.
@@ -290,9 +309,16 @@ with suppress(ImportError):  # isal has the same values, in about a tenth of the
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a dense CPU tensor as bytes, not copied; the caller must keep the tensor alive."""
+    """Return the memory of a dense CPU tensor as bytes, not copied; the caller must keep the tensor alive.
+
+    >>> import torch
+    >>> tensor = torch.tensor([1, 258], dtype=torch.int16)
+    >>> list(bytes(bytes_of(tensor)))
+    [1, 0, 2, 1]
+    """
     if not tensor.nbytes:  # its address may be 0
         return memoryview(b"")
+    # An array of C bytes at the address of the tensor.
     array_type = ctypes.c_ubyte * tensor.nbytes
     return memoryview(array_type.from_address(tensor.data_ptr()))
 
