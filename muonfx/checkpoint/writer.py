@@ -83,18 +83,21 @@ class Saver:
 
     @no_collection()
     def propose(self) -> Proposal:
-        """Return what this rank could write: its shards without their values, and its arguments to compare.
+        """Return the shards that this rank could write, without their values, and its arguments to compare.
 
-        A shard that other ranks may hold as well has a checksum, by which rank 0 checks that all hold equal values.
+        A shard is a part of a tensor, or the whole. If other ranks may hold it as well, as a *replica*, it has a
+        checksum, by which rank 0 checks that all hold equal values. For example
+        ``{"trace/w": ProposedLeaf(spec, True, {box: "cpu 305419896"})}``.
         """
-        if self.request.problem is not None:  # an invalid argument of this rank; the error is raised on all ranks
+        # An invalid argument of this rank. `Together.step`, which calls this, raises the error on all ranks.
+        if self.request.problem is not None:
             raise self.request.problem
         leaves: dict[str, ProposedLeaf] = {}
         for name, leaf in self.request.leaves.items():
             # A leaf that is divided among all ranks has no replicas. One of a mesh of fewer ranks may have some: other
             # ranks may hold the same leaf on a mesh of their own.
             has_no_replicas = self.ranks == 1 or leaf.divided_among == self.ranks
-            checksum_of_box: dict[Box, str | None] = {}
+            checksum_of_box: dict[Box, str | None] = {}  # a box is the position of a shard in its tensor
             for box, values in leaf.shards.items():
                 checksum_of_box[box] = None if has_no_replicas else checksum_of_shard(values)
             leaves[name] = ProposedLeaf(leaf.spec, leaf.is_plain, checksum_of_box)
@@ -107,7 +110,8 @@ class Saver:
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
         """Decide on rank 0 which rank writes which shards, create the folder of the checkpoint, and lock the save.
 
-        ``proposals`` and the result have an item for each rank.
+        ``proposals`` and the result have an item for each rank. An `Assignment` names a data file and its shards, such
+        as "data-0123456789abcdef-00001-of-00002.safetensors" and the rows 4 to 7 of "trace/w".
         """
         # Nothing is created before all ranks have equal arguments, and their shards fit together.
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
@@ -117,6 +121,7 @@ class Saver:
         with draft.write_errors():
             draft.begin()
             require_no_other_group(self.request.group, draft.path)  # the folder must exist
+        # Each shard has one writer, also if several ranks hold it.
         assignments: list[Assignment] = []
         for rank, keys in enumerate(shards_to_write(self.plan, self.ranks)):
             file = draft.path / data_name(draft.save_id, rank, self.ranks)
@@ -133,6 +138,7 @@ class Saver:
         draft = self.draft
         if not assignment.keys and self.ranks > 1:
             return WrittenShards(None, [])
+        # An entry of the file is a shard with its key, "trace/w~[0:4,0:8]" for a part of "trace/w".
         entries: list[Entry] = []
         with no_collection():
             for name, box in assignment.keys:
@@ -154,7 +160,7 @@ class Saver:
         draft = self.draft
         assert draft is not None  # `assign` has created it
         files, leaves = merged(written, self.plan)
-        with draft.write_errors():
+        with draft.write_errors():  # before this, readers find the previous checkpoint; after it, the new one
             draft.commit(replace(self.request.head, save_id=draft.save_id, files=files, leaves=leaves))
         try:
             draft.tidy(self.request.keep)
@@ -173,11 +179,12 @@ class Saver:
         after an error of all ranks: else rank 0 may still commit an index that names them.
         """
         if self.rank == 0:  # only rank 0 writes the index, so only it can be certain
-            if self.draft is None:
+            if self.draft is None:  # it has not begun, so nothing was written
                 return False
             return self.draft.abandon()
-        if self.draft is None:
+        if self.draft is None:  # this rank has no files, and rank 0 may have written the index or not
             return None
+        # Another rank can only look at the checkpoint that is at the path now.
         is_complete = self.draft.is_at_path()
         if is_error_of_all and is_complete is False:
             self.draft.discard()
@@ -189,21 +196,24 @@ class Saver:
 def merged(
     written: Sequence[WrittenShards], plan: Mapping[str, PlannedLeaf]
 ) -> tuple[tuple[DataFile, ...], dict[str, Leaf]]:
-    """Return the data files and the leaves of an index, from the shards that each rank has written.
+    """Merge the results of all ranks to the data files and the leaves of an index.
 
-    A *chunk* is a shard with its position in a file. A rank does not know the number of its file in the index, which is
-    set here. The leaves have the order of ``plan``.
+    A *chunk* is a shard with its position in a file. A rank cannot number its file, which depends on how many ranks
+    have written one, so the number is set here: 0 for the first file, 1 for the second. The leaves have the order of
+    ``plan``, a dict from the name of each leaf to its shards and their ranks.
     """
     files: list[DataFile] = []
     chunks_of_leaf: dict[str, list[Chunk]] = {name: [] for name in plan}
+    # 1. Collect the chunks of each leaf from the files of all ranks.
     for file, chunks in written:
-        file_number = len(files)
+        file_number = len(files)  # the number of files so far
         for name, chunk in chunks:
             if file_number > 0:  # 0 is set already; a save in one process makes no copies
                 chunk = chunk._replace(file=file_number)
             chunks_of_leaf[name].append(chunk)
         if file is not None:  # a rank without shards writes no file
             files.append(file)
+    # 2. Sort the chunks of each leaf by their place in the tensor.
     leaves: dict[str, Leaf] = {}
     for name, chunks in chunks_of_leaf.items():
         if len(chunks) > 1:
@@ -224,11 +234,15 @@ def entry_of(name: str, box: Box, shape: tuple[int, ...], values: Tensor) -> Ent
 
 
 def write_checkpoint(request: SaveRequest) -> None:
-    """Write a checkpoint. With a group, every rank calls this, and an error on one rank is raised on all."""
+    """Write a checkpoint. With a group, every rank calls this, and an error on one rank is raised on all.
+
+    The ranks first agree on who writes which part. Each rank then writes a data file, and rank 0 the index, the
+    description of the checkpoint, which completes it.
+    """
     path = request.path
     ranks = Together(request.group, path, f"the save to {path}")
     try:
-        ranks.meet("checkpoint.save")
+        ranks.meet("checkpoint.save")  # until all ranks have called `save`
     except LostRanksError as error:
         raise WriteError(f"{path} was not written: {error}") from error
     saver = Saver(request, ranks.rank, ranks.size)
@@ -236,7 +250,7 @@ def write_checkpoint(request: SaveRequest) -> None:
         # In a step, all ranks call the first function, and rank 0 calls the second with their results.
         assignment = ranks.step(saver.propose, saver.assign)
         ranks.step(lambda: saver.write(assignment), saver.commit)
-    except LostRanksError as error:  # the other ranks may have no error
+    except LostRanksError as error:  # this rank cannot reach the others, which may have no error and go on
         is_committed = saver.end(is_error_of_all=False)
         message = f"{path} {_STATES[is_committed]} {error}"
         raise WriteError(message, written=is_committed is True) from error
@@ -292,7 +306,8 @@ class PlannedLeaf(NamedTuple):
 def shards_to_write(plan: Mapping[str, PlannedLeaf], ranks: int) -> list[list[ShardKey]]:
     """Choose one writer for each shard, such that all ranks write about the same number of bytes.
 
-    Return a list with an item for each rank: the shards that it writes.
+    Return a list with an item for each rank: the shards that it writes. If both of two ranks hold the tensors "a" and
+    "b" of one size, rank 0 writes "a", and rank 1 writes "b".
     """
     holders: dict[ShardKey, list[int]] = {}  # the ranks that hold each shard
     for name, leaf in plan.items():
@@ -309,7 +324,10 @@ def shards_to_write(plan: Mapping[str, PlannedLeaf], ranks: int) -> list[list[Sh
 
 
 def checksum_of_shard(values: Tensor) -> str:
-    """Return a checksum of the bits of a shard: the CRC-32 on the CPU, and `checksum` elsewhere, to copy nothing."""
+    """Return a checksum of the bits of a shard, such as "cpu 305419896", to compare with that of other ranks.
+
+    It is the CRC-32 on the CPU. On another device, `checksum` computes it there, so that no values are copied.
+    """
     values = with_plain_bits(values)
     if values.device.type != "cpu":
         return f"{values.device.type} {checksum(values).item()}"
@@ -323,6 +341,7 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
     Raise unless the shards fill each leaf, and all ranks that hold one shard have equal bits of it. If rank 0 has the
     rows 0 to 3 of "w", and rank 1 the rows 4 to 7, the result has two boxes with one rank each.
     """
+    # The ranks that have each leaf in their tree.
     holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}  # by leaf name, and rank
     for rank, leaves in enumerate(leaves_of_rank):
         for name, leaf in leaves.items():
@@ -354,7 +373,8 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
 def _common_spec(name: str, holders: Mapping[int, ProposedLeaf]) -> Spec:
     """Return the global shape and dtype of a leaf; raise if they differ between ranks.
 
-    ``holders`` is a dict from rank to the leaf on this rank.
+    ``holders`` is a dict from rank to the leaf on this rank. If rank 0 has "w" in float32 and rank 1 in bfloat16, the
+    error names both.
     """
     first_rank = min(holders)
     first_spec = holders[first_rank].spec
@@ -370,12 +390,13 @@ def _common_spec(name: str, holders: Mapping[int, ProposedLeaf]) -> Spec:
 def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks: int) -> None:
     """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all.
 
-    A plain tensor must be equal on all ``ranks``. A leaf with shards may be on some of them, as in a pipeline.
+    A plain tensor must be equal on all ``ranks``, a number. A leaf with shards (parts that have their positions) may be
+    on some of them, as in a pipeline. ``holders`` is a dict from rank to the leaf on this rank.
     """
-    if len(holders) == ranks:
+    if len(holders) == ranks:  # all ranks have it
         return
     is_plain = any(leaf.is_plain for leaf in holders.values())
-    if not is_plain:
+    if not is_plain:  # shards on some ranks are enough if they fill the leaf, which the caller checks
         return
     holding = [rank for rank, leaf in holders.items() if leaf.checksums]  # a checksum for each shard on the rank
     missing = [rank for rank in range(ranks) if rank not in holders]
@@ -395,20 +416,25 @@ def _difference_of_replicas(spec: Spec, checksums_of_box: Mapping[Box, Mapping[i
     for box, checksum_of_rank in checksums_of_box.items():
         if not box.numel:  # no values that could differ
             continue
+        # All ranks are compared with the first that holds this part; one rank alone cannot differ.
         first_rank = min(checksum_of_rank)
         expected = checksum_of_rank[first_rank]
         different_ranks = [rank for rank, rank_checksum in checksum_of_rank.items() if rank_checksum != expected]
         if not different_ranks:
             continue
         text = f"has other values on {listed(different_ranks)} than on rank {first_rank}"
-        if box.sizes != spec.shape:
+        if box.sizes != spec.shape:  # the box is a part of the leaf, so the error names it
             text += f" in [{', '.join(slices_of(box))}]"
         return text
     return None
 
 
 def _unequal_replicas(differences: Sequence[str]) -> CheckpointError:
-    """Return the error of a save in which ranks hold other bits. It has the first difference, and counts the others."""
+    """Return the error of a save in which ranks hold different bits of one tensor, which must be equal on all of them.
+
+    It has the first of the ``differences``, texts such as "the leaf 'w' has other values on rank 1 than on rank 0", and
+    counts the others.
+    """
     more = ""
     if len(differences) > 1:
         more = f" (and {len(differences) - 1} other leaves differ)"
