@@ -118,7 +118,11 @@ class Index(Shown):
         return sum(leaf.spec.nbytes for leaf in self.leaves.values())
 
     def report(self) -> Report:
-        """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors."""
+        """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors.
+
+        A row is such as "trace/w  (2, 3)  float32  24 B  1", whose last number is that of the stored parts of the leaf.
+        """
+        # Texts from a file may be very long, or have control characters of a terminal.
         lines = [f"{key:10}  {printable(text):.2000}" for key, text in self._heading().items()]
         rows: list[tuple[str, ...]] = []
         for name, (spec, chunks) in self.leaves.items():
@@ -164,7 +168,11 @@ def lock_name(save_id: str) -> str:
 
 
 def save_id_of(name: str) -> str | None:
-    """Return the id of the save that has named a data file, an unfinished index or a lock; None for other names."""
+    """Return the id of the save that has named a data file, an unfinished index or a lock; None for other names.
+
+    >>> save_id_of("data-0123456789abcdef-00000-of-00001.safetensors"), save_id_of("model.safetensors")
+    ('0123456789abcdef', None)
+    """
     for pattern in _OWN_NAMES:
         match = pattern.fullmatch(name)
         if match is not None:
@@ -184,8 +192,10 @@ _OWN_NAMES = (
 def text_of(index: Index) -> bytes:
     """Return the bytes of ``index.json``: ``{"sha256": "0f3a...", "index": {"format": "muonfx checkpoint", ...}}``.
 
-    Raise `CheckpointError` if they exceed the size that can be read again.
+    The index is the description of a checkpoint, which `read_index` reads. Raise `CheckpointError` if the bytes exceed
+    the size that can be read again.
     """
+    # The transform, None if the save was given none.
     chain: dict[str, Any] | None = None
     if index.fingerprint is not None:
         chain = {"fingerprint": index.fingerprint, "repr": index.chain, "products": index.products}
@@ -200,6 +210,7 @@ def text_of(index: Index) -> bytes:
         "files": [file._asdict() for file in index.files],
         "leaves": {name: _json_of_leaf(leaf) for name, leaf in index.leaves.items()},
     }
+    # Values that are no tensors, such as param groups.
     if index.objects:
         body["objects"] = {name: to_json(value, name) for name, value in index.objects.items()}
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
@@ -221,7 +232,7 @@ def _json_of_leaf(leaf: Leaf) -> dict[str, Any]:
 
 @no_collection()
 def read_index(path: Path, *, with_leaves: bool = True) -> Index:
-    """Read an index file, which may be untrusted, in bounded time and memory.
+    """Read ``index.json``, the description of a checkpoint, which may be untrusted, in bounded time and memory.
 
     Without leaves, ``Index.leaves`` is empty, and the call takes a fraction of the time. Raise `CorruptError` if the
     file is damaged, and `FormatError` if it has another version of the format.
@@ -233,6 +244,7 @@ def read_index(path: Path, *, with_leaves: bool = True) -> Index:
     match = _WHOLE.fullmatch(data)
     if match is None or hashlib.sha256(match["text"]).hexdigest().encode() != match["digest"]:
         raise CorruptError(f"{path} is damaged: its text does not match its checksum")
+    # A text with a valid checksum may still be from another program, so each value in it is checked.
     try:
         body = json.loads(match["text"])
         _require_format(body, path)
@@ -242,7 +254,10 @@ def read_index(path: Path, *, with_leaves: bool = True) -> Index:
 
 
 def _require_format(body: Any, path: Path) -> None:
-    """Raise unless this version of muonfx can read the parsed text of an index."""
+    """Raise unless this version of muonfx can read the parsed text of an index.
+
+    The text begins as ``{"format": "muonfx checkpoint", "version": 1, ...}``.
+    """
     if body["format"] != FORMAT:
         raise FormatError(f"{path} has the format {body['format']!r:.80}, expected {FORMAT!r}")
     if body["version"] != VERSION:
@@ -270,6 +285,7 @@ def _index(body: Any, *, with_leaves: bool) -> Index:
     files = tuple(_file(entry) for entry in body["files"])
     leaves: dict[str, Leaf] = {}
     if with_leaves:
+        # Each leaf refers to files by number, so the files are converted first.
         leaves = {name: _leaf(name, entry, files) for name, entry in body["leaves"].items()}
         _require_filled(files, leaves)
     return Index(
@@ -291,11 +307,11 @@ def _file(entry: Any) -> DataFile:
 
     Raise for a name such as "../../etc/passwd": the reader opens only files that a save can have named.
     """
-    file = DataFile(**entry)
+    file = DataFile(**entry)  # such as {"name": "data-...", "nbytes": 96, "header_nbytes": 80, "header_crc32": "..."}
     _require_sizes([file.nbytes, file.header_nbytes])
     if save_id_of(file.name) is None:
         raise ValueError(f"{file.name:.80} is not the name of a data file")
-    if file.header_nbytes > LONGEST_HEADER:
+    if file.header_nbytes > LONGEST_HEADER:  # the reader allocates memory for it
         raise ValueError(f"the header of {file.name} has {file.header_nbytes} bytes, at most {LONGEST_HEADER}")
     return file
 
@@ -303,7 +319,8 @@ def _file(entry: Any) -> DataFile:
 def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     """Return the `Leaf` that an entry of the index describes, such as ``{"dtype": "F32", "shape": [2], ...}``.
 
-    Raise unless a tensor can have this shape, and the chunks, parts of the tensor, hold each element once.
+    Raise unless a tensor can have this shape, and the chunks, parts of the tensor, hold each element once. Two chunks
+    of a matrix with 8 rows may have the rows 0 to 3 and 4 to 7.
     """
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:  # such as one of a newer version of torch
@@ -311,6 +328,7 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     shape = tuple(entry["shape"])
     _require_sizes(shape)
     # torch computes strides also for a tensor without elements, so a size of 0 does not make the others harmless.
+    # The shape (0, 2**62, 4) has no elements, and a stride of 2**64, which is no int of torch.
     nonzero_sizes = [size for size in shape if size != 0]
     strides_fit = prod(nonzero_sizes) * dtype.itemsize <= _BIGGEST
     if len(shape) > _MOST_DIMS or not strides_fit:
@@ -331,12 +349,13 @@ def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) ->
     chunk = Chunk(entry["file"], entry["begin"], box, tuple(entry["crc32"]))
     _require_sizes([chunk.file, chunk.begin, *box.offsets, *box.sizes])
     nbytes = prod(box.sizes) * itemsize
+    # A file consists of its header and then values. The last byte of the chunk is at most the last of the file.
     if chunk.file >= len(files):
         raise ValueError(f"a chunk of {name!r} is in file {chunk.file}, and there are {len(files)} data files")
     file = files[chunk.file]
     if not file.header_nbytes <= chunk.begin <= file.nbytes - nbytes:
         raise ValueError(f"a chunk of {name!r} is outside of the data files")
-    blocks = -(-nbytes // BLOCK)  # rounded up
+    blocks = -(-nbytes // BLOCK)  # rounded up: 3 for 10 MiB in blocks of 4 MiB
     if len(chunk.crc32) != blocks:
         raise ValueError(f"a chunk of {name!r} has {len(chunk.crc32)} checksums, expected one for each {BLOCK} bytes")
     return chunk
@@ -347,6 +366,7 @@ def _require_filled(files: tuple[DataFile, ...], leaves: dict[str, Leaf]) -> Non
 
     Otherwise an index could name the same bytes of a small file for many large leaves, which would fill the memory.
     """
+    # The sum of bytes for each file, in the order of the files: first its header, then its chunks.
     filled_nbytes = [file.header_nbytes for file in files]
     for leaf in leaves.values():
         for chunk in leaf.chunks:

@@ -41,19 +41,20 @@ def _reading(path: Path) -> Generator[None]:
 def _fill(file: FileIO, begin: int, destination: memoryview) -> None:
     """Fill memory with the bytes of a file from position ``begin``.
 
+    With 8 bytes of memory and ``begin=100``, these are the bytes 100 to 107; it is an error if the file ends before.
     One call of the system may read fewer bytes than requested, so it is repeated. Threads may read one file at once if
     the system has ``preadv``.
     """
-    while destination:
+    while destination:  # until no byte of the memory is left
         if hasattr(os, "preadv"):
             count = os.preadv(file.fileno(), [destination], begin)
         else:  # threads would share the position of the file, so `DataReader` has only one
             file.seek(begin)
             count = file.readinto(destination) or 0
-        if count == 0:
+        if count == 0:  # the end of the file
             raise OSError(errno.EIO, "it ends too early")
         begin += count
-        destination = destination[count:]
+        destination = destination[count:]  # a view of the memory that is still to fill
 
 
 class _Block(NamedTuple):
@@ -73,7 +74,7 @@ def _blocks(name: str, chunk: Chunk, destination: memoryview, first: int = 0) ->
     filled from three blocks, of which the last has 2 MiB.
     """
     blocks: list[_Block] = []
-    number = first
+    number = first  # of the block in the chunk, which is also the number of its checksum
     for offset in range(0, len(destination), BLOCK):
         begin_in_file = chunk.begin + number * BLOCK
         block_bytes = destination[offset : offset + BLOCK]
@@ -96,8 +97,8 @@ class Transfer(NamedTuple):
 def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
     """List the copies that fill the shards of ``leaf`` on this rank from the chunks of a ``stored`` leaf.
 
-    The layouts may differ: a shard with the rows 2 to 5 is filled from a chunk with the rows 0 to 3, and from one with
-    the rows 4 to 7.
+    A shard is a part of the tensor in memory, and a chunk a part in a file. The layouts may differ: a shard with the
+    rows 2 to 5 is filled from a chunk with the rows 0 to 3, and from one with the rows 4 to 7.
     """
     transfers: list[Transfer] = []
     for box, values in shards_of(leaf).items():
@@ -105,7 +106,7 @@ def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
             if chunk.box == box:  # the usual case, in which no boxes need be computed
                 transfers.append(Transfer(name, chunk, box, values))
                 continue
-            overlap = intersection(box, chunk.box)
+            overlap = intersection(box, chunk.box)  # the rows 2 and 3 in the example, in the coordinates of the leaf
             if overlap is not None:
                 destination = _relative(overlap, box).of(values)  # a view of the shard
                 transfers.append(Transfer(name, chunk, overlap, destination))
@@ -125,9 +126,11 @@ def _relative(box: Box, outer: Box) -> Box:
 def _range_of(view: Tensor) -> tuple[int, int]:
     """Return the positions in memory of the first element of a view, and after its last one, counted in elements.
 
-    It is (5, 15) for the rows 1 and 2 of a 4 x 5 matrix, and (1, 17) for its column 1.
+    It is (5, 15) for the rows 1 and 2 of a 4 x 5 matrix, and (1, 17) for its column 1, whose elements are at the
+    positions 1, 6, 11 and 16.
     """
     begin = int(view.storage_offset())
+    # In each dim, the last index is size - 1, and each index moves the position by the stride: 1 + 3 * 5 is 16.
     end = begin + 1
     for stride, size in zip(view.stride(), view.shape, strict=True):
         end += stride * (size - 1)
@@ -172,7 +175,8 @@ class DataReader:
     def _file(self, number: int) -> FileIO:
         """Return the data file with this number in the index, open; check its size and header when it is opened.
 
-        If too many files are open, the one that was opened first is closed; `_file` opens it again when it is needed.
+        The system limits the number of open files. If too many are open, the one that was opened first is closed;
+        `_file` opens it again when it is needed.
         """
         if number in self._files:
             return self._files[number]
@@ -183,11 +187,14 @@ class DataReader:
         return self._files[number]
 
     def _open(self, data_file: DataFile) -> FileIO:
-        """Open a data file, and check its size and header, which shows most damage before any values are read."""
+        """Open a data file, and check its size and header, which shows most damage before any values are read.
+
+        The index has the size of the file, and the size and checksum of its header.
+        """
         path = self.folder / data_file.name
         with _reading(path), ExitStack() as stack:
             file = open_regular(path)
-            stack.callback(close_read, file)
+            stack.callback(close_read, file)  # after an error below, the file is closed
             nbytes = file.seek(0, os.SEEK_END)
             if nbytes != data_file.nbytes:
                 raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {data_file.nbytes}")
@@ -208,8 +215,8 @@ class DataReader:
     def read(self, transfers: Iterable[Transfer]) -> None:
         """Copy boxes of leaves to memory; convert dtypes, and copy to other devices.
 
-        A whole chunk is read in place if the tensor has its dtype and order. Such reads are collected, so that threads
-        read them in parallel.
+        A box is a rectangular part of a leaf, and a chunk a part that a file has. A whole chunk is read in place if the
+        tensor has its dtype and order. Such reads are collected, so that threads read them in parallel.
         """
         blocks: list[_Block] = []
         for transfer in transfers:
@@ -232,14 +239,16 @@ class DataReader:
         stored_chunk = torch.empty(chunk.box.sizes, dtype=dtype, device="meta")
         stored_box = _relative(box, chunk.box).of(stored_chunk)
         begin, end = _range_of(stored_box)
-        # Whole blocks are read, since each has one checksum. All positions are counted in elements.
+        # Whole blocks are read, since each has one checksum. All positions are counted in elements: float32 has 2**20
+        # in a block of 4 MiB, so the elements 2_000_000 to 2_500_000 are in the blocks 1 and 2.
         block_numel = BLOCK // dtype.itemsize
         first_block = begin // block_numel
-        last_block = (end - 1) // block_numel
+        last_block = (end - 1) // block_numel  # `end` is after the last element
         buffer_begin = first_block * block_numel
         buffer_end = min((last_block + 1) * block_numel, chunk.box.numel)
         buffer = torch.empty(buffer_end - buffer_begin, dtype=dtype)
         self._read_blocks(_blocks(name, chunk, bytes_of(buffer), first_block))
+        # The buffer begins later than the chunk, so the offset of the box in it is smaller by that.
         values = buffer.as_strided(box.sizes, stored_box.stride(), begin - buffer_begin)
         destination.copy_(values)
 
@@ -253,7 +262,11 @@ class DataReader:
         return self.index
 
     def _read_blocks(self, blocks: list[_Block]) -> None:
-        """Read blocks of at most 4 MiB and verify their checksums; blocks of one file are read in parallel."""
+        """Read blocks of at most 4 MiB and verify their checksums; blocks of one file are read in parallel.
+
+        Files are read one after the other, so that a file may be closed before the next is opened.
+        """
+        # In the order of the files, as `groupby` requires, and within a file from its begin to its end.
         blocks.sort(key=attrgetter("file", "begin"))
         for number, blocks_of_file in groupby(blocks, attrgetter("file")):
             file = self._file(number)
@@ -286,7 +299,10 @@ def _tasks(blocks: Iterable[_Block]) -> list[list[_Block]]:
 
 
 def _read_task(path: Path, file: FileIO, blocks: Iterable[_Block]) -> None:
-    """Read some blocks of a file, and verify their checksums."""
+    """Read some blocks of a file, and verify their checksums. A thread runs this.
+
+    An error names the leaf of the damaged block, and the bytes of the file in which the damage is.
+    """
     with _reading(path):
         for _, begin, destination, crc32, name in blocks:
             _fill(file, begin, destination)
