@@ -52,7 +52,10 @@ def check_step(step: object) -> None:
 
 
 def folder_named(path: StrPath) -> Path:
-    """Return the absolute path of a folder, which need not exist; raise if ``path`` cannot name a folder."""
+    """Return the absolute path of a folder, which need not exist; raise if ``path`` cannot name a folder.
+
+    Refused are, for example, ``None``, the empty string, and a name with a zero byte.
+    """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):  # os.fspath may return bytes
         raise TypeError(f"path must be a str or a path, found {path!r}")
     text = os.fspath(path)
@@ -100,8 +103,8 @@ def inspect(path: StrPath) -> Index:
 def _errors_of_index(path: Path) -> Generator[None]:
     """Convert an OSError of the ``with`` block, which reads the index of a checkpoint, to an error of this package.
 
-    The error is `NotFoundError` without an index, `CheckpointError` for a path that cannot be opened, such as without
-    permission, and `CorruptError` for all others, such as a defect of the disk.
+    The index is the file ``index.json``. The error is `NotFoundError` without an index, `CheckpointError` for a path
+    that cannot be opened, such as without permission, and `CorruptError` for all others, such as a defect of the disk.
     """
     try:
         yield
@@ -109,6 +112,7 @@ def _errors_of_index(path: Path) -> Generator[None]:
         raise NotFoundError(_why_no_checkpoint(path)) from None
     except OSError as error:
         message = f"{path / INDEX}: cannot be read: {error.strerror}"
+        # These refuse access to the path, and do not show that the file is damaged.
         is_path_refused = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
         if is_path_refused:
             raise CheckpointError(message) from error
@@ -119,7 +123,8 @@ def _errors_of_index(path: Path) -> Generator[None]:
 def inspect_and_keep(path: Path) -> Generator[Index]:
     """Yield the index of a checkpoint. In the ``with`` block, a save that replaces it does not remove its data files.
 
-    Raise `ReplacedError` if it was replaced before that.
+    The index names the data files, which the caller opens in the block. Open files can be read also after they were
+    removed. Raise `ReplacedError` if the checkpoint was replaced before the index could be locked.
     """
     with ExitStack() as stack:
         with _errors_of_index(path):  # not around the caller's block, whose errors are of other files
@@ -146,13 +151,12 @@ Result = TypeVar("Result")
 
 
 def retried(path: object, attempt: Callable[[int], Result]) -> Result:
-    """Return ``attempt(0)``, the result of a function that reads a checkpoint.
+    """Call a function that reads a checkpoint, again if a save replaced the checkpoint meanwhile; return its result.
 
-    If the function raises `ReplacedError`, because a save replaced the checkpoint meanwhile, call ``attempt(1)``, then
-    ``attempt(2)``, and so on.
+    This is ``attempt(0)``. If that raises `ReplacedError`, it is ``attempt(1)``, then ``attempt(2)``, and so on.
     """
     for number in range(ATTEMPTS):
-        with suppress(ReplacedError):
+        with suppress(ReplacedError):  # the loop continues after this error only
             return attempt(number)
     raise ReplacedError(f"{path} was replaced {ATTEMPTS} times while it was read: pause its writer, or read a copy")
 
@@ -192,7 +196,8 @@ def replacement(path: Path, index: Index) -> Generator[None]:
 def _why_no_checkpoint(path: Path) -> str:
     """Return the message of an error that there is no checkpoint at a path, with the most likely reason.
 
-    For example: the path is a file of torch.save, or a folder that contains checkpoints.
+    For example "there is no checkpoint at runs/a: no such folder". Other reasons are that the path is a file of
+    torch.save, or a folder that contains checkpoints.
     """
     with suppress(OSError, CheckpointError):  # if the reason cannot be found out, the last message has none
         if not path.exists():
@@ -240,11 +245,14 @@ def checkpoints(folder: StrPath) -> list[Path]:
 
 
 def _has_index(path: Path) -> bool:
-    """Return whether a folder has an index, or may have one, which an attempt to read it will show."""
+    """Return whether a folder has an index, or may have one, which an attempt to read it will show.
+
+    A link to nowhere may have one, because the disk that it refers to may be missing for a short time.
+    """
     try:
         is_link_to_nowhere = path.is_symlink() and not path.is_dir()
         return is_link_to_nowhere or (path / INDEX).exists()
-    except OSError:
+    except OSError:  # the folder cannot be read
         return True
 
 
@@ -357,16 +365,18 @@ def prune(folder: StrPath, keep: int, *, written: Path | None = None) -> list[Pa
 def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
     """Return the checkpoints that `prune` removes, of all ``paths`` in ascending order of step.
 
-    Of the steps 1, 2, 8 and 9, all good, with ``keep=2`` and step 2 just ``written``, these are 1 and 8.
+    Of the steps 1, 2, 8 and 9, all good, with ``keep=2`` and step 2 just ``written``, these are 1 and 8. Step 2 can be
+    the newest if a run has started again from an earlier step.
     """
     good = [path for path in paths if _problem(path) is None]
-    if len(good) <= keep:
+    if len(good) <= keep:  # none is obsolete, and damaged ones stay with them
         return []
     # In the example, 8 and 9 have the highest steps, and 2 takes the place of 8.
     kept = good[-keep:]
     if written in good and written not in kept:
         kept[0] = written
     # All before the first that is kept go, the damaged ones too: 1. Later ones go only if they are good: 8.
+    # In the example `kept` is now [2, 9], and 1 is before its first.
     older = paths[: paths.index(kept[0])]
     good_between = [path for path in good if path not in older and path not in kept]
     return older + good_between
@@ -377,7 +387,7 @@ def _remove(path: Path) -> bool:
 
     Only the files that the index names are removed: the folder may have files of other programs.
     """
-    if path.is_symlink():
+    if path.is_symlink():  # the checkpoint that it refers to may be in use elsewhere
         path.unlink(missing_ok=True)
         return True
     try:
@@ -387,7 +397,7 @@ def _remove(path: Path) -> bool:
             (path / file.name).unlink(missing_ok=True)
     except (FileNotFoundError, NotFoundError):  # another process has removed it
         return True
-    except CheckpointError:
+    except CheckpointError:  # the index is damaged
         return False
     with suppress(OSError):  # the folder still contains other files
         path.rmdir()
@@ -432,10 +442,11 @@ def remove_files_of_killed_saves(path: Path) -> None:
     files of saves that are running, or may run on another machine, stay.
     """
     folders = [path]
-    if step_of(path) is not None:
+    if step_of(path) is not None:  # named as "step-000000100"
         folders = _by_step(path.parent)
     for folder in folders:
-        # A folder with an index and without a lock is an ordinary checkpoint. To skip it saves reading its index.
+        # A save locks a file ".save-<id>.lock" while it runs, and leaves it if it is killed. A folder with an index
+        # and without a lock is an ordinary checkpoint. To skip it saves reading its index.
         has_lock = any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
         if not has_lock and _may_exist(folder / INDEX):
             continue
@@ -453,7 +464,8 @@ def _remove_if_empty(folder: Path, kept: Path) -> None:
 def _warn_of_leftovers(folder: Path) -> None:
     """Warn of files of saves that ended on another machine or still run there, which no save removes.
 
-    They may take many gigabytes, and this machine cannot find out whether such a save still runs.
+    They may take many gigabytes, and this machine cannot find out whether such a save still runs. ``folder`` contains
+    checkpoints.
     """
     files: list[Path] = []
     for checkpoint in _by_step(folder):
@@ -464,7 +476,7 @@ def _warn_of_leftovers(folder: Path) -> None:
             continue
         with suppress(OSError):  # removed since it was listed
             nbytes += file.stat().st_size
-    if nbytes:
+    if nbytes:  # a save that has only just begun has none, and gives no reason to warn
         warnings.warn(
             f"{folder}: found {format_bytes(nbytes)} in {len(files)} files of saves that were interrupted on another "
             f"machine or still run there, such as {files[0]}: if no save is running, remove them with "
@@ -474,14 +486,18 @@ def _warn_of_leftovers(folder: Path) -> None:
 
 
 def warn_of_later_steps(path: Path) -> None:
-    """Warn if the parent folder of a new checkpoint has checkpoints of later steps, which `latest` would return."""
+    """Warn if the parent folder of a new checkpoint has checkpoints of later steps, which `latest` would return.
+
+    If "step-000000100" was just written, and the folder has "step-000000500" of an earlier run, a restart would
+    continue that run.
+    """
     step = step_of(path)
-    if step is None:
+    if step is None:  # the folder has another name, so it belongs to no series
         return
     step_paths = checkpoints(path.parent)
-    if not step_paths:
+    if not step_paths:  # the new checkpoint was removed meanwhile
         return
-    newest = step_paths[-1]
+    newest = step_paths[-1]  # they are in ascending order
     newest_step = step_of(newest)
     if newest_step is not None and newest_step > step:
         warnings.warn(
@@ -501,7 +517,8 @@ Verdict = Literal["dead", "alive", "unknown"]
 def _verdict(folder: Path, save_id: str, stack: ExitStack) -> Verdict:
     """Return "alive" if a save is still running, "dead" if it was killed, else "unknown".
 
-    Until ``stack`` is closed, this process holds the lock of a dead save, so that no other process can judge it.
+    A save holds a lock on a file while it runs, and the file has the id of its machine's boot. Until ``stack`` is
+    closed, this process holds the lock of a dead save, so that no other process can judge it.
     """
     path = folder / lock_name(save_id)
     try:
@@ -532,12 +549,12 @@ def _may_exist(path: Path) -> bool:
 def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
     """Return the files that saves have left in a checkpoint's folder, and that its index does not name.
 
-    Only files of saves with one of the ``verdicts`` are returned: ``("dead",)`` for killed saves. With ``remove=True``
-    they are also removed.
+    The index names the data files of the checkpoint that is in the folder now. Only files of saves with one of the
+    ``verdicts`` are returned: ``("dead",)`` for killed saves. With ``remove=True`` they are also removed.
     """
     unnamed: list[Path] = []
     for save_id, names in _names_by_save(folder).items():
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # holds the lock of a dead save
             if _verdict(folder, save_id, stack) not in verdicts:
                 continue
             try:
@@ -561,9 +578,10 @@ def _names_by_save(folder: Path) -> dict[str, list[str]]:
     """
     names_of_save: dict[str, list[str]] = {}
     with suppress(OSError):
+        # False sorts before True, so that a name that ends with ".lock" comes after all others.
         for name in sorted(os.listdir(folder), key=lambda name: (name.endswith(".lock"), name)):
             save_id = save_id_of(name)
-            if save_id is not None:
+            if save_id is not None:  # not a file of another program, or ``index.json``
                 names_of_save.setdefault(save_id, []).append(name)
     return names_of_save
 
