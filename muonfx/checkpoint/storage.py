@@ -164,8 +164,11 @@ class Writer(_InFolder, StorageWriter):
             self._draft = None
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin another save; ``checkpoint_id`` is the path of its folder, or None for the path as before."""
-        self._abandon()
+        """Begin another save; ``checkpoint_id`` is the path of its folder, or None for the path as before.
+
+        DCP (``torch.distributed.checkpoint``) calls this first in each save.
+        """
+        self._abandon()  # the files of an earlier save that has failed
         if checkpoint_id is not None:
             folder = folder_named(checkpoint_id)
             require_valid(folder, None, self._request.head.step, self._request.keep)
@@ -189,8 +192,10 @@ class Writer(_InFolder, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, create the folder, lock the save, and give each rank the name of its data file.
 
-        ``plans`` has the plan of each rank, from `prepare_local_plan`. DCP sends each result to its rank.
+        The coordinator is rank 0. ``plans`` has the plan of each rank, from `prepare_local_plan`. DCP sends each result
+        to its rank.
         """
+        # In these plans, `storage_data` has the arguments of each rank's writer, such as its step.
         require_same([plan.storage_data for plan in plans], "save", "nothing was written")
         draft = Draft(self._request.path)
         self._draft = draft
@@ -200,6 +205,7 @@ class Writer(_InFolder, StorageWriter):
         except BaseException:
             self._abandon()
             raise
+        # In the results, `storage_data` has the file of each rank.
         plans_with_files: list[SavePlan] = []
         for rank, plan in enumerate(plans):
             file = draft.path / data_name(draft.save_id, rank, len(plans))
@@ -215,12 +221,13 @@ class Writer(_InFolder, StorageWriter):
         try:
             _require_no_plan_caching(getattr(planner, "_enable_plan_caching", False))
             written = self._write(plan, planner)
-        except BaseException:
+        except BaseException:  # on rank 0, no file of this save stays
             self._abandon()
             raise
         nbytes = 0 if written.shards.file is None else written.shards.file.nbytes
         # DCP sends results to the coordinator unread, so one is enough, and its index may be empty.
         result = WriteResult(MetadataIndex(""), nbytes, written)
+        # DCP expects a future, since a storage may write in the background. Here the values are written already.
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
         return future
@@ -229,7 +236,8 @@ class Writer(_InFolder, StorageWriter):
         """Write the values of a plan, after a check that a checkpoint can hold every value of this rank.
 
         The plan has the values that this rank writes. The values in ``self._planned``, which this rank holds, include
-        those that another rank writes. Of these, only the checksums are computed.
+        those that another rank writes. Of these, only the checksums are computed, by which rank 0 compares replicas.
+        The index of an item is its identity: the key, such as "model.fc.weight", and the offsets of a part.
         """
         indices_to_write = {item.index for item in plan.items}
         item_of = {item.index: item for item in [*self._planned, *plan.items]}  # each once
@@ -241,7 +249,7 @@ class Writer(_InFolder, StorageWriter):
             if item.type == WriteItemType.BYTE_IO:  # a value that is no tensor
                 objects[name] = to_json(_object_of(item, planner, name), name)
                 continue
-            if _is_empty_shard(item):
+            if _is_empty_shard(item):  # it has no values to write or compare
                 continue
             spec, entry = _shard_of(item, planner, name)
             leaf = leaves.setdefault(name, ProposedLeaf(spec, False, {}))
@@ -268,7 +276,7 @@ class Writer(_InFolder, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, compare replicas and write the index, which completes the checkpoint.
 
-        ``results`` has for each rank what `write_data` has returned.
+        ``results`` has for each rank the list that `write_data` has returned. Rank 0 is the coordinator.
         """
         draft = self._draft
         assert draft is not None  # `prepare_global_plan` has created it
@@ -281,17 +289,19 @@ class Writer(_InFolder, StorageWriter):
         except BaseException:
             self._abandon()
             raise
-        self._draft = None
+        self._draft = None  # the checkpoint is complete: its files must not be removed, whatever fails from here on
         draft.tidy(self._request.keep)
 
     def _index_of(self, written_by_rank: list[_WrittenByRank], save_id: str) -> Index:
-        """Merge the results of all ranks to the index of a checkpoint.
+        """Merge the results of all ranks to the index of a checkpoint, its description with the place of each leaf.
 
-        Raise if ranks hold different values under one name, or if the shards do not fill a tensor.
+        Raise if ranks hold different values under one name, or if the shards (parts on a rank) do not fill a tensor.
         """
+        # 1. Tensors, and values that are no tensors, such as a learning rate.
         plan = plan_of([written.leaves for written in written_by_rank])
         objects = _merged_objects([written.objects for written in written_by_rank])
         files, leaves = merged([written.shards for written in written_by_rank], plan)
+        # 2. A name belongs to one of them only.
         names_of_both_kinds = objects.keys() & leaves.keys()
         if names_of_both_kinds:
             name = min(names_of_both_kinds)
@@ -325,7 +335,8 @@ def _name_of_key(key: str, planner_data: object) -> str:
 def _object_of(item: WriteItem, planner: SavePlanner, name: str) -> object:
     """Return a value of the state dict that is no tensor, as it is before the planner pickles it: 7, not its bytes.
 
-    DCP has no public method for that, but planners that are derived from its `DefaultSavePlanner` can look it up.
+    A planner is the object of DCP that divides a state dict among the ranks. DCP has no public method for that value,
+    but planners that are derived from its `DefaultSavePlanner` can look it up.
     """
     lookup: Callable[[MetadataIndex], object] | None = getattr(planner, "lookup_object", None)
     if lookup is None:
@@ -337,7 +348,10 @@ def _object_of(item: WriteItem, planner: SavePlanner, name: str) -> object:
 
 
 def _is_empty_shard(item: WriteItem) -> bool:
-    """Return whether an item of a plan is a shard without elements of a tensor that has elements."""
+    """Return whether an item of a plan is a shard without elements of a tensor that has elements.
+
+    If 3 rows are divided among 4 ranks, the last rank has such a shard.
+    """
     data = item.tensor_data
     return data is not None and 0 in data.chunk.sizes and 0 not in data.size
 
@@ -345,7 +359,8 @@ def _is_empty_shard(item: WriteItem) -> bool:
 def _shard_of(item: WriteItem, planner: SavePlanner, name: str) -> tuple[Spec, Entry]:
     """Return the global shape and dtype of the tensor in an item of a plan, and the part of it with its values.
 
-    The item has the offsets and sizes of the part, and the planner has the values.
+    The item has the offsets and sizes of the part, and the planner has the values. For the rows 4 to 7 of an 8 x 2
+    tensor, the first result has the shape (8, 2), and the second the box of offsets (4, 0) and sizes (4, 2).
     """
     values: Any = planner.resolve_data(item)
     require_writable(name, values, is_alone=False)
@@ -370,7 +385,7 @@ def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, A
             if name not in json_of_name:
                 json_of_name[name] = value
                 first_rank_of[name] = rank
-            first_value = json_of_name[name]
+            first_value = json_of_name[name]  # the value itself on the first rank
             if repr(value) != repr(first_value):  # repr, since 1 and True are equal
                 raise CheckpointError(
                     f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {first_value!r:.200} on rank "
@@ -450,8 +465,9 @@ class Reader(_InFolder, StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Read the index. Until the data files are open, a save that replaces the checkpoint does not remove them.
 
-        If it cannot be read, every access to the result raises the error: DCP would replace an error of this method by
-        one without its reason.
+        Return it in the form of DCP, a description of each value by its key, "model.fc.weight" for the leaf
+        "model/fc.weight". If it cannot be read, every access to the result raises the error: DCP would replace an error
+        of this method by one without its reason.
         """
         self._stack.close()
         try:
@@ -466,7 +482,7 @@ class Reader(_InFolder, StorageReader):
             paths[key] = path_of(name)
             if name in self._index.leaves:
                 described[key] = _described(self._index.leaves[name])
-            else:
+            else:  # a value that is no tensor
                 described[key] = BytesStorageMetadata()
         return Metadata(described, planner_data=paths)
 
@@ -504,15 +520,18 @@ class Reader(_InFolder, StorageReader):
         An error of the read therefore leaves the state dict as it was. ``planner`` returns the tensor of each item.
         """
         tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        # 1. Read into new memory.
         with self._stack:  # closes all files at the end
             destinations = [planner.resolve_tensor(item).detach() for item in tensor_items]
             self._require_fit(tensor_items, destinations)
             transfers = [self._transfer_of(item) for item in tensor_items]
             with replacement(self._path, self._index):
                 self._data.read(transfer for transfer in transfers if transfer.destination.numel())
+        # 2. All values are read and verified: copy them to the tensors of the state dict.
         for item, destination, transfer in zip(tensor_items, destinations, transfers, strict=True):
             destination.copy_(transfer.destination)
             planner.commit_tensor(item, destination)  # required after each change of a tensor from the planner
+        # 3. The values that are no tensors, from the index.
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._bytes_of(item))
@@ -523,7 +542,8 @@ class Reader(_InFolder, StorageReader):
     def _transfer_of(self, item: ReadItem) -> Transfer:
         """Describe the read of an item of a plan: the part of a stored tensor, and new memory for its values.
 
-        Offsets of an item count from the begin of a chunk, those of a `Transfer` from the begin of the tensor.
+        Offsets of an item count from the begin of a chunk, a stored part of the tensor, those of a `Transfer` from the
+        begin of the tensor: row 1 of a chunk that begins with row 4 is row 5.
         """
         name = self._name_of_key[item.storage_index.fqn]
         dtype = self._index.leaves[name].spec.dtype
@@ -537,7 +557,7 @@ class Reader(_InFolder, StorageReader):
     def _require_fit(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
         """Raise one error with all tensors to which stored values would be rounded, as `muonfx.checkpoint.load` does.
 
-        The planner has compared names and shapes.
+        The planner has compared names and shapes, so only dtypes can differ: fp32 is stored, and the tensor is bf16.
         """
         plain_name_of = plain_names(self._index.leaves)
         specs: dict[str, Spec] = {}
