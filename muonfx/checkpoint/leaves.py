@@ -71,9 +71,9 @@ def name_of(path: tuple[Any, ...], section: str = "") -> str:
     levels = [_level_of(key) for key in path]
     if section:
         return "/".join([section, *levels])
-    if not levels:
+    if not levels:  # the tree is a single tensor
         return _ROOT
-    if levels[0] in _RESERVED:
+    if levels[0] in _RESERVED:  # a state with a key "params" must not look like the parameters
         levels[0] = "~2" + levels[0]
     return "/".join(levels)
 
@@ -84,6 +84,7 @@ def _level_of(key: object) -> str:
 
     The int 0 becomes "0", and the string "0" becomes "~20". In strings, "~" becomes "~0", and "/" becomes "~1".
     """
+    # In Python, a bool is an int, and would get the name of 0 or 1.
     if isinstance(key, bool) or not isinstance(key, str | int):
         raise TypeError(
             f"found the key {key!r} of type {type(key).__name__}, expected a string or an int: keys are part of "
@@ -125,6 +126,7 @@ def named_tensors(values: PyTree, section: str = "") -> dict[str, Any]:
     for mistaken_class, code in _MISTAKEN.items():
         if isinstance(values, mistaken_class):
             raise TypeError(f"found a {type(values).__name__}, expected a tree of tensors: pass {code}")
+    # "momentum/trace/_orig_mod.fc.weight" of a compiled model is stored as "momentum/trace/fc.weight".
     names = [name_of(path, section) for path in tree.paths(values)]
     plain_name_of = plain_names(names)
     leaves: dict[str, Any] = {}
@@ -141,7 +143,10 @@ def named_tensors(values: PyTree, section: str = "") -> dict[str, Any]:
 
 
 def _require_tensor(name: str, leaf: object) -> None:
-    """Raise if a leaf is, for example, a float: a checkpoint stores tensors, shards of tensors, or None."""
+    """Raise if a leaf is, for example, a float: a checkpoint stores tensors, shards of tensors, or None.
+
+    A shard is a part of a tensor on one rank, as a DTensor or a `FlatShard` has it.
+    """
     if leaf is None or isinstance(leaf, Tensor) or is_sharded(leaf):
         return
     raise TypeError(
@@ -157,7 +162,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     {'momentum/trace/_orig_mod.fc.weight': 'momentum/trace/fc.weight', 'momentum/count': 'momentum/count'}
     """
     plain_name_of = {name: name for name in names}
-    if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):
+    if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):  # the usual case, decided in little time
         return plain_name_of
     # Group the leaves by upper levels, such as "momentum/trace": a dict from parameter to name of the leaf. These are
     # the parameters of one model, which are needed together: some prefixes are removed only if all have it.
@@ -167,6 +172,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
         param_name = _key_of(last_level)
         if isinstance(param_name, str):  # an int is an index in a list
             params_below.setdefault(upper_levels, {})[param_name] = name
+    # Back from parameters to names of leaves.
     for upper_levels, leaf_name_of in params_below.items():
         for param_name, plain_param_name in unwrapped(leaf_name_of).items():
             if plain_param_name != param_name:
@@ -197,18 +203,20 @@ def require_whole(name: str, leaf: Any, advice: str) -> None:
 
 
 def shards_of(leaf: Any) -> dict[Box, Tensor]:
-    """Return the shards of a leaf on this rank: boxes, with the values in them as views of the leaf.
+    """Return the parts of a leaf that this rank has, its shards: boxes, with the values in them as views of the leaf.
 
-    A plain tensor is one shard, the whole leaf. Empty shards are omitted, except that a leaf without elements is one
+    A box has the offsets and the sizes of a part: ``Box((4, 0), (4, 2))`` for the rows 4 to 7 of an 8 x 2 matrix. A
+    plain tensor is one shard, the whole leaf. Empty shards are omitted, except that a leaf without elements is one
     empty shard.
     """
     shape = tuple(leaf.shape)
-    if not is_sharded(leaf):
+    if not is_sharded(leaf):  # a plain tensor
         return {whole_box(shape): leaf.detach()}
     if is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
         return {}  # this rank is not in the leaf's mesh
-    if 0 in shape:
+    if 0 in shape:  # so that the checkpoint has the leaf at all
         return {whole_box(shape): torch.empty(shape, dtype=leaf.dtype)}
+    # An interval of a flattened tensor has several boxes: rows in part at its begin and end, and whole rows between.
     if isinstance(leaf, FlatShard):
         shards = {box: leaf.values_in(box) for box in leaf.boxes}
     else:
@@ -241,11 +249,12 @@ class LocalLeaf(NamedTuple):
 
 
 def _ranks_without_replicas(leaf: Any) -> int:
-    """Return the number of ranks of a DTensor's mesh if each of them holds other shards, else 0.
+    """Return the number of ranks of a DTensor's mesh if each of them holds another part, else 0.
 
-    It is 8 for a leaf that is divided along both dims of a 2 x 4 mesh, and 0 if one dim replicates it.
+    A mesh is a grid of ranks. The result is 8 for a leaf that is divided along both dims of a 2 x 4 mesh, and 0 if one
+    dim replicates it, so that several ranks hold the same part.
     """
-    if not is_dtensor(leaf):
+    if not is_dtensor(leaf):  # nothing is known about the other ranks
         return 0
     mesh = leaf.device_mesh
     for dim, placement in enumerate(leaf.placements):
@@ -257,7 +266,8 @@ def _ranks_without_replicas(leaf: Any) -> int:
 def _shards_by_protocol(leaf: Any) -> dict[Box, Tensor]:
     """Return the shards on this rank of a DTensor, or of another object that can list its shards for torch.
 
-    The two methods with underscores are the protocol of ``torch.distributed._checkpointable``.
+    The result maps boxes, the positions of the parts, to their values. The two methods with underscores are the
+    protocol of ``torch.distributed._checkpointable``.
     """
     # Imported here, since torch.distributed.checkpoint takes longer to import than muonfx.
     from torch.distributed.checkpoint.metadata import MetadataIndex

@@ -52,6 +52,7 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
         MismatchError: there are several state dicts, or each key has the name of a parameter, as with
             ``flatten_optimizer_state_dict=True``.
     """
+    # 1. Find the state dict by its groups.
     if GROUPS in index.objects:  # `muonfx.checkpoint.save` has written it
         return index
     _require_not_flattened(index.objects, where)
@@ -64,6 +65,7 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
             f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: "
             f"{_OTHER_WAY}"
         )
+    # 2. Convert its groups, then its state, whose keys may be numbers that the groups explain.
     (path,) = state_dict_paths  # such as ("optimizer",)
     groups = _groups_below((*path, GROUPS), index.objects)
     param_name_of = _take_param_names(groups)
@@ -75,7 +77,8 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
 def _require_not_flattened(objects: Iterable[str], where: str) -> None:
     """Raise if a key is such as "param_groups.fc.weight.lr": nothing shows if the parameter is "fc.weight" or "fc".
 
-    ``objects`` are the names of the values that are no tensors.
+    ``objects`` are the names of the values that are no tensors. An ordinary state dict has "param_groups" and the other
+    levels as separate keys, as in "optimizer/param_groups/0/lr".
     """
     for name in objects:
         for key in path_of(name):
@@ -101,7 +104,7 @@ def _paths_of_state_dicts(objects: Iterable[str]) -> list[Path]:
     """
     paths: dict[Path, None] = {}  # each once, in order
     for name in objects:
-        keys = path_of(name)
+        keys = path_of(name)  # ("optimizer", "param_groups", 0, "lr")
         if GROUPS not in keys:
             continue
         position = keys.index(GROUPS)
@@ -134,8 +137,10 @@ def _nested_below(path: Path, values: Mapping[str, Any]) -> dict[Any, Any]:
     nested: dict[Any, Any] = {}
     for name, value in values.items():
         value_path = path_of(name)
+        # Not below the path, or with fewer than two further levels.
         if value_path[: len(path)] != path or len(value_path) < len(path) + 2:
             continue
+        # In the example, the further levels are 0 and "lr". All but the last are keys of dicts.
         *upper_keys, last_key = value_path[len(path) :]
         level = nested
         for key in upper_keys:
@@ -169,13 +174,15 @@ def _renamed_leaves(
     ``{"fc.weight": {"muon.momentum.trace": leaf}}`` becomes ``{"muon/momentum/trace/fc.weight": leaf}``. ``names`` are
     those of the leaves to load, ``param_name_of`` has the name of each parameter by its key in the state dict.
     """
-    entries_of: dict[str, Mapping[Any, Any]] = {}  # by the name of the parameter
+    # 1. The entries of each parameter by its name. A key of the state dict may be a number instead.
+    entries_of: dict[str, Mapping[Any, Any]] = {}
     params_with_key: Counter[Any] = Counter()  # the number of parameters that have an entry with this key
     for param_key, entries in state.items():
         param_name = param_name_of.get(str(param_key), str(param_key))
         entries_of[param_name] = entries
     for entries in entries_of.values():
         params_with_key.update(entries.keys())
+    # 2. The new name of each leaf. Names to load have no prefixes of wrappers, such as "_orig_mod.".
     plain_name_of = unwrapped(entries_of)
     expected_name_of = _expected_names(names)
     new_leaves: dict[str, Leaf] = {}
@@ -216,8 +223,9 @@ def _levels_of_key(key: str) -> Path:
 def _expected_names(names: Iterable[str]) -> dict[tuple[str, str | None], str]:
     """Return a dict to find the name of a leaf from its key in a state dict and its parameter, None for a step count.
 
-    Any level of a name may be the parameter: the state of a transform may have a dict for each, as in "trace/w/mean".
-    So each name is entered once for each of its levels.
+    A key in a state dict, such as "trace", is the name without the parameter, with dots. Any level of a name may be the
+    parameter: the state of a transform may have a dict for each, as in "trace/w/mean". So each name is entered once for
+    each of its levels.
 
     >>> _expected_names(["trace/w"])
     {('trace.w', None): 'trace/w', ('w', 'trace'): 'trace/w', ('trace', 'w'): 'trace/w'}
@@ -225,7 +233,8 @@ def _expected_names(names: Iterable[str]) -> dict[tuple[str, str | None], str]:
     expected_name_of: dict[tuple[str, str | None], str] = {}
     for name in names:
         keys = [str(level) for level in path_of(name)]
-        expected_name_of[".".join(keys), None] = name
+        expected_name_of[".".join(keys), None] = name  # a step count, whose name has no parameter
+        # Each level in turn as the parameter, and all others as the key.
         for position, key in enumerate(keys):
             other_keys = keys[:position] + keys[position + 1 :]
             expected_name_of[".".join(other_keys), key] = name
