@@ -231,13 +231,14 @@ def _warn_of_scheduled_rate(form: Format, entries: Sequence[_Entry]) -> None:
 def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str:
     """Return the label under which ``chains`` has an equal chain, or a new one: "muon", then "muon_2", "muon_3".
 
-    Groups with equal hyperparameters have equal chains, and so share a label.
+    Groups with equal hyperparameters have equal chains, and so share a label. ``kind`` is "muon", "adamw" or "lion". If
+    ``chains`` has "muon" with another learning rate, the label is "muon_2".
     """
     number = 1  # of the new label among those of this kind
     for label, chain in chains.items():
         if chain == tx:
             return label
-        if label.partition("_")[0] == kind:
+        if label.partition("_")[0] == kind:  # "muon" of "muon_2"
             number += 1
     return kind if number == 1 else f"{kind}_{number}"
 
@@ -271,6 +272,7 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
     for optimizer in optimizers:
         saved = _state_dict_of(form, optimizer)
         groups: list[Group] = saved["param_groups"]
+        # The numbers of all groups, in the order in which the optimizer has the parameters.
         numbers: list[int] = []
         for group in groups:
             numbers += group["params"]
@@ -282,7 +284,7 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
                 name = name_of[number]
                 if name in entries:
                     raise ValueError(f"{form.title}: found {name!r} in two optimizers or groups, expected one")
-                values = saved["state"].get(number, {})
+                values = saved["state"].get(number, {})  # none before the first step
                 entries[name] = _Entry(name, form.kind_of(group, values), group, values, number)
     return list(entries.values())
 
@@ -304,6 +306,7 @@ def _names_in_order(
 
     Names are from ``params`` if the optimizer has these tensors, else ``names``, else "param_names" of its groups.
     """
+    # 1. An optimizer, not a state dict, has the tensors.
     members: list[Tensor] = []
     if isinstance(optimizer, torch.optim.Optimizer):
         for group in optimizer.param_groups:
@@ -312,8 +315,10 @@ def _names_in_order(
     name_of = {param: name for name, param in params.items()}
     if members and name_of.keys() >= set(members):
         return [name_of[param] for param in members]
+    # 2. The names from the caller.
     if names is not None:
         return names
+    # 3. The names that some optimizers record in their groups.
     group_names: list[str] = []
     for group in groups:
         group_names += group.get("param_names", [])

@@ -43,11 +43,12 @@ _KINDS: dict[type, str] = {MomentumState: "muon", AdamState: "adamw", LionState:
 def _states_in(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Find the states of momentum, Adam, Lion and schedules in a state tree; yield the path and the value of each.
 
-    A path is such as "muon/momentum/". Raise for a state that other optimizers do not have.
+    A path is such as "muon/momentum/". Raise for a state that other optimizers do not have. ``node`` is the state tree,
+    or a part of it at ``path`` in a recursive call.
     """
-    if type(node) in _KINDS:
+    if type(node) in _KINDS:  # of momentum, Adam or Lion
         yield path, node
-    elif isinstance(node, ScheduledState):
+    elif isinstance(node, ScheduledState):  # it counts steps itself, and has the state of an inner transform
         yield path, node
         yield from _states_in(node.inner, f"{path}inner/")
     elif isinstance(node, dict):
@@ -68,8 +69,9 @@ def _moments_of(state: Any, path: str) -> dict[str, PyTree]:
     """
     if type(state) not in _KINDS:
         return {}
-    moments = state._asdict()
+    moments = state._asdict()  # the fields by name
     moments.pop("count", None)
+    # Eight bits alone are no value: a moment in this form consists of codes and scales.
     if any(isinstance(moment, QuantizedState | KeyedQuantizedState) for moment in moments.values()):
         raise ValueError(f"{path}: states in eight bits cannot be converted; convert into a chain with an fp32 state")
     return moments
@@ -82,6 +84,7 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     are sums of gradients, not averages. ``step`` is the number of steps if the other optimizer does not count them.
     """
     _require_heavy_ball(tx, heavy_ball)
+    # All problems are collected, so that the caller sees them in one error.
     step_of = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
     counts = set(step_of.values())
     problems: list[str] = []
@@ -109,8 +112,9 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
 def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
     """Set the step count of a transform to that of its parameters in the source, or to the caller's ``step``.
 
-    ``step_of`` has the count of each parameter. Return a text if the counts differ, or there are none, and ``step`` is
-    not given. Otherwise return no texts.
+    ``step_of`` has the count of each parameter, such as ``{"fc.weight": 100, "fc.bias": 100}``, from which the step
+    count is 100. Return a text if the counts differ, or there are none, and ``step`` is not given. Otherwise return no
+    texts.
     """
     name_of_count: dict[int, str] = {}  # the first parameter with each count
     for name, steps in step_of.items():
@@ -129,11 +133,12 @@ def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int 
 def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> tuple[list[str], list[str]]:
     """Copy the moments in ``leaves`` into the state of one transform, which has zeros.
 
-    Return the names of its parameters, and a text about each moment that does not fit, such as
-    "muon/momentum/trace/fc.weight: missing in the source".
+    Moments are the momentum, or Adam's averages "mu" and "nu". Return the names of its parameters, and a text about
+    each moment that does not fit, such as "muon/momentum/trace/fc.weight: missing in the source".
     """
     names: dict[str, None] = {}  # each once, in order
     problems: list[str] = []
+    # Moment number 0 is the first in both optimizers, "mu" and "exp_avg", and number 1 the second.
     for number, (field, moments) in enumerate(_moments_of(part, path).items()):
         for name, zeros in tree.named_leaves(moments):
             names[name] = None
@@ -168,7 +173,8 @@ def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | Non
 def _require_heavy_ball(tx: Transform, heavy_ball: bool) -> None:
     """Raise if a momentum of the transform sums gradients and the source averages them, or the reverse.
 
-    A sum (``heavy_ball=True``) is larger than an average by a factor of 1 / (1 - decay).
+    A sum (``heavy_ball=True``) is larger than an average by a factor of 1 / (1 - decay), 10 for a decay of 0.9. In
+    the other form, the gradients so far would count ten times too much or too little against new ones.
     """
     for part in within(tx):
         part_heavy_ball = part.arguments.get("heavy_ball", heavy_ball)  # a transform without momentum has none
@@ -194,6 +200,7 @@ def gathered(state: PyTree) -> dict[str, Leaf]:
             for name, moment in tree.named_leaves(moments):
                 if moment is not None:
                     moments_of.setdefault(name, []).append(moment.clone())
+        # A schedule has a count and no moments, so it adds no leaves.
         step = int(part.count) if "count" in part._fields else None
         for name, copies in moments_of.items():
             leaves[name] = Leaf(_KINDS[type(part)], copies, step)
