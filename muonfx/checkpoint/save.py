@@ -241,7 +241,8 @@ def _request(
 def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
     """Return the process group over which a transform is sharded; raise if a save in the background would use it.
 
-    Two threads that communicate on one group would mix up their messages.
+    Two threads that communicate on one group would mix up their messages. ``is_async`` is True for `save_async`, which
+    writes in one thread while training continues in another.
     """
     group = tx.layout.group
     if group is not None and is_async:  # training continues, and communicates on this group
@@ -270,7 +271,7 @@ def require_valid(path: Path, tx: object, step: int | None, keep: int | None) ->
 def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone: bool) -> dict[str, Any]:
     """Name the tensors to save: "trace/w" for the state, "params/w" for a parameter; raise if one cannot be written.
 
-    ``is_alone`` is True without a group: then no leaf may be a shard.
+    ``is_alone`` is True without a group of ranks: then no leaf may be a shard, a part of a tensor on one rank.
     """
     if isinstance(tx, Sharded):  # the shards get their positions in the whole tensors
         if state is not None and not is_global(state):
@@ -282,6 +283,7 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
         named |= named_tensors(state)
     if params is not None:
         named |= named_tensors(params, section=PARAMS)
+    # None marks a place in the tree that has no tensor, such as a parameter without a momentum.
     leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
     for name, leaf in leaves.items():
         require_writable(name, leaf, is_alone=is_alone)
@@ -297,7 +299,7 @@ def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
     if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
         raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
-    if not is_sharded(leaf):
+    if not is_sharded(leaf):  # the checks below are about parts of tensors
         return
     if is_alone:
         require_whole(name, leaf, "pass group= on all ranks")
@@ -313,7 +315,7 @@ def _objects_of(optimizer: Any, scheduler: Any) -> dict[str, Any]:
 
     For example ``{"param_groups": [{"lr": 0.1, ...}], "scheduler": {"class": "StepLR", "state": {...}}}``.
     """
-    if optimizer is None:
+    if optimizer is None:  # the state of a transform is saved, which has no groups
         if scheduler is not None:
             raise TypeError("scheduler: it is stored with an optimizer: pass the optimizer as the state")
         return {}
@@ -351,8 +353,9 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
         raise TypeError(
             "extra must be JSON (dicts, lists, strings, finite numbers, bools, None, without circles): " + str(error)
         ) from error
-    if copied == extra:
+    if copied == extra:  # JSON holds the values as they are
         return copied
+    # The entries to name in the error.
     changed_keys: list[str] = []
     for key, value in extra.items():
         if key not in copied or copied[key] != value:
@@ -375,7 +378,7 @@ def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
         params = list(float_leaves.values())
     dtypes = frozenset(leaf.dtype for leaf in params)
     device = torch.device(params[0].device) if params else None
-    cache_key = ("checkpoint", dtypes, device)
+    cache_key = ("checkpoint", dtypes, device)  # all that the result depends on, besides the transform
     is_current = cache_key in tx.derived and not tx.tensors  # a number in a tensor may have changed in place
     if not is_current:
         plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
@@ -451,7 +454,8 @@ _latest: Saving | None = None
 def start(path: Path, save: Callable[[], None]) -> Saving:
     """Call the function ``save`` in a thread, and return a handle to wait for it.
 
-    The caller has called `finish_earlier_save`, so at most one save runs at a time.
+    `save_async` calls this with a function that writes the checkpoint. It has called `finish_earlier_save` before, so
+    at most one save runs at a time.
     """
     global _latest
     # One thread per save, which ends with it: threads do not survive a fork. The interpreter waits for it at exit.
