@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. Arguments that cannot be parsed end the process with exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m muonfx.checkpoint", description="Look at checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="command")
+    # Each command has a function, which gets the path and returns the exit code.
     for name, run, text in (
         ("inspect", _inspect, "show the contents of a checkpoint, or list a folder of checkpoints"),
         ("verify", _verify, "read every byte and compare the checksums"),
@@ -51,6 +52,7 @@ def _inspect(path: Path) -> int:
     rows: list[tuple[str, ...]] = []
     for checkpoint in paths:
         try:
+            # Opens all data files and checks their sizes and headers, which takes less time than to read every byte.
             index = with_reader(checkpoint, lambda reader: reader.index)
         except CheckpointError as error:
             rows.append((checkpoint.name, "?", "?", "?", str(error)))
@@ -62,7 +64,10 @@ def _inspect(path: Path) -> int:
 
 
 def _verify(path: Path) -> int:
-    """Verify every byte of a checkpoint, or of all checkpoints in a folder; return 1 if one is damaged, else 0."""
+    """Verify every byte of a checkpoint, or of all checkpoints in a folder; return 1 if one is damaged, else 0.
+
+    A line is such as "runs/a/step-000000100: good, 12 leaves, 1.20 MiB". After a damaged one, the others follow.
+    """
     code = 0
     paths = checkpoints(path) or [path]  # without any, the path is a checkpoint itself
     for checkpoint in paths:

@@ -32,9 +32,10 @@ def to_json(value: Any, name: str) -> Any:
     {'lr': 0.1, 'betas': {'~tuple': [0.9, 0.95]}, 'best': {'~float': 'inf'}}
     """
     value_type = type(value)  # exactly: an instance of a subclass would be loaded as one of its base class
+    # JSON has these types itself. All others get a tag, the key of an object with one member.
     if value is None or value_type in (bool, int, str):
         return value
-    if value_type is float:
+    if value_type is float:  # JSON has no infinity and no NaN
         return value if math.isfinite(value) else {"~float": repr(value)}
     if value_type is bytes:
         return {"~bytes": base64.b64encode(value).decode()}
@@ -61,6 +62,7 @@ def _dict_to_json(values: dict[Any, Any], name: str) -> dict[str, Any]:
     json_of_key: dict[Any, Any] = {}
     for key, value in values.items():
         json_of_key[key] = to_json(value, f"{name}/{key}")
+    # JSON would turn the key 30 into "30". A list of pairs keeps the type of each key.
     if type(values) is not Counter and all(map(_is_plain_key, values)):
         return json_of_key
     tag = "~counter" if type(values) is Counter else "~dict"
@@ -82,7 +84,7 @@ def from_json(written: Any) -> Any:
         return [from_json(item) for item in written]
     if not isinstance(written, dict):
         return written
-    if not any(key.startswith("~") for key in written):
+    if not any(key.startswith("~") for key in written):  # an ordinary dict, without a tag
         return {key: from_json(value) for key, value in written.items()}
     ((tag, content),) = written.items()  # one member, such as {"~tuple": [1, 2]}; ValueError for more
     if tag == "~float":

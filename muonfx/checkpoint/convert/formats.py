@@ -65,7 +65,9 @@ def _muon_chain(
 ) -> Transform:
     """Return a Muon chain with the hyperparameters in ``group``, a parameter group of the optimizer to convert.
 
-    ``options`` and ``more`` are keyword arguments of `orthogonalize`. If both have an argument, ``options`` is used.
+    Its transforms, in order: momentum, orthogonalization, a factor by shape, weight decay, learning rate. ``options``
+    and ``more`` are keyword arguments of `orthogonalize`. If both have an argument, ``options``, those of the caller of
+    `recipe`, are used.
     """
     # float(), since some optimizers hold these numbers in tensors.
     nesterov = group.get("nesterov", True)
@@ -97,7 +99,10 @@ def _torch_kind(group: Group, values: Values) -> str:
 
 
 def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -> Transform:
-    """Return the chain of transforms that updates a parameter as torch.optim.Muon or AdamW does."""
+    """Return the chain of transforms that updates a parameter as torch.optim.Muon or AdamW does.
+
+    ``group`` has the hyperparameters, and ``kind`` is "muon" or "adamw". ``options`` are for `orthogonalize`.
+    """
     if kind == "adamw":
         _require_adamw_options(group)
         return _adamw(group, group["betas"], group["eps"], group["weight_decay"])
@@ -152,7 +157,7 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
             f"shape {tuple(shape)} has no equivalent in muonfx: the source scales updates by the sides of the kernel, "
             "muonfx by the sides of the flattened matrix. The state itself can be converted, with read()"
         )
-    pattern = STACK if len(shape) == 3 else None
+    pattern = STACK if len(shape) == 3 else None  # three dims: the source takes them as a stack of matrices
     arguments: dict[str, Any] = {"coefficients": "keller", "view": MatrixView(pattern)}
     if group.get("ns_steps", 5) != 5:  # newer releases have always five, the default here
         arguments["steps"] = group["ns_steps"]
@@ -248,11 +253,11 @@ def _dion_pattern(group: Group, shape: torch.Size) -> str | None:
     """
     pattern = "... {out} in -> ... {out} in"  # `divided` writes the blocks in place of "{out}"
     sizes = group.get("split_sizes")
-    if sizes:
+    if sizes:  # blocks of different sizes
         size_of_block = {f"part_{index}": size for index, size in enumerate(sizes)}
         return divided(pattern, size_of_block)
     heads = group.get("num_heads") or 1
-    if sizes is None and heads > 1:
+    if sizes is None and heads > 1:  # blocks of one size
         return divided(pattern, heads)
     if len(shape) > 2 and not group["flatten"]:  # a stack of matrices, such as experts
         return STACK
