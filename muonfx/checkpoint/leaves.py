@@ -251,8 +251,8 @@ class LocalLeaf(NamedTuple):
 def _ranks_without_replicas(leaf: Any) -> int:
     """Return the number of ranks of a DTensor's mesh if each of them holds another part, else 0.
 
-    A mesh is a grid of ranks. The result is 8 for a leaf that is divided along both dims of a 2 x 4 mesh, and 0 if one
-    dim replicates it, so that several ranks hold the same part.
+    A mesh is a grid of ranks. The result is 8 for a leaf that is divided along both dims of a 2 x 4 mesh. It is 0 if
+    one dim replicates the leaf, so that several ranks hold the same part.
     """
     if not is_dtensor(leaf):  # nothing is known about the other ranks
         return 0
