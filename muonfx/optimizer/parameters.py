@@ -43,6 +43,7 @@ def models_of(params: Any) -> list[nn.Module]:
     """
     if isinstance(params, nn.Module):
         return [params]
+    # Otherwise groups, named parameters or tensors. Of these, only a group (a dict) can contain a model.
     models: list[nn.Module] = []
     for item in params:
         if isinstance(item, dict) and isinstance(item.get("params"), nn.Module):
@@ -90,7 +91,7 @@ def check_real(named: NamedTensors) -> None:
 
     Large models are often created there, without memory, and get their values when they are loaded.
     """
-    names = [name for name, param in named.items() if param.is_meta]
+    names = [name for name, param in named.items() if param.is_meta]  # a meta tensor has a shape, and no memory
     if names:
         raise ValueError(
             f"{names[0]!r} is on the meta device, as are {len(names)} of {len(named)} parameters: allocate and load "
@@ -197,10 +198,12 @@ class TrackedParameters:
     def _add_model_of_names(self, model: nn.Module, params: Set[Tensor]) -> None:
         """Record a model from which the caller may have given only some parameters to the optimizer, ``params``.
 
-        A gradient of the others is then no mistake: another optimizer may train them.
+        For example, with the weight of ``Linear(2, 3)``, but not its bias, ``{"weight"}`` is recorded. A gradient of
+        the bias is then no mistake: another optimizer may train it.
         """
         all_params = list(model.named_parameters(remove_duplicate=False))  # also the second name of a tied parameter
         names = frozenset([name for name, param in all_params if param in params])
+        # None means all parameters: then also one that the model gets later should be in the optimizer.
         has_others = len(names) < len(all_params)
         self._models.append(KnownModel(weakref.ref(model), names if has_others else None))
 
@@ -217,7 +220,8 @@ class TrackedParameters:
                 continue
             param_of_module = tracked.position.current()
             if param_of_module is not None:
-                position_of.setdefault(param_of_module, tracked.position)
+                position_of.setdefault(param_of_module, tracked.position)  # a position in a model takes precedence
+        # Record each tensor as it is now: a later difference from this record means that it was replaced or moved.
         for name, param in named.items():
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self.tracked[name] = TrackedParameter(
@@ -232,7 +236,10 @@ class TrackedParameters:
         self._frozen.update(self._positions_or_tensors(frozen))
 
     def _positions_or_tensors(self, params: NamedTensors) -> dict[str, Position | Tensor]:
-        """Return the position in a model of each parameter, or the parameter itself if it is in none."""
+        """Return the position in a model of each parameter, or the parameter itself if it is in none.
+
+        A position is a module with an attribute, such as ``(model[0], "weight")``. It keeps no tensor alive.
+        """
         position_of = self._positions() if params else {}
         return {name: position_of.get(param, param) for name, param in params.items()}
 
@@ -265,9 +272,11 @@ class TrackedParameters:
 
     def are_current(self) -> bool:
         """Return True if no parameter was replaced, resized or moved, as far as the models show."""
+        # After `param.data = param.data.cuda()`, the tensor object is the same, but on another device than recorded.
         for tracked in self.tracked.values():
             if tracked.param.shape != tracked.shape or tracked.param.device != tracked.device:
                 return False
+        # After `fully_shard(model)`, the modules have other tensor objects.
         return not self._others_in_models()
 
     def _others_in_models(self) -> NamedTensors:
@@ -280,29 +289,31 @@ class TrackedParameters:
         for name, tracked in self.tracked.items():
             if tracked.position is None:  # in no known model
                 continue
-            current = tracked.position.current()
+            current = tracked.position.current()  # None if the module was deleted
             if current is not None and current is not tracked.param:
                 others[name] = current
         return others
 
     def replaced(self, named: NamedTensors, *, at_step: bool) -> NamedTensors:
-        """Return the tensors, by parameter name, to which the optimizer state must move, because it is of others.
+        """Find parameters that were replaced or moved, and return the tensor that each name has now.
 
         For example, ``{"0.weight": dtensor}`` after ``fully_shard(model)``, which replaces the parameters. After
         ``param.data = param.data.cuda()``, the tensor object is the same, but on another device: it is included, too.
+        The caller moves the optimizer state to these tensors.
 
         Args:
             named: the parameters in the param groups.
             at_step: True before a step, which needs gradients of the new tensors: raise if only the replaced ones
                 have them.
         """
+        # The tensor of each name now: that of the model if it has another one, else that of the groups.
         current = {**named, **self._replaced_in_models(named)}
         if at_step:
             self._require_new_gradients(current)
         replaced: dict[str, Tensor] = {}
         for name, param in current.items():
             tracked = self.tracked[name]  # the parameter as it was when its state was created
-            if param.shape != tracked.shape:
+            if param.shape != tracked.shape:  # the state has the former shape, and cannot be converted
                 cause = FSDP1 if getattr(param, "_fsdp_flattened", False) else CAUSES
                 raise ValueError(
                     f"{name!r} has shape {tuple(param.shape)}, expected {tuple(tracked.shape)}, as at construction: "
@@ -324,7 +335,7 @@ class TrackedParameters:
             is_replaced = former_param is not param
             if is_replaced and former_param.grad is not None and param.grad is None:
                 without_gradient.append(name)
-        if not without_gradient:
+        if not without_gradient:  # nothing was replaced, or the backward pass was after it
             return
         # If other parameters have gradients, only warn: the former tensors may have theirs from the last step.
         if all(param.grad is None for param in current.values()):
@@ -344,14 +355,15 @@ class TrackedParameters:
     def replaced_in_models(self) -> dict[Tensor, Tensor]:
         """Return a dict from each tensor in the param groups that was replaced in the models to the new tensor.
 
-        The caller puts the new tensors into the groups, where users expect the parameters of the model. The state moves
-        to them later, such as at the next step.
+        For example, ``{weight: dtensor}`` after ``fully_shard(model)``. The caller puts the new tensors into the
+        groups, where users expect the parameters of the model. The state moves to them later, such as at the next step.
         """
         param_of: dict[str, Tensor] = {}  # the tensor in the groups, by name
         for name, tracked in self.tracked.items():
             # An earlier call may have put a new tensor there, which itself was replaced since.
             param_of[name] = self._new_in_groups.get(name, tracked.param)
         new_param_of = self._replaced_in_models(param_of)
+        # The groups now have tensors that have no state yet: remember that they are the model's, not an engine's.
         self._new_in_groups.update(new_param_of)
         return {param_of[name]: new_param for name, new_param in new_param_of.items()}
 
@@ -371,13 +383,13 @@ class TrackedParameters:
         replaced: dict[str, Tensor] = {}
         for name, new_param in others.items():
             param_in_groups = named.get(name)
-            # The groups have the parameter of the state, or a new one that `param_groups` has shown, or an engine's.
+            # The tensor in the groups has the state, or is a new one from the model, or is the copy of an engine.
             is_tracked = param_in_groups is self.tracked[name].param
             is_new_in_groups = name in self._new_in_groups and param_in_groups is self._new_in_groups[name]
             is_from_engine = not is_tracked and not is_new_in_groups
             if not is_from_engine and id(new_param) not in gathered_ids:
                 replaced[name] = new_param
-        _remove_tied(replaced, named)
+        _remove_tied(replaced, named)  # the third case
         return replaced
 
     def _gathered_by_fsdp2(self) -> set[int]:
@@ -397,7 +409,8 @@ class TrackedParameters:
     def added_in(self, groups: Iterable[Group]) -> NamedTensors:
         """Return, by name, the parameters of the models that somebody has put into the groups, and that have no state.
 
-        For example, Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed.
+        For example, Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed. The groups
+        then have the weight of a layer that was frozen so far, and the result is ``{"0.weight": weight}``.
         """
         known_params = {tracked.param for tracked in self.tracked.values()}
         unknown_params = [param for group in groups for param in group["params"] if param not in known_params]
@@ -421,6 +434,7 @@ class TrackedParameters:
         name_of: dict[Tensor, str] = {}
         for name, param in self._others_in_models().items():  # the models have it in place of a parameter
             name_of[param] = name
+        # After the new tensors, because a tied one may have state itself: it keeps the name of its state.
         for name, tracked in self.tracked.items():
             name_of[tracked.param] = name
         names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
@@ -438,6 +452,7 @@ class TrackedParameters:
                     f"param_groups: {name!r} is listed {count} times and would be updated as often: list it once; a "
                     "new tensor takes the name of its place in param_names"
                 )
+        # Each parameter that has state must be in a group.
         removed = [name for name in self.tracked if name not in times]
         if removed:
             raise ValueError(
@@ -448,7 +463,8 @@ class TrackedParameters:
     def _names_in(self, index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[str]:
         """Return the names of the parameters in a group that was edited; raise ValueError if a tensor has no name.
 
-        A new tensor has the name at its position in "param_names": it replaces the parameter that was there.
+        A new tensor has the name at its position in "param_names": it replaces the parameter that was there. For
+        example, ``{"params": [weight, new], "param_names": ["w", "b"]}`` gives ``["w", "b"]``.
 
         Args:
             index: the index of the group in ``param_groups``, for the message.
@@ -461,7 +477,7 @@ class TrackedParameters:
         has_name_for_each = len(former_names) == len(params) and self.tracked.keys() >= set(former_names)
         names: list[str] = []
         for position, param in enumerate(params):
-            if param in name_of:
+            if param in name_of:  # a known tensor has its name at any position, so that users can move it
                 names.append(name_of[param])
             elif has_name_for_each:
                 names.append(former_names[position])
@@ -490,6 +506,7 @@ class TrackedParameters:
         Without the error, a run that unfreezes layers after some epochs would not train them.
         """
         for name, param in _existing(self._frozen).items():
+            # Not frozen any more, and used by the loss. Without a gradient, a step would not change it anyway.
             if param.requires_grad and param.grad is not None:
                 raise ValueError(
                     f"{name!r} has a gradient, but it was frozen when the optimizer was created, and is in no group: "
@@ -501,7 +518,8 @@ class TrackedParameters:
     def outside(self, named: NamedTensors) -> NamedTensors:
         """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are.
 
-        If the optimizer was given only some parameters of a model, this returns only tensors that have their names.
+        For example, the weight of a layer that was added to the model after the optimizer was created. If the optimizer
+        was given only some parameters of a model, this returns only tensors that have their names.
         """
         known_ids = {id(param) for param in named.values()}
         outside: dict[str, Tensor] = {}
@@ -510,9 +528,11 @@ class TrackedParameters:
             if model is None:  # it was deleted
                 continue
             for name, param in model.named_parameters():
-                if id(param) in known_ids or name in self._left_out:
+                if id(param) in known_ids or name in self._left_out:  # in the optimizer, or left out by its label
                     continue
                 has_all = names_of_model is None  # the optimizer was given all parameters of this model
+                # A known name with an unknown tensor: the parameter was replaced. Other names may be another
+                # optimizer's, unless this one was given the whole model.
                 if has_all or name in names_of_model or name in named:
                     outside[name] = param
         return outside
@@ -522,7 +542,8 @@ def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
     """Remove tensors that would be in the param groups twice, so that a step would update them twice.
 
     For example, ``model.head.weight = model.embedding.weight`` ties two parameters. The head's name would get the
-    tensor that the groups have for the embedding, so it keeps its former tensor instead.
+    tensor that the groups have for the embedding, so it keeps its former tensor instead: "head.weight" is removed from
+    ``replaced``, in place.
 
     Args:
         replaced: the new tensors by parameter name.
@@ -550,7 +571,7 @@ def _existing(positions_or_tensors: Mapping[str, Position | Tensor]) -> NamedTen
 
 
 def _placement(param: Tensor) -> tuple[object, ...]:
-    """Return the device and dtype of a parameter, and the mesh and placements of a DTensor, to compare them."""
+    """Return the device and dtype of a parameter, and how a DTensor is sharded over ranks, to compare them."""
     if is_dtensor(param):
         return (param.device, param.dtype, param.device_mesh, param.placements)
     return (param.device, param.dtype)
@@ -593,19 +614,19 @@ class TrackedGroups:
 
     def _are_recorded(self, groups: Sequence[Group]) -> bool:
         """Return True if the param groups are as `record` recorded them: the same dicts, parameters and names."""
-        if len(groups) != len(self.groups):
+        if len(groups) != len(self.groups):  # a group was added or removed
             return False
         params: list[Tensor] = []
         for group, tracked in zip(groups, self.groups, strict=True):
             if group is not tracked.group or group.get("param_names") != tracked.names:  # another dict, or renamed
                 return False
-            if len(group["params"]) != len(tracked.names):
+            if len(group["params"]) != len(tracked.names):  # compared before the tensors, to pair these correctly
                 return False
             params += group["params"]
         return all(map(is_, params, self.named.values()))  # each parameter is the same tensor object
 
     def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
-        """Record the param groups from which later steps read the hyperparameters.
+        """Record the param groups from which later steps read the hyperparameters, such as "lr" and "momentum".
 
         ``rules`` has, for each parameter name, the transforms that update it and their hyperparameters.
         """
@@ -629,7 +650,7 @@ class TrackedGroups:
         numbers of the last step, which show whether the user has changed "momentum" or "betas" since.
         """
         former_numbers = self._former_numbers(group, names)
-        if former_numbers is None or former_numbers.hyperparams != hyperparams:
+        if former_numbers is None or former_numbers.hyperparams != hyperparams:  # a new group, or it has other keys now
             return GroupNumbers(hyperparams)
         return copy.copy(former_numbers)
 
@@ -674,6 +695,7 @@ class TrackedGroups:
         # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
         self.record([tracked.group for tracked in self.groups], rules)
         self._key_counts = self._count_keys()  # again, because `record` may have removed keys
+        # Warn of each key that no transform reads, with the key that was perhaps intended.
         all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
         for tracked in self.groups:
             first_name = tracked.names[0] if tracked.names else "no parameter"
@@ -687,6 +709,7 @@ class TrackedGroups:
 
         For example, the rate is a schedule of the transform, and a scheduler of torch sets "lr" in vain.
         """
+        # If a transform of one group reads "lr", a scheduler may write it into all groups.
         if self._has_warned_of_rate or any("lr" in tracked.numbers.keys for tracked in self.groups):
             return
         for index, tracked in enumerate(self.groups):
@@ -711,12 +734,13 @@ class TrackedGroups:
     def warn_of_one_rate(self) -> None:
         """Warn once if groups that were made with different learning rates have the same.
 
-        The rate 0.0 is accepted, because a warmup may start there.
+        For example, the rates were 0.02 and 0.001, and a scheduler has written 0.001 into both. The rate 0.0 is
+        accepted, because a warmup may start there.
         """
-        if not self._requested_rates:
+        if not self._requested_rates:  # the groups were made with one rate, or a warning was given
             return
         rates = self._rates()
-        if len(rates) < 2 or len(set(rates)) > 1:
+        if len(rates) < 2 or len(set(rates)) > 1:  # they differ, as they should, or there is nothing to compare
             return
         rate = rates[0]
         if rate == 0.0:
@@ -730,10 +754,14 @@ class TrackedGroups:
         )
 
     def _rates(self) -> list[float]:
-        """Return the learning rates that transforms read, without tensors: comparing these would sync the device."""
+        """Return the learning rates that transforms read, such as ``[0.02, 0.001]`` for two groups.
+
+        Rates that are tensors are left out, because to compare their values would sync the device.
+        """
         rates: list[float] = []
         for tracked in self.groups:
             rate = tracked.group.get("lr")
+            # Only if a transform reads it, and the group has parameters.
             if "lr" in tracked.numbers.keys and tracked.names and isinstance(rate, int | float):
                 rates.append(float(rate))
         return rates
@@ -744,7 +772,7 @@ class TrackedGroups:
 
 
 def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
-    """Raise if parameters of other transforms were moved into a group, which lacks the hyperparameters of these.
+    """Raise if parameters were moved into a group that lacks the hyperparameters of the transforms that update them.
 
     For example, a parameter of AdamW was moved into a group of Muon, which has "momentum" and no "betas".
 
@@ -753,7 +781,8 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
         names: the names of the parameters that it has now.
         rules: the transforms and hyperparameters of each parameter, by name.
     """
-    distinct = distinct_rules(names, rules)
+    distinct = distinct_rules(names, rules)  # without repetitions, such as the rules of "muon" and "adamw"
+    # A group of one rule that lacks a key gets a message about this key when its numbers are read.
     if len(distinct) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(distinct, group)):
         return
     # The message shows two parameters that different transforms update.
@@ -808,7 +837,7 @@ class GradientCheck:
             self._search_outside(named, without_gradient)
         outside_with_gradient = {name: param for name, param in self._outside.items() if param.grad is not None}
         # An error if only such parameters have gradients; a warning if parameters of the optimizer have some, too.
-        has_no_gradient = len(without_gradient) == len(gradients)
+        has_no_gradient = len(without_gradient) == len(gradients)  # no parameter of the optimizer has one
         if has_no_gradient and outside_with_gradient:
             raise _only_outside(outside_with_gradient, len(named))
         self._warn_of_outside(outside_with_gradient)
@@ -818,9 +847,10 @@ class GradientCheck:
     def _search_outside(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> None:
         """Search the models for parameters that are not in the optimizer, and set `_outside` to them.
 
-        Also record what `_changes` compares, so that the search is repeated only after a change of the models.
+        Also record the values of `_changes`, so that the search is repeated only after a change of the models.
         """
         self._outside = self._parameters.outside(named)
+        # `insert` of these lists adds a module without an assignment that a hook of torch could count.
         self._module_lists = []
         for model in self._parameters.models:
             for module in model.modules():
@@ -847,7 +877,7 @@ class GradientCheck:
 
     def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
         """Warn of parameters that have a gradient and are not in the optimizer, once for each of them."""
-        # A name is reported again if the model has another tensor for it now.
+        # Without those of earlier warnings. A name is reported again if the model has another tensor for it now.
         unreported = [name for name, param in with_gradient.items() if self._reported.get(name) is not param]
         self._reported.update(with_gradient)
         if unreported:
@@ -866,6 +896,7 @@ class GradientCheck:
         if self._has_warned_of_none or not is_trained:  # frozen parameters need no gradient
             return
         self._has_warned_of_none = True
+        # Over ranks, the message names one more cause, and says that no rank has a gradient.
         parameters = f"{len(named)} parameters"
         cause_over_ranks = ""
         if not self._is_alone:
@@ -897,6 +928,7 @@ def require_dense_and_real(gradients: Gradients) -> None:
     """
     if all_usable(gradients.values()):  # one pass without names, as at almost every step
         return
+    # At least one is not usable: find its name for the message.
     for name, grad in gradients.items():
         if grad is not None and not is_usable(grad):
             raise TypeError(
