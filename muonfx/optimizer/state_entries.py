@@ -46,14 +46,17 @@ class StateEntries:
     """
 
     def __init__(self, state: PyTree, named: NamedTensors) -> None:
-        """Find the key and the parameters of each leaf of the state. `update` then fills ``optimizer.state``."""
+        """Find the key and the parameters of each leaf of the state. `update` then fills ``optimizer.state``.
+
+        A leaf is one tensor of the state, such as the momentum of "bias". Leaves are numbered in a fixed order.
+        """
         self.named = dict(named)
         self.slots: list[StateSlot] = []
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
         """For each parameter, the index of the leaf under each key: ``{"bias": {"momentum.trace": 0, "count": 1}}``."""
         for index, (owner, path) in enumerate(ownership_of(state, named)):
-            key = path_of(path)
+            key = path_of(path)  # ("momentum", "trace") becomes "momentum.trace"
             # A leaf such as a step count belongs to no single parameter: it is an entry of each of them.
             names = tuple(named) if owner is None else (owner,)
             self.slots.append(StateSlot(names, key))
@@ -78,6 +81,7 @@ class StateEntries:
             # Most steps write into the tensors of the state, so that the entries show the new values already.
             if leaf is last_leaf:
                 continue
+            # This leaf is a new tensor object: write it into the entries of its parameter, or of all for a step count.
             self.shown[index] = show(index, leaf)
             slot = self.slots[index]  # the parameters that have this entry, and its key
             for name in slot.names:
@@ -90,12 +94,12 @@ class StateEntries:
         For example, after ``optimizer.state[param]["momentum.trace"] = tensor``, or ``optimizer.state.clear()``.
         Values that were written into a tensor are no edit, because the state of the transform has the same tensor.
         """
-        if len(state) != len(self.named):
+        if len(state) != len(self.named):  # a parameter was added or removed
             return True
         for name, param in self.named.items():  # one look-up for each parameter: the hash of a tensor is slow
             entries = state.get(param)
             indices = self.indices[name]  # the index of the leaf for each key that `update` has written
-            if entries is None or len(entries) != len(indices):
+            if entries is None or len(entries) != len(indices):  # another parameter, or another number of keys
                 return True
             for key, index in indices.items():
                 if entries.get(key, _NO_ENTRY) is not self.shown[index]:  # another object than `update` has put there
@@ -118,6 +122,7 @@ def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups
     for group in groups:
         # Not strict: a group that the caller has edited may have more tensors than names, and is checked later.
         name_of.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    # Replace each tensor by its name, and check that it has all entries or none.
     entries_of: dict[str, Group] = {}
     for tensor, entries_of_tensor in state.items():
         if not entries_of_tensor:  # the caller has emptied them, or the transform keeps no state
@@ -156,9 +161,10 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
             if value is not shown:  # the caller has replaced the tensor object of the entry
                 _require_like(name, slot.key, value, shown)
                 assigned[name] = value
-        if not assigned:
+        if not assigned:  # the usual case: the caller has replaced no entry of this leaf
             continue
         common_value = _common_value(slot.key, assigned, len(names))
+        # Over ranks, the tensor may be a DTensor, of which this rank loads its own part.
         try:
             local_value = stepping.local_value(index, shown, common_value)
         except Misfit as misfit:
@@ -177,7 +183,8 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
         entries: the entries of all parameters.
         emptied: the names of the parameters whose entries were removed.
     """
-    shared_keys = [slot.key for slot in entries.slots if len(slot.names) > 1]
+    shared_keys = [slot.key for slot in entries.slots if len(slot.names) > 1]  # such as "scale_by_adam.count"
+    # If the entries of all parameters were removed, the count starts again, too, and there is nothing to warn of.
     if shared_keys and 0 < len(emptied) < len(entries.indices):
         warn_caller(
             f"optimizer.state: the state of {emptied[0]!r} starts again, but {shared_keys[0]!r} continues, "
@@ -189,8 +196,9 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
 def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
     """Raise ValueError if a caller has removed or added some entries of a parameter in ``optimizer.state``.
 
-    ``entry`` is what the state has for the parameter, such as ``{"momentum.trace": tensor}``. The keys of ``indices``
-    are those that it must have.
+    For example, the state of AdamW for "bias" has two moments, and the caller has deleted one. ``entry`` is what the
+    state has for the parameter, such as ``{"momentum.trace": tensor}``. The keys of ``indices`` are those that it must
+    have.
     """
     missing = sorted(indices.keys() - entry.keys())
     if missing:
@@ -209,8 +217,10 @@ def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
 def _require_like(name: str, key: str, value: object, leaf: object) -> None:
     """Raise unless an assigned value is a tensor with the shape, dtype and device of the ``leaf`` that was there.
 
-    Its values are copied into the leaf, and no conversion of them should be silent.
+    Its values are copied into the leaf, and no conversion of them should be silent. For example, a momentum in float32
+    rejects a tensor in float64.
     """
+    # The texts have shape, dtype and device, such as "(2, 3) torch.float32 cpu": compare all three at once.
     if _kind_text(value) == _kind_text(leaf):
         return
     error = ValueError if isinstance(value, Tensor) else TypeError
@@ -221,7 +231,7 @@ def _require_like(name: str, key: str, value: object, leaf: object) -> None:
 
 
 def _kind_text(value: object) -> str:
-    """Return "(2, 3) torch.float32 cpu" for a tensor of this shape, dtype and device; the type of another object."""
+    """Describe a value for a message: "(2, 3) torch.float32 cpu" for a tensor, else its type, such as "float"."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{tuple(value.shape)} {value.dtype} {value.device}"
@@ -231,7 +241,7 @@ def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
     """Return the one value that a caller has assigned to a leaf of the state; raise if there are several.
 
     A step count is one tensor, and ``optimizer.state`` shows it for each parameter. An assignment for only some of
-    them, or of different values, is not clear.
+    them, or of different values, is not clear: ``{"w": 5, "b": 5}`` gives 5, and ``{"w": 5, "b": 6}`` raises.
 
     Args:
         key: the key of the leaf, such as "scale_by_adam.count".
@@ -239,6 +249,7 @@ def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
         number: how many parameters have the leaf; 1 for a leaf such as a momentum.
     """
     first_value, *other_values = values.values()
+    # Fewer values than parameters: some still have the former tensor.
     if len(values) < number or not all(torch.equal(first_value, value) for value in other_values):
         raise ValueError(
             f"optimizer.state: {key!r} is one tensor of all {number} parameters, and was assigned for "
