@@ -47,11 +47,12 @@ class Hyperparam(NamedTuple):
         """
         is_sequence = isinstance(value, Sequence)
         values = value if is_sequence else (value,)
-        # A pair for "betas", and a single number for "lr".
+        # "betas" must be a pair, and "lr" a single number, not a tuple of one.
         if is_sequence != self.is_tuple or len(values) != len(self.names):
             expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"
             raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}")
         for number in values:
+            # `Real` includes numpy.float32. True and False are ints in Python, but no hyperparameters.
             if not isinstance(number, int | float | Tensor | Real) or isinstance(number, bool):
                 raise TypeError(
                     f"{self.key!r} in a group must be a number or a tensor of one element, found {number!r}"
@@ -112,7 +113,7 @@ class GroupNumbers:
             # For "betas": (0.9, 0.95), the pairs are ("scale_by_adam.b1", 0.9) and ("scale_by_adam.b2", 0.95).
             values_of_key = hyperparam.numbers_in(values[hyperparam.key])
             for name, number in zip(hyperparam.names, values_of_key, strict=True):
-                if name in numbers:  # an earlier key sets it, too
+                if name in numbers:  # an earlier key sets it, too, as "betas" before "momentum"
                     numbers[name] = self._changed(name, numbers[name], number)
                 else:
                     numbers[name] = number
@@ -131,7 +132,7 @@ class GroupNumbers:
         """
         if equal(first, second) or self._was_read(name, second):  # only the first may have changed
             return first
-        if self._was_read(name, first):
+        if self._was_read(name, first):  # only the second has changed
             return second
         # Both have changed, to different values.
         keys = [repr(hyperparam.key) for hyperparam in self.hyperparams if name in hyperparam.names]
@@ -163,16 +164,16 @@ class GroupNumbers:
         number has changed, return the same dict object as in the last call, so that callers can compare identities.
         Raise ValueError, before any change, if the group lacks a hyperparameter.
         """
-        if self._is_unchanged(group):
+        if self._is_unchanged(group):  # as in most steps
             return self._last_numbers
         numbers = self.parse(group)
         self._require_complete(group, numbers)
-        if self._has_common_numbers:
+        if self._has_common_numbers:  # after the check, because this changes the group
             self._write_into_all_keys(group, numbers)
         # Remember the entries for `_is_unchanged`, and the numbers for the identities that callers compare.
         self._last_entries = {key: group[key] for key in self.keys}
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
-        if changed:
+        if changed:  # else an entry is another object with equal numbers: keep the dict object of the last call
             self._last_numbers = numbers
         return self._last_numbers
 
@@ -189,6 +190,7 @@ class GroupNumbers:
         for hyperparam in self.hyperparams:
             key = hyperparam.key
             current = [numbers[name] for name in hyperparam.names]
+            # Entries that are right stay the same objects, which `_is_unchanged` compares at the next step.
             is_current = key in group and all(map(equal, hyperparam.numbers_in(group[key]), current))
             if not is_current:
                 group[key] = hyperparam.value_of(numbers)
@@ -196,7 +198,8 @@ class GroupNumbers:
     def _is_unchanged(self, group: Group) -> bool:
         """Return True if each hyperparameter is the same object as after the last `read`, as in most steps.
 
-        This is faster than to parse all entries at every step.
+        This is faster than to parse all entries at every step. An assignment such as ``group["lr"] = 0.1`` usually puts
+        another object there, and then the result is False.
         """
         # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
         if torch.compiler.is_compiling() or not self._last_entries:
@@ -253,21 +256,25 @@ def separate_tensors(
     Returns:
         The numbers in each group after the replacement.
     """
-    uses_of_tensor = _uses_of_tensors(groups)
+    uses_of_tensor = _uses_of_tensors(groups)  # by the id of a tensor; 0 for the id of a float
     separate_numbers: list[dict[str, Number]] = []
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
+        # The numbers of this group that are a tensor with another use, in this group or another one.
         common = {name: number for name, number in numbers.items() if uses_of_tensor[id(number)] > 1}
         if common:  # also in the first group, so that writing into the common tensor changes no group
             callers_tensors.note(common)
             copies = {name: own_copy(number) for name, number in common.items()}
             tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
-            numbers = tracked.numbers.read(tracked.group)
+            numbers = tracked.numbers.read(tracked.group)  # with the copies
         separate_numbers.append(numbers)
     return separate_numbers
 
 
 def _uses_of_tensors(groups: Sequence[TrackedGroup]) -> Counter[int]:
-    """Return how many hyperparameters of all groups have each tensor, by the id of the tensor."""
+    """Return how many hyperparameters of all groups have each tensor, by the id of the tensor.
+
+    For example, the count is 2 for a tensor that is "lr" in two groups.
+    """
     uses_of_tensor = Counter[int]()
     for tracked in groups:
         for key in tracked.numbers.keys:
@@ -285,7 +292,11 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def scalar(name: str, value: Any) -> Any:
-    """Return a hyperparameter. A tensor of one element becomes a 0-d view, and a larger one raises ValueError."""
+    """Return a hyperparameter. A tensor of one element becomes a 0-d view, and a larger one raises ValueError.
+
+    >>> scalar("lr", torch.tensor([0.5]))
+    tensor(0.5000)
+    """
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -316,7 +327,10 @@ def fitted(defaults: Numbers, numbers: Numbers) -> dict[str, Number]:
 
 
 def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
-    """Return a tensor of a param group, as a view with the shape that the transform's number ``default`` has."""
+    """Return a tensor of a param group, as a view with the shape that the transform's number ``default`` has.
+
+    For example, a tensor of shape (1,) becomes a view without dims if ``default`` is a float.
+    """
     if not isinstance(default, Tensor) or not default.ndim:
         return scalar(name, tensor)  # the group may have a tensor of shape (1,)
     # The transform has a tensor with dims for this number, such as the table of rates of a schedule.
@@ -357,7 +371,7 @@ def _refusal(key: str, name: str, message: str) -> str:
     >>> _refusal("lr", "scale_by_learning_rate.learning_rate", "learning_rate must be at least 0, found -1.0")
     "'lr' in a group must be at least 0, found -1.0"
     """
-    argument = name.rpartition(".")[2]
+    argument = name.rpartition(".")[2]  # "learning_rate", with which messages of transforms begin
     if message.startswith(f"{argument} "):
         return f"{key!r} in a group{message.removeprefix(argument)}"
     return f"{key!r} in a group: {message}"
