@@ -71,8 +71,8 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
     ):
         """Run each version on the updates of its members, and merge the results and the states.
 
-        A version receives None as the update of each parameter that is no member of it. It then returns the state
-        tensors of this parameter unchanged, as the same objects.
+        A version (the transform with the numbers of one group) receives None as the update of each parameter that is no
+        member of it. It then returns the state tensors of this parameter unchanged, as the same objects.
         """
         merged_updates: Gradients = dict.fromkeys(updates)
         old_leaves, treedef = tree.flatten(state)
@@ -115,6 +115,7 @@ def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], s
     conflicts: set[str] = set()
     for group in groups:
         for name, number in group.numbers.items():
+            # `setdefault` returns the number of an earlier group, or stores the number of this one.
             if not equal(common.setdefault(name, number), number):
                 conflicts.add(name)
     return common, conflicts
@@ -124,7 +125,8 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers], defau
     """Return a transform with the hyperparameters of all param groups, which users and schedulers may have changed.
 
     If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`, which
-    runs it once with the numbers of each group.
+    runs it once with the numbers of each group. For example, ``scale_by_learning_rate(0.1)`` becomes two versions if
+    one group has the rate 0.2.
 
     Args:
         tx: the transform of the optimizer, with the numbers from construction.
@@ -132,7 +134,7 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers], defau
         groups: the parameter names and the current numbers of each group.
         defaults: the numbers of ``tx`` by dotted name.
     """
-    common, conflicts = common_numbers(groups)
+    common, conflicts = common_numbers(groups)  # conflicts: the names of numbers that differ between groups
     changes = common
     if not torch.compiler.is_compiling():  # a trace cannot compare the identities of numbers that change
         changes = {name: number for name, number in common.items() if number is not defaults[name]}
@@ -157,7 +159,7 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
     """
     # Those of `tx` itself. The numbers of the transforms within it are names of other visits.
     conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
-    if conflicts_of_tx and not runs_once(visited):
+    if conflicts_of_tx and not runs_once(visited):  # it can run for each group separately
         return _versions(tx, visited, groups)
     # A transform that runs once for all parameters cannot have several numbers, only several tensors of one value,
     # which `CommonTensors` of the stepping compares.
@@ -165,6 +167,7 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
         numbers = [group.numbers[name] for group in groups if name in group.numbers]
         if not all(isinstance(number, Tensor) for number in numbers):
             raise different_values(visited, name)
+    # Do the same within each transform that `tx` calls.
     new_children: list[Transform] = []
     for child, child_visit in zip(tx.children, visited.calls, strict=True):
         new_children.append(_split_by_groups(child, child_visit, groups, conflicts))
@@ -181,6 +184,7 @@ def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> 
     versions: dict[tuple[object, ...], Transform] = {}  # by their numbers
     members_of: dict[tuple[object, ...], tuple[str, ...]] = {}  # parameter names, by the numbers of their version
     for group in groups:
+        # A group of parameters that `tx` does not update may lack the numbers: its defaults have no effect.
         numbers = [group.numbers.get(name, default) for name, default in default_of.items()]
         key = tuple([_identity(number) for number in numbers])  # groups with equal numbers have one version
         if key not in versions:

@@ -87,8 +87,8 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     for call in visited.calls:
         if name in call.names:  # this inner transform updates the parameter
             return False
-        is_partition = is_partition or call.label is not None
-    return is_partition
+        is_partition = is_partition or call.label is not None  # only a partition calls transforms by label
+    return is_partition  # a partition that gives the parameter to none of its transforms
 
 
 def _kind_of_group(keys: Set[str]) -> int:
@@ -125,7 +125,10 @@ def warn_of_ascent(root: Visit, rules: UpdateRules, params: NamedTensors) -> Non
 
 
 def _signs(visited: Visit, name: str) -> frozenset[int]:
-    """Return the possible signs (1 same, -1 reversed, 0 unknown) of a parameter's update after a transform."""
+    """Return the possible signs (1 same, -1 reversed, 0 unknown) of a parameter's update after a transform.
+
+    For example, ``{-1}`` after ``chain(momentum(), scale_by_learning_rate(0.1))``, which multiplies by -0.1.
+    """
     inner_signs = [_signs(call, name) for call in visited.calls if name in call.names]
     return combine_signs(visited.tx, inner_signs)
 
@@ -139,7 +142,7 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     2. the name without labels: "scale_by_learning_rate.learning_rate"
     3. the full name: "muon.scale_by_learning_rate.learning_rate"
 
-    ``visits`` has these names for each transform.
+    ``visits`` has these names for each transform. If two transforms have the short name "lr", neither gets it.
     """
     # In how many of the transforms each short name and each name without labels is.
     short_name_counts: Counter[str] = Counter()
@@ -149,12 +152,14 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
         key_counts.update(visited.numbers.keys)
     hyperparams: list[Hyperparam] = []
     for visited in visits:
+        # 1. Short names that no other transform has.
         unique_short_names = [name for name in visited.numbers.short_names if short_name_counts[name] == 1]
         with_short_keys = _with_short_keys(visited, unique_short_names)
         hyperparams += with_short_keys
         names_with_short_key: set[str] = set()
         for hyperparam in with_short_keys:
             names_with_short_key.update(hyperparam.names)
+        # 2. and 3. For all other numbers, the name without labels if it is unique, else the full name.
         for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
             if name in names_with_short_key:
                 continue
@@ -164,14 +169,17 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
 
 
 def _with_short_keys(visited: Visit, short_names: Iterable[str]) -> list[Hyperparam]:
-    """Return the hyperparameters of a transform under some of its short names, such as "betas" and "momentum"."""
+    """Return the hyperparameters of a transform under some of its short names, such as "betas" and "momentum".
+
+    A mirror is a key that repeats numbers of an earlier key: "momentum" repeats the first of "betas".
+    """
     hyperparams: list[Hyperparam] = []
     names_so_far: set[str] = set()
     for short_name in short_names:
         target = visited.numbers.short_names[short_name]  # such as ("scale_by_adam.b1", "scale_by_adam.b2")
         is_tuple = isinstance(target, tuple)
         names = target if is_tuple else (target,)
-        is_mirror = names_so_far.issuperset(names)  # "momentum" repeats the first of "betas"
+        is_mirror = names_so_far.issuperset(names)  # earlier keys have all of its numbers
         hyperparams.append(Hyperparam(short_name, names, is_tuple, is_mirror))
         names_so_far.update(names)
     return hyperparams
@@ -204,9 +212,10 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         # A value in the group is a number, or a tuple of some length. One value can only set numbers of one such form.
         forms = {(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}
         has_common_value = key in group and len(forms) == 1
-        if len(distinct) == 1 or has_common_value:
+        if len(distinct) == 1 or has_common_value:  # one key suffices, such as "weight_decay"
             hyperparams += distinct
             continue
+        # Otherwise a key for each label, such as "muon.weight_decay" and "adamw.weight_decay".
         for label, hyperparam in hyperparam_of_label.items():
             hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
     return tuple(hyperparams)
@@ -245,6 +254,7 @@ def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) ->
     agreed: Group = {}
     for key, hyperparam_of_label in holders_of(rules).items():
         values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label.values()]  # one for each label
+        # If the values differ, each label keeps its own, under a key such as "adamw.weight_decay".
         if len(values) > 1 and all(equal(values[0], value) for value in values):
             agreed[key] = values[0]
     return {**agreed, **group}  # the entries of the group replace the defaults
