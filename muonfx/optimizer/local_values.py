@@ -37,7 +37,7 @@ def apart_from(tensors: Iterable[object], loads: Iterable[Load]) -> list[Load]:
     addresses = {_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
     separate: list[Load] = []
     for load in loads:
-        if _address(load.value) in addresses:
+        if _address(load.value) in addresses:  # its values could be overwritten before they are copied
             load = load._replace(value=load.value.clone())
         separate.append(load)
     return separate
@@ -92,10 +92,14 @@ def on_this_rank(leaf: Any, value: Any) -> Tensor:
 
 
 def _in_flat_shard(leaf: FlatShardTensor, value: Any, *, is_whole: bool) -> Tensor | None:
-    """Return the part of a saved value that is in the interval of ``leaf``; None if it is sharded in another way."""
+    """Return the part of a saved value that is in the interval of ``leaf``; None if it is sharded in another way.
+
+    For example, if the interval is 2 to 4, the result for the whole value ``[[0, 1], [2, 3]]`` is ``[2, 3]``.
+    """
     shard = leaf.shard
     if is_whole:
         return value.reshape(-1)[shard.start : shard.stop]
+    # An interval, too: it fits only if it has the same ends.
     if isinstance(value, FlatShardTensor) and (value.shard.start, value.shard.stop) == (shard.start, shard.stop):
         return value.shard.data
     return None
@@ -105,6 +109,7 @@ def _in_dtensor(leaf: DTensor, value: Any, *, is_whole: bool) -> Tensor | None:
     """Return this rank's shard of a saved value, for a DTensor ``leaf``; None if it is sharded in another way."""
     if is_whole:
         value = _sharded_like(leaf, value)
+    # Sharded over the same ranks and along the same dims: this rank's shard of the value fits this rank's leaf.
     if is_dtensor(value) and value.device_mesh == leaf.device_mesh and value.placements == leaf.placements:
         require_same_position(value, leaf.device_mesh)
         return local_of(value)
@@ -138,6 +143,7 @@ def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     position = mesh.get_coordinate()
     has_same_shard = saved_position == position
     if saved_position and position:  # ranks along a replicated dim have the same shard
+        # So compare sharded dims only: if the first of two dims is replicated, (0, 1) and (1, 1) have the same shard.
         sharded_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
         has_same_shard = all(saved_position[dim] == position[dim] for dim in sharded_dims)
     if not has_same_shard:

@@ -30,11 +30,12 @@ def warn_of_lost_decay(stepping: Stepping, groups: Sequence[TrackedGroup], param
         groups: the param groups, which have the rates and decays.
         params: the parameters to check by name. Others in the groups are not checked.
     """
-    # Parameters in bfloat16 or float16, without those of which `master_params` decays a float32 copy.
+    # 1. Parameters in bfloat16 or float16, without those of which `master_params` decays a float32 copy.
     narrow_names = {name for name, param in params.items() if _is_narrow(param)}
     for visited in stepping.visits:  # each transform with the names of its parameters
         if visited.tx.factory is master_params:
             narrow_names.difference_update(visited.names)
+    # 2. Those whose decay is rounded away.
     lost_changes: dict[str, float] = {}  # the relative change by a step that is rounded away: {"weight": 0.0001}
     for tracked in groups:
         names = [name for name in tracked.names if name in narrow_names]

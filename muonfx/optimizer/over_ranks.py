@@ -65,7 +65,7 @@ def stepping_for(
         settings: options of the communication.
         bucket_bytes: how many bytes of parameters are updated at a time; None for a default.
     """
-    layout = _complete_layout(layout, params, others)
+    layout = _complete_layout(layout, params, others)  # None: no parameter is sharded or replicated
     if layout is not None:
         if bucket_bytes is not None:
             settings = settings._replace(bucket_bytes=bucket_bytes)
@@ -87,13 +87,13 @@ def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedT
     """
     all_params = {**params, **others}
     dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
-    if layout is None:
+    if layout is None:  # only DTensors have a layout then
         return from_dtensors(all_params) if dtensor_names else None
     if dtensor_names and not layout.dtensors:  # a layout for plain tensors
         raise TypeError(
             f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
         )
-    has_all = params.keys() <= layout.specs.keys()
+    has_all = params.keys() <= layout.specs.keys()  # the layout describes each parameter to train
     if has_all or layout.dtensors or layout.is_flat:
         return layout
     # A parameter was added. In this layout every rank has every parameter in full, so also the added one.
@@ -159,10 +159,10 @@ class SteppingOverRanks(Stepping):
         """
         local_params = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._progress, self.inner, local_params)
-        self._record_placements(local_params)
+        self._record_placements(local_params)  # before `_with_former_values` and `_share`, which read the placements
         self.refresh(params, groups)
         state = self._with_former_values(state, former)
-        self._share(state)
+        self._share(state)  # last, because it copies the final values
         return state
 
     def _record_placements(self, local_params: dict[str, Tensor]) -> None:
@@ -185,11 +185,11 @@ class SteppingOverRanks(Stepping):
         The rank is the owner of a matrix: it computes the update for all. Return False if a DTensor can show the tensor
         on all ranks.
         """
-        if not self._is_distributed or not placement.owned:
+        if not self._is_distributed or not placement.owned:  # one process, or sharded like its parameter
             return False
         if all(shard.owner is None for shard in placement.shards):  # each rank computes all matrices
             return False
-        # The parameter is no DTensor, or one rank owns all of its matrices.
+        # The leaf belongs to no parameter, or to a plain tensor, or one rank owns all matrices of a DTensor.
         if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shards) == 1:
             return True
         # Several owners: if each has the matrices of its shard, the leaf is sharded like the parameter.
@@ -202,7 +202,7 @@ class SteppingOverRanks(Stepping):
         the new state at this ``index``. If the shapes do not fit, return ``leaf`` itself.
         """
         placement = self._placements[index]  # which rank has which part
-        if placement is None or tuple(full_value.shape) != placement.shape:
+        if placement is None or tuple(full_value.shape) != placement.shape:  # no tensor, or of another shape
             return leaf
         full_value = full_value.to(self._device)
         if placement.name is None:  # of no parameter, such as a step count: every rank has it in full
@@ -259,7 +259,7 @@ class SteppingOverRanks(Stepping):
         """
         if self._gathering is not None:
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
-        if self._on_one_rank and self._is_replicated:
+        if self._on_one_rank and self._is_replicated:  # else there is nothing to copy, or `exported` gathers it
             leaves = tree.leaves(state)
             leaves_to_gather = {index: (placement, leaves[index]) for index, placement in self._on_one_rank.items()}
             self._gathering = Gathering(self.layout, self._device, leaves_to_gather)
@@ -275,7 +275,7 @@ class SteppingOverRanks(Stepping):
         if not self._on_one_rank or not self.layout.dtensors:
             return {}
         assert self.layout.group is not None
-        wait_for_all(self.layout.group, "state_dict()")
+        wait_for_all(self.layout.group, "state_dict()")  # raises after a timeout if a rank does not call it
         leaves = tree.leaves(state)
         exported: dict[int, Any] = {}
         for index, placement in self._on_one_rank.items():
@@ -295,8 +295,9 @@ class SteppingOverRanks(Stepping):
         """Return the part of a saved tensor to load on this rank. `assign` copies it into the state.
 
         A tensor of the state may have been saved in two forms: as ``optimizer.state`` shows it, or as `exported`
-        returns it, if only the owner of a matrix has it. The latter is a full tensor, or a DTensor that is sharded
-        evenly over the parameter's mesh. ``leaf`` is what ``optimizer.state`` has now.
+        returns it, if only the owner of a matrix (the rank that computes its update) has it. The latter is a full
+        tensor, or a DTensor that is sharded evenly over the parameter's mesh. ``leaf`` is what ``optimizer.state`` has
+        now.
         """
         # 1. In the form of `optimizer.state`.
         placement = self._placements[index]
@@ -328,6 +329,7 @@ class SteppingOverRanks(Stepping):
             without_state: the names of the parameters without saved state, which must be equal on all ranks.
         """
         if self._is_distributed and not self._is_replicated:
+            # Parameters are sharded: first exchange the problems of all ranks, so that none loads alone.
             assert self.layout.group is not None
             wait_for_all(self.layout.group, "load_state_dict()")
             reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
@@ -358,8 +360,10 @@ class SteppingOverRanks(Stepping):
             value = load.value
             if is_dtensor(value):  # sharded evenly, as `exported` has returned it
                 value = value.full_tensor()
+            # The full tensor that `exported` returns under DDP.
             if index in gathered and value.shape == gathered[index].shape:
                 gathered[index].copy_(value)
+            # This rank's part of the state.
             leaf = leaves[index]
             if leaf is not None:  # else another rank has it
                 leaf.copy_(self._owned_part(index, value).view(leaf.shape))
@@ -418,7 +422,7 @@ def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:
     is empty for a rank that computes none.
     """
     flat = full_value.reshape(-1)
-    if placement.shard is None:
+    if placement.shard is None:  # this rank computes no matrix of the parameter
         return flat[:0]
     start, stop = interval_of(placement, placement.shard)
     return flat[start:stop]
@@ -458,7 +462,7 @@ class Gathering:
     ) -> None:
         """Start the copy of all leaves. `wait` returns them."""
         sizes = [prod(placement.shape) * placement.dtype.itemsize for placement, _ in leaves.values()]  # in bytes
-        padded_sizes = [size + -size % _ALIGNED for size in sizes]
+        padded_sizes = [size + -size % _ALIGNED for size in sizes]  # -20 % 16 is 12, so 20 becomes 32
         # One buffer of bytes for all leaves, so that a single collective copies them. Each byte is written by one rank
         # and is zero on the others, so the sum over ranks has the exact bits of the owners.
         buffer = torch.zeros(sum(padded_sizes), dtype=torch.uint8, device=device)
@@ -473,6 +477,7 @@ class Gathering:
                 start, stop = interval_of(placement, shard)
                 flat[start:stop] = leaf.reshape(-1)
             self._full_leaves[index] = flat.view(placement.shape)
+        # Start the sum, and let the step continue: `wait` waits for its end.
         with collective(_GATHERING):
             self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
 
