@@ -88,7 +88,7 @@ class CommonTensors:
         write_counts: list[int] = []
         for _, _, tensors in self._common:
             write_counts += [tensor._version for tensor in tensors]  # torch increases it with every write
-        if write_counts == self._write_counts:
+        if write_counts == self._write_counts:  # no write since they were last equal
             return
         for visited, name, tensors in self._common:
             if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
@@ -156,7 +156,7 @@ class Stepping:
         warn_of_unmatched(patterns_in(self.tx), params)
         # The state does not depend on the numbers in the groups, so the transform from construction creates it.
         state = self._placed_transforms(self.inner, params, self.visits[0]).functions.init(params)
-        self.refresh(params, groups)
+        self.refresh(params, groups)  # also raises if a number in the groups is out of range
         return self._with_former_values(state, former)
 
     def _with_former_values(self, state: PyTree, former: FormerState | None) -> PyTree:
@@ -167,6 +167,7 @@ class Stepping:
         """
         if former is None:
             return state
+        # A path names a leaf in both states, such as ("momentum", "trace", "0.weight"). Its index may differ.
         former_leaves = tree.leaves(former.state)
         former_index_of = {path: index for index, path in enumerate(tree.paths(former.state))}
         leaves, treedef = tree.flatten(state)
@@ -220,6 +221,7 @@ class Stepping:
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy values into the state on this rank alone."""
         leaves = tree.leaves(state)
+        # `apart_from` clones values that share memory with the state, because a copy may overwrite them.
         for load in apart_from(leaves, loads):
             leaves[load.leaf_index].copy_(load.value)
 
@@ -258,7 +260,7 @@ class Stepping:
         except ValueError:
             for tracked, group_numbers in zip(groups, numbers, strict=True):
                 require_in_range(self.tx, tracked.numbers.hyperparams, group_numbers, self.defaults)
-            raise
+            raise  # no single number is the cause
         # Set last: if a line above raises an error, the next step reads the groups again.
         self._last_groups = groups
         self._last_numbers = numbers

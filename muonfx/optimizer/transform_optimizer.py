@@ -328,10 +328,10 @@ class TransformOptimizer(Optimizer):
 
         Frozen parameters, and those with the label None, are put into no group.
         """
-        self._use_replacements()
+        self._use_replacements()  # first, so that the state that is kept is of the current parameters
         named = self._named_params()
         pairs = named_pairs(params_of(param_group), self._parameters.names)
-        check_once([*named.items(), *pairs])
+        check_once([*named.items(), *pairs])  # no parameter is added twice
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
@@ -390,9 +390,9 @@ class TransformOptimizer(Optimizer):
         Functions of torch read the groups before they call a method of the optimizer: for example,
         ``set_optimizer_state_dict`` looks up each parameter of the groups in a model that may have been sharded since.
         """
-        if "state" not in self._current or torch.compiler.is_compiling():
+        if "state" not in self._current or torch.compiler.is_compiling():  # in the constructor, or in a trace
             return self._groups
-        replaced = self._parameters.replaced_in_models()
+        replaced = self._parameters.replaced_in_models()  # {former tensor: new tensor}
         if replaced:
             for group in self._groups:
                 group["params"] = [replaced.get(param, param) for param in group["params"]]
@@ -403,7 +403,7 @@ class TransformOptimizer(Optimizer):
         self._groups = groups
 
     def _named_params(self) -> NamedTensors:
-        """Return a dict from name to parameter, from the param groups."""
+        """Return a dict from name to parameter, from the param groups: ``{"0.weight": tensor, "0.bias": tensor}``."""
         named: dict[str, Tensor] = {}
         for number, group in enumerate(self._groups):
             names = group["param_names"]
@@ -471,6 +471,7 @@ class TransformOptimizer(Optimizer):
         different values, it has the value of the first group.
         """
         groups = self._tracked_groups.groups
+        # The second result has the names of numbers that differ between groups, which is no error here.
         common, _ = common_numbers(self._stepping.members(groups, read_numbers(groups)))
         return self._stepping.transform_with(with_hyperparams(self.tx, common))
 
@@ -522,6 +523,7 @@ class TransformOptimizer(Optimizer):
         if former is None:
             self._current["initial"] = InitialState(named, state)
         else:
+            # A path names a leaf, such as ("momentum", "trace", "0.weight"). Only leaves of added parameters are new.
             added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
             self._record_initial(added_paths, named, state, former.state)
         # 3. Use the new state.
@@ -563,7 +565,7 @@ class TransformOptimizer(Optimizer):
         if initial is None:  # a step was made
             return
         params = {name: param.detach() for name, param in self._named_params().items()}
-        if self._is_over_ranks(params) and not may_communicate:
+        if self._is_over_ranks(params) and not may_communicate:  # the next step does it, together with all ranks
             return
         has_changed = False
         if problem is None and not self._parameters.on_meta:  # parameters on the meta device have no values
@@ -575,7 +577,10 @@ class TransformOptimizer(Optimizer):
                 self._current["initial"] = initial.renewed(params, self._current["state"], new_state)
 
     def _show_all(self, named: NamedTensors) -> None:
-        """Fill ``optimizer.state`` with the current state tensors of the named parameters."""
+        """Fill ``optimizer.state`` with the current state tensors of the named parameters.
+
+        For example, ``{parameter: {"momentum.trace": tensor}}``. Entries of other tensors are removed.
+        """
         self.state.clear()
         for param in named.values():
             self.state[param] = {}
@@ -596,6 +601,7 @@ class TransformOptimizer(Optimizer):
         named = self._tracked_groups.named
         # 1. Read and check all changes.
         entries_of = entries_by_name(entries, self.state, self._groups)
+        # Emptied: parameters that have state, and whose entries the caller has removed.
         emptied = [name for name in named if entries.indices[name] and name not in entries_of]
         assigned_values = read_assigned(entries, entries_of, self._stepping)
         initial_values = self._initial_values_of(emptied, named)
@@ -626,6 +632,7 @@ class TransformOptimizer(Optimizer):
             )
         initial_leaves = tree.leaves(self._stepping.initial_state(named))
         emptied_names = set(emptied)
+        # A slot has the names of the parameters to which a leaf of the state belongs.
         loads: list[Load] = []
         for index, slot in enumerate(self._current["entries"].slots):
             if emptied_names.issuperset(slot.names):  # its only parameter, or all parameters if they share the leaf
@@ -670,7 +677,7 @@ class TransformOptimizer(Optimizer):
         if not replaced:
             return
         named = {**self._named_params(), **replaced}
-        if self._parameters.have_same_placement(replaced):
+        if self._parameters.have_same_placement(replaced):  # the tensors of the state fit the new parameters
             self._put_in_groups(named)
             self._show_all(named)
             self._parameters.track(named)
@@ -689,7 +696,7 @@ class TransformOptimizer(Optimizer):
         ``named`` are all parameters. The new tensors may be on another device, or sharded in another way. Raise
         ValueError if they are on the meta device and the former tensors were not: the state would lose its values.
         """
-        if not self._parameters.on_meta:
+        if not self._parameters.on_meta:  # else the state has no values that it could lose
             check_real(named)
         with self._undone_on_error() as former, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # construction has given the warnings
@@ -724,7 +731,7 @@ class TransformOptimizer(Optimizer):
             # The groups have other members now: add the hyperparameters of their transforms.
             names_per_group = self._parameters.names_of(self._groups)
             for group, names in zip(self._groups, names_per_group, strict=True):
-                if not added.keys().isdisjoint(names):
+                if not added.keys().isdisjoint(names):  # the group has an added parameter
                     complete_entries(self._stepping, distinct_rules(names, rules), group)
             self._tracked_groups.follow(self._groups, rules)
             self._create_state(former)
@@ -737,6 +744,7 @@ class TransformOptimizer(Optimizer):
         state is not restored, because a block sets it after all checks. The value of the context manager is the state
         before the block, with the object that created it.
         """
+        # Everything that is restored after an error. Groups are copied, because a block changes the dicts.
         former = FormerState(self._stepping, self._current["state"])
         initial = self._current["initial"]
         parameters = self._parameters.saved()
@@ -760,6 +768,7 @@ class TransformOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
         if not torch.compiler.is_compiling():
+            # Put the new tensors into the groups, from which torch's method reads the parameters.
             try:
                 self._use_replacements(may_communicate=False)
             except (TypeError, ValueError):
@@ -893,7 +902,7 @@ class TransformOptimizer(Optimizer):
         index_of = {name: index for index, name in enumerate(self._named_params())}
         slots = self._current["entries"].slots
         for leaf_index, leaf in self._stepping.exported(self._current["state"]).items():
-            slot = slots[leaf_index]
+            slot = slots[leaf_index]  # the parameters that have this leaf, and its key, such as "momentum.trace"
             for name in slot.names:
                 saved_state[index_of[name]][slot.key] = leaf
 
@@ -1039,7 +1048,7 @@ class TransformOptimizer(Optimizer):
         lines: list[str] = []  # one for each number that differs
         for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
-                lines += differences(self.tx, tracked, saved_group)
+                lines += differences(self.tx, tracked, saved_group)  # before the update, which removes them
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
         if lines:
             warn_caller(
@@ -1100,7 +1109,7 @@ def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
     for index, entries in state.items():
         unshared[index] = {}
         for key, leaf in entries.items():
-            if id(leaf) in ids_so_far and isinstance(leaf, Tensor):
+            if id(leaf) in ids_so_far and isinstance(leaf, Tensor):  # an earlier parameter has the same tensor object
                 leaf = leaf.clone()
             ids_so_far.add(id(leaf))
             unshared[index][key] = leaf
@@ -1108,8 +1117,11 @@ def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
 
 
 def _require_one_model(tx: Transform) -> None:
-    """Raise ValueError for a transform of `muonfx.stack`, whose numbers have one value for each of several models."""
-    if not any(number.ndim for number in tx.tensors):
+    """Raise ValueError for a transform of `muonfx.stack`, whose numbers have one value for each of several models.
+
+    For example, a learning rate of shape (3,) is of three models that train together.
+    """
+    if not any(number.ndim for number in tx.tensors):  # all numbers are floats, or tensors without dims
         return
     try:
         check_numbers(tx)  # accepts other tensors with dims, such as the table of rates of a schedule
