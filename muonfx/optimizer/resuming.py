@@ -46,7 +46,7 @@ def schedule_texts(tx: Transform, tracked: TrackedGroup) -> dict[str, str]:
     An example is ``{"scale_by_learning_rate.learning_rate": "cosine(peak=0.1, steps=100)"}``.
     """
     names = schedules_of(tx, tracked)
-    if not names:
+    if not names:  # the usual case: the rates are numbers, which the following lines need not read
         return {}
     # The numbers of the group, such as the peak, may have changed since construction.
     numbers = fitted(hyperparams(tx), tracked.numbers.read(tracked.group))
@@ -55,7 +55,11 @@ def schedule_texts(tx: Transform, tracked: TrackedGroup) -> dict[str, str]:
 
 
 def schedules_of(tx: Transform, tracked: TrackedGroup) -> list[str]:
-    """Return the dotted names of the schedules of which a group has numbers."""
+    """Return the dotted names of the schedules of which a group has numbers.
+
+    For example, the key "scale_by_learning_rate.learning_rate.peak" is a number of the schedule
+    "scale_by_learning_rate.learning_rate".
+    """
     numbers = tracked.numbers.names
     return [name for name in schedules_in(tx) if any(number.startswith(f"{name}.") for number in numbers)]
 
@@ -84,7 +88,7 @@ def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group
     beginnings = keys_of_schedules(tx, tracked)
     entries: Group = {}
     for key, value in saved.items():
-        is_of_schedule = isinstance(key, str) and key.startswith(beginnings)
+        is_of_schedule = isinstance(key, str) and key.startswith(beginnings)  # False for all if there is no schedule
         if key not in _NOT_TAKEN and not is_of_schedule:
             entries[key] = value
     return copy.deepcopy(entries)  # no tensor or list in common with the state dict
@@ -102,7 +106,7 @@ def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]
     lines: list[str] = []
     # Schedules as a whole, such as "cosine(peak=0.1, steps=100)".
     for name, code in schedule_texts(tx, tracked).items():
-        saved_code = saved_schedules.get(name, code)
+        saved_code = saved_schedules.get(name, code)  # a schedule that was not saved counts as equal
         if saved_code != code:
             lines.append(_difference(f"group {label!r}, {name}", saved_code, code, "code"))
     # Numbers of the groups, such as "lr".
@@ -139,7 +143,10 @@ def _comparable_keys(tracked: TrackedGroup, saved: Group) -> list[str]:
 
 
 def _is_cycled(key: str, group: Group, saved: Group) -> bool:
-    """Return True if OneCycleLR or CyclicLR changes this entry, "momentum" or "betas", at every step."""
+    """Return True if OneCycleLR or CyclicLR changes this entry, "momentum" or "betas", at every step.
+
+    These schedulers add the key "base_momentum" or "max_momentum" to each group.
+    """
     all_keys = group.keys() | saved.keys()
     return key in ("momentum", "betas") and not all_keys.isdisjoint(["base_momentum", "max_momentum"])
 

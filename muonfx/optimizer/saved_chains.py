@@ -33,7 +33,7 @@ def chains_of(stepping: Stepping, names: Iterable[str]) -> dict[str, Transform]:
     same object. A chain has the numbers with which the optimizer was created, because param groups have the current
     numbers.
     """
-    choices = _choices(stepping.inner)
+    choices = _choices(stepping.inner)  # functions that return a label, a pattern or the value of a mask by name
     chain_of_key: dict[tuple[object, ...], Transform] = {}  # to create the chain of many parameters once
     chain_of: dict[str, Transform] = {}
     for name in names:
@@ -75,11 +75,11 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
     is_divided = tx.factory is masked or any(call.label is not None for call in visited.calls)
     inner_chains: list[Transform] = []
     for child, call in zip(tx.children, visited.calls, strict=True):
-        if name in call.names:
+        if name in call.names:  # the inner transform updates the parameter
             inner_chains.append(_chain_of(name, child, call))
-        elif not is_divided:
+        elif not is_divided:  # keep the number of inner transforms, which `with_children` needs
             inner_chains.append(identity())
-    if is_divided:
+    if is_divided:  # the chain of its label takes the place of the partition
         return inner_chains[0] if inner_chains else identity()
     return _for_parameter(tx.with_children(inner_chains), name)
 
@@ -89,7 +89,7 @@ def _for_parameter(chain: Transform, name: str) -> Transform:
 
     For example, a view with patterns of many parameters becomes ``MatrixView("out in -> out in")``.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {}  # the new values by the name of the argument
     for argument, value in chain.arguments.items():
         if isinstance(value, Schedule):  # schedules are compared and reported with the numbers of groups
             changes[argument] = any_schedule()
@@ -132,6 +132,7 @@ def record_of(chain_of: Mapping[str, SavedChain]) -> list[Any]:
     """
     if not chain_of:
         return []
+    # The names of the parameters of each chain.
     names_of: dict[SavedChain, list[str]] = {}
     for name, chain in chain_of.items():
         names_of.setdefault(chain, []).append(name)
@@ -166,22 +167,26 @@ def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> 
     For example, with ``{"b": "0.bias"}``, the chain ``["scale(0.5)", "7f1e", "b"]`` becomes
     ``["scale(0.5)", "7f1e", "0.bias"]``. `record_of` describes the record.
     """
-    if not saved.get(CHAINS):
+    if not saved.get(CHAINS):  # for example, torch leaves it out of a flattened state dict
         return saved
     count, *chains = saved[CHAINS]
     record: list[Any] = [count]
-    for code, fingerprint, *names in chains:
+    for code, fingerprint, *names in chains:  # the usual chain has no names
         record.append([code, fingerprint, *[new_name_of.get(name, name) for name in names]])
     return {**saved, CHAINS: record}
 
 
 def chain_in(record: Sequence[Any], name: str) -> SavedChain:
-    """Return the chain of a parameter of the saved group with this record, which has the parameter under this name."""
+    """Return the chain of a parameter of the saved group with this record, which has the parameter under this name.
+
+    >>> chain_in([2, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]], "b").code
+    'scale(0.5)'
+    """
     _, usual, *exceptions = record
     for code, fingerprint, *names in exceptions:
         if name in names:
             return SavedChain(code, fingerprint)
-    return SavedChain(*usual)
+    return SavedChain(*usual)  # the record lists no names for the chain of most parameters
 
 
 def saved_chains(record: Sequence[Any], names: Sequence[str]) -> dict[str, SavedChain]:

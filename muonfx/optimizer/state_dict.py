@@ -28,7 +28,7 @@ def groups_with_names(saved_groups: SavedGroups, groups: Sequence[TrackedGroup],
     further differences of names. Saved groups without names get the names of this optimizer in their order.
     """
     saved_groups = _named_by_path(saved_groups, groups)
-    if not all("param_names" in saved for saved in saved_groups):
+    if not all("param_names" in saved for saved in saved_groups):  # as torchtitan saves them
         return _named_by_order(saved_groups, groups, rename)
     plain_saved_names = unwrapped(_saved_names_in(saved_groups))  # {"module.0.weight": "0.weight"}
     new_name_of = _new_name_of(plain_saved_names, groups, rename)  # by the saved name
@@ -71,7 +71,7 @@ def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) ->
     ``"param_names": ["0.bias", "0.weight"]``. Other saved groups have numbers in "params", and are returned unchanged.
     """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
-    if not paths or not all(isinstance(path, str) for path in paths):
+    if not paths or not all(isinstance(path, str) for path in paths):  # numbers, as state_dict() returns them
         return saved_groups
     names = _names_in(groups)
     # Compare without the prefixes of wrappers, such as "module." of DistributedDataParallel.
@@ -97,6 +97,7 @@ def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], r
     """
     saved_sizes = [len(saved["params"]) for saved in saved_groups]
     sizes = [len(tracked.names) for tracked in groups]
+    # Only equal numbers of parameters in each group suggest that the order is the same.
     problem: str | None = None
     if rename:
         problem = "rename= needs names"
@@ -126,8 +127,9 @@ def _new_name_of(
     new_name_of: dict[str, str] = {}  # {"module.0.weight": "_orig_mod.layers.0.weight"}
     first_saved_name_of: dict[str, str] = {}  # by the new name, to find two saved names of one parameter
     for saved_name, plain_name in renamed.items():
-        name = name_of_plain.get(plain_name, plain_name)
+        name = name_of_plain.get(plain_name, plain_name)  # a parameter that this optimizer lacks keeps the plain name
         new_name_of[saved_name] = name
+        # An earlier saved name with the same new name, or this one if there is none.
         first_saved_name = first_saved_name_of.setdefault(name, saved_name)
         if first_saved_name != saved_name:
             problems.append(f"{first_saved_name!r} and {saved_name!r} would both be {name!r}")
@@ -157,12 +159,13 @@ def match_groups(
     for saved in saved_groups:
         for name in saved["param_names"]:
             saved_group_of[name] = saved
+    # Saved groups of which no parameter is in this optimizer, in their order: empty groups take one each.
     saved_without_known_names = deque([saved for saved in saved_groups if names.isdisjoint(saved["param_names"])])
     matched: list[Group | None] = []
     for tracked in groups:
         members = saved_names.intersection(tracked.names)  # the parameters that both runs train
         if members:
-            saved = saved_group_of[min(members)]
+            saved = saved_group_of[min(members)]  # any member will do, because the next line compares all
             _require_same_members(members, names.intersection(saved["param_names"]))
             matched.append(saved)
         elif not tracked.names and saved_without_known_names:  # a group without parameters
@@ -195,7 +198,7 @@ def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]
     plain_names = unwrapped(saved_names - names)
     unknown = sorted(name for name, plain_name in plain_names.items() if plain_name not in plain_not_trained)
     has_common_names = not names.isdisjoint(saved_names)
-    is_one_empty = not names or not saved_names
+    is_one_empty = not names or not saved_names  # then no name can be common, which is no mistake
     if not unknown and (has_common_names or is_one_empty):
         return
     # The message shows both differences.
@@ -331,8 +334,10 @@ def _read_entries(
     """
     indices = entries.indices[name]  # the index of the leaf of the state for each key
     loads: list[Load] = []
+    # Keys that only one of the two has.
     problems = [f"{name!r} has no {key!r}" for key in indices.keys() - saved_state.keys()]
     problems += [f"{name!r} has an unexpected {key!r}" for key in saved_state.keys() - indices.keys()]
+    # Keys that both have.
     for key in indices.keys() & saved_state.keys():
         index = indices[key]
         leaf = entries.shown[index]
@@ -361,6 +366,7 @@ def _missing_hyperparams(
         if saved is None:
             continue
         tracked.numbers.parse(saved)  # raises if a value is not a number
+        # The beginnings of the keys of schedules, such as "scale_by_learning_rate.learning_rate.".
         from_code = keys_of_schedules(tx, tracked)
         for key in tracked.numbers.keys:
             # Entries that torch's schedulers add are not required, nor are numbers of schedules: the code has them.
