@@ -63,7 +63,7 @@ def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGr
     Return None if this process constructs it alone: then no other rank waits for it. For example, the group of
     ``Muon(model, layout=zero(params))`` is the group of the layout.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # one process
         return None
     # A layout, a function that creates one, or None. It may also be within the transform, as in `sharded(tx, layout)`.
     layout = options.get("layout")
@@ -89,7 +89,10 @@ def _group_of_function(layout: object) -> dist.ProcessGroup | None:
 
 
 def _are_on_all_ranks(params: Any) -> bool:
-    """Return True if some parameters are DTensors, and each of their meshes has all ranks."""
+    """Return True if some parameters are DTensors, and each of their meshes has all ranks.
+
+    A mesh is the set of ranks over which a DTensor is sharded. In a pipeline, a stage has a mesh of some ranks only.
+    """
     tensors = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
     mesh_sizes = {tensor.device_mesh.size() for tensor in tensors if is_dtensor(tensor)}
     return mesh_sizes == {dist.get_world_size()}

@@ -54,11 +54,14 @@ class InitialState:
     def unwritten(self, state: PyTree) -> set[Path]:
         """Return the paths of the leaves that still have initial values and that no write has changed."""
         leaves = _tensors(state)
+        # Version and checksum now: a leaf is unwritten if both are as in the record.
         recorded = _recorded({path: leaves[path] for path in self._leaves})
         return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
 
     def renewed(self, params: NamedTensors, state: PyTree, initial: PyTree) -> InitialState:
         """Initialize a state again after other weights were loaded, except for the tensors that somebody has written.
+
+        For example, the iterate that `schedule_free` keeps becomes a copy of the new weights.
 
         Args:
             params: the parameters with their new weights.
@@ -86,7 +89,10 @@ def _tensors(state: PyTree) -> dict[Path, Tensor]:
 
 
 def _recorded(leaves: Mapping[Path, Tensor]) -> dict[Path, _Leaf]:
-    """Return the version and the checksum of each leaf."""
+    """Return the version and the checksum of each leaf, which show later whether somebody has written into it.
+
+    The version is a count of writes, which torch increases.
+    """
     checksum_of = _checksums(leaves)
     recorded: dict[Path, _Leaf] = {}
     for path, leaf in leaves.items():

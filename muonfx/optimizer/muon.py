@@ -156,9 +156,11 @@ class Muon(TransformOptimizer):
         """Return the transform with labels for the ``new`` parameters too; earlier parameters keep their labels."""
         new_labels = self._labels_of_new(new)
         routes: dict[str, Route] = {}  # a route: the label of a parameter, with its reason and its view as matrices
+        # 1. Earlier parameters.
         for name, route in self.tx.arguments["labels"].routes.items():
             # Without the view of the parameter: construction has used it, or has warned that it is not used.
             routes[name] = Route(route.label, route.reason, shape=route.shape)
+        # 2. New parameters, whose views the transform needs, too.
         labels = Labels(routes | dict(new_labels.routes))
         return with_views(self.tx.replace(labels=labels), new_labels)
 
@@ -206,6 +208,7 @@ def _transform(
     # adamw_lr={"embedding": 1e-3, "head": 3e-4}. Muon's parameters then have the role "hidden".
     has_roles = isinstance(adamw_lr, Mapping) or isinstance(adamw_weight_decay, Mapping)
     adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
+    # Each of these numbers must be at least 0.
     for name, number in {"lr": lr, "weight_decay": weight_decay, **adamw_numbers}.items():
         check_not_negative(name, number)
     check_decay("momentum", momentum)
@@ -266,6 +269,7 @@ def _labels_for(
         roles: True for default labels such as "hidden" and "embedding"; False for "muon" and "adamw".
     """
     params_or_model = params if model is None else model
+    # 1. Find the labels, in one of three ways.
     label_of: object = labels
     if labels is None:
         label_of = default_labels(params_or_model, roles=roles)
@@ -274,6 +278,7 @@ def _labels_for(
     if not isinstance(label_of, Mapping):
         raise _no_labels(labels, label_of)
     label_of = cast("Mapping[str, str | None]", label_of)
+    # 2. Each parameter must have one.
     names = [name for name, _ in named_pairs(params)]
     missing = [name for name in names if name not in label_of]
     if missing:
@@ -315,8 +320,9 @@ def _without_unused_label_warning() -> Generator[None]:
 
 def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
     """Warn if AdamW trains all parameters, because none has the label "muon", or "hidden" where labels are roles."""
-    if not named or "muon" in labels.values() or "hidden" in labels.values():
+    if not named or "muon" in labels.values() or "hidden" in labels.values():  # Muon trains some
         return
+    # The advice depends on the likely cause: LoRA, frozen matrices, or others.
     trained = [name for name, label in labels.items() if label is not None]
     advice = "Give labels=, or use TransformOptimizer(params, muonfx.adamw())"
     frozen_matrices = [name for name, param in named.items() if is_frozen(param) and param.ndim >= 2]
@@ -327,6 +333,7 @@ def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
             f"{len(frozen_matrices)} matrices are frozen, such as {frozen_matrices[0]!r}: if add_param_group adds them "
             "later, as Lightning's BackboneFinetuning does, this is right. Else use torch.optim.AdamW"
         )
+    # The reason: the labels, or that there are no matrices.
     if any(param.ndim >= 2 for param in named.values()):
         # Show the labels of five parameters with their reasons, trained parameters first.
         names = sorted(labels, key=lambda name: labels[name] is None)

@@ -47,6 +47,7 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
         items: list[Any] = list(params)
         if items and all(isinstance(item, dict) for item in items):
             groups = items
+    # Replace the "params" of each group by pairs.
     named_groups: list[Group] = []
     all_pairs: NamedPairs = []
     for group in groups:
@@ -124,7 +125,8 @@ def divide_frozen(named: NamedTensors) -> tuple[NamedTensors, NamedTensors]:
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError if two parameters have the same name, or if one tensor is given under two names.
 
-    State is stored by name, and each step would update the tensor twice.
+    State is stored by name, so two parameters of one name would share it. A tensor with two names would be updated
+    twice by each step.
     """
     names_so_far = set[str]()
     name_of: dict[Tensor, str] = {}
@@ -157,8 +159,8 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
 
     ``known`` has the names of the tensors of the model, if the caller has given one. Raise for any other item.
     """
-    if isinstance(item, Tensor) and known:
-        if item not in known:
+    if isinstance(item, Tensor) and known:  # a tensor without name, of a known model
+        if item not in known:  # for example, it was in the model before `fully_shard`
             shape = tuple(item.shape)
             raise ValueError(
                 f"params: a tensor of shape {shape} is not a parameter of the model: pass the model, or a list "

@@ -61,10 +61,12 @@ def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
     """
     # Compare last components, because "eps_root" is written for "scale_by_adam.eps_root".
     full_name_of = {name.rpartition(".")[2]: name for name in hyperparams}
+    # 1. Another spelling or a synonym.
     plain_key = key.lower().replace("-", "_")
     plain_key = _SYNONYMS.get(plain_key, plain_key)  # "wd" is "weight_decay"
     if plain_key in full_name_of:
         return full_name_of[plain_key]
+    # 2. A misspelling.
     close_names = difflib.get_close_matches(plain_key, full_name_of, n=1, cutoff=_SIMILAR)
     return full_name_of[close_names[0]] if close_names else None
 
@@ -79,7 +81,8 @@ _ARGUMENTS_OF_MUON = {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}
 def warn_of_unread_keys(entries: Group, name: str, group_keys: Set[str], all_keys: Set[str]) -> list[str]:
     """Warn of keys of a param group that look like hyperparameters and set none, such as "weight_dacay".
 
-    Return these keys. Other unknown keys are the user's own, such as "lr_scale", and are kept without a warning.
+    Return these keys, so that the caller does not warn of them again. Other unknown keys are the user's own, such as
+    "lr_scale", and are kept without a warning.
 
     Args:
         entries: the keys to check and their values.
@@ -131,7 +134,11 @@ def _problem_of_key(key: str, value: Any, group_keys: Set[str], all_keys: Set[st
 
 
 def defaults_for_schedulers(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return ``optimizer.defaults``, as OneCycleLR needs it: each key with the value of the first group that has it."""
+    """Return ``optimizer.defaults``, as OneCycleLR needs it: each key with the value of the first group that has it.
+
+    >>> defaults_for_schedulers([{"lr": 0.02, "momentum": 0.95}, {"lr": 0.001, "weight_decay": 0.1}])
+    {'lr': 0.02, 'momentum': 0.95, 'weight_decay': 0.1}
+    """
     defaults: dict[str, Any] = {}
     for group in groups:
         for key in ("lr", "weight_decay", "momentum"):
@@ -166,6 +173,7 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
         # A group needs one "lr": given, equal for all labels, or of a single label.
         if "lr" in common_entries or len(labels_with_rate) < 2:
             return [_complete_group(stepping, rules, common_entries, pairs)]
+    # Otherwise a group for each rule, with the entries that its transforms read.
     groups: list[Group] = []
     for rule, rule_pairs in pairs_of.items():
         rule_entries = _entries_for(rule, rules, entries)
@@ -182,7 +190,7 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
     """
     labelled_keys = keys_by_label(rules)  # such as "muon.lr" and "adamw.lr"
     keys_of_rule = holders_of([rule]).keys()
-    keys_of_others = holders_of(rules).keys() - keys_of_rule - NOT_HYPERPARAMS
+    keys_of_others = holders_of(rules).keys() - keys_of_rule - NOT_HYPERPARAMS  # such as "momentum" for "adamw"
     # Keep entries that the label reads, and keys of the user.
     left_out = labelled_keys | keys_of_others
     entries_of_rule = {key: value for key, value in entries.items() if key not in left_out}
@@ -255,6 +263,7 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     """
     if torch.compiler.is_compiling() or optimizer in _owners:  # a muonfx optimizer
         return
+    # Compare groups as objects: a plain copy, ``dict(group)``, is another object, and may be used on purpose.
     ids_of_owned_groups = {id(group) for owner in _owners for group in owner.param_groups}
     labels: list[str] = []  # of its groups that a muonfx optimizer has, too
     for group in optimizer.param_groups:
