@@ -143,6 +143,7 @@ def _sweep(
         eval_params: returns the parameters to validate; None for those that are trained.
     """
     transforms = [make_transform(run.rate) for run in runs]
+    # One batch of runs has one transform with a number for each run, so the transforms may differ in numbers only.
     try:
         return Sweep(task, transforms, [run.seed for run in runs], eval_params)
     except ValueError as error:
@@ -153,7 +154,7 @@ def _sweep(
 def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, report: Report, name: str) -> Tensor:
     """Train several runs of an optimizer together, and return their losses: shape (reports, runs, 2).
 
-    The last dim has the training loss and the validation loss.
+    The last dim has the training loss and the validation loss. A run is the training at one rate from one seed.
 
     Args:
         sweep: the runs.
@@ -169,11 +170,11 @@ def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, repo
     if saves is not None:  # continue an interrupted study
         saves.describe(sweep, progress)
         steps_taken, progress, losses = saves.load(progress, losses)
-        if steps_taken:
+        if steps_taken:  # 0 if nothing was saved
             saved_losses = losses[report_steps.index(steps_taken), :, 1]
             saves.require_same_validation(steps_taken, saved_losses, sweep.validation_losses(progress))
     for index, step in enumerate(report_steps):
-        if step <= steps_taken:
+        if step <= steps_taken:  # the saved study has made this report
             continue
         progress, training_losses = sweep.train(progress, range(steps_taken, step))
         losses[index, :, 0] = training_losses
@@ -188,8 +189,9 @@ def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, repo
 
 def _warn_of_trained_params(sweep: Sweep, name: str) -> None:
     """Warn of `schedule_free` whose validation losses are not measured at the average of its iterates."""
-    if sweep.task.validation is None or sweep.eval_params is not None:
+    if sweep.task.validation is None or sweep.eval_params is not None:  # no validation, or at chosen parameters
         return
+    # `schedule_free` may be a part of the transform, such as its first transform in a chain.
     if any(part.factory.__name__ == "schedule_free" for _, part in walk(sweep.tx)):
         warn_caller(
             f"optimizers[{name!r}]: validation losses of schedule_free are measured at the parameters that are "
@@ -204,6 +206,7 @@ def _rows(name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *
     (reports, runs, 2): the training loss and the validation loss.
     """
     rows: Rows = []
+    # `unbind` divides the losses by run: each part has the shape (reports, 2).
     for run, losses_of_run in zip(runs, losses.unbind(1), strict=True):
         for step, (training_loss, validation_loss) in zip(report_steps, losses_of_run.tolist(), strict=True):
             row = {"optimizer": name, "rate": run.rate, "seed": run.seed, "step": step, "loss": training_loss}
@@ -255,9 +258,9 @@ class _Saves:
         """
         try:
             index = checkpoint.inspect(self.path)
-        except checkpoint.NotFoundError:
+        except checkpoint.NotFoundError:  # the study begins
             return 0, start, losses
-        self._require_same_study(index.extra.get("study", {}))
+        self._require_same_study(index.extra.get("study", {}))  # before tensors are read
         state = checkpoint.load(self.path, like={"optimizer": start.state, "losses": losses})
         params = checkpoint.load_params(self.path, like=start.params)
         assert index.step is not None
@@ -269,7 +272,7 @@ class _Saves:
         ``saved`` is the description in the checkpoint, such as ``{"optimizer": "muon", "rates": [0.1], ...}``.
         """
         for key, value in self.description.items():
-            saved_value = saved.get(key)
+            saved_value = saved.get(key)  # None if the key was not saved
             is_same = saved_value == value
             if key == "first losses" and saved_value is not None:  # another machine rounds otherwise
                 is_same = _are_same_losses(saved_value, value)
@@ -292,7 +295,7 @@ class _Saves:
 
 
 def _are_same_losses(first: list[float], second: list[float]) -> bool:
-    """Return True if two lists of losses are equal up to rounding."""
+    """Return True if two lists of losses are equal up to rounding, as 2.3 and 2.300001 are. NaN is equal to NaN."""
     return len(first) == len(second) and torch.allclose(
         torch.tensor(first), torch.tensor(second), rtol=SAME_LOSS, atol=0, equal_nan=True
     )
@@ -307,7 +310,7 @@ def _file_name(name: str, runs: list[Run]) -> str:
     text = f"runs of {name}"
     if len(runs) == 1:
         text = f"{name}, rate {runs[0].rate!r}, seed {runs[0].seed}"
-    return quote(text, safe=" ,")
+    return quote(text, safe=" ,")  # "/" in a name would be a folder of its own
 
 
 def _rates_by_name(
@@ -324,6 +327,7 @@ def _rates_by_name(
         rates = dict.fromkeys(optimizers, rates)
     if set(rates) != set(optimizers):
         raise ValueError(f"rates: found rates for {sorted(rates)}, expected rates for {sorted(optimizers)}")
+    # Each optimizer needs a rate. As floats, because the caller may have given ints or numbers of numpy.
     rates_by_name: dict[str, list[float]] = {}
     for name in optimizers:
         rates_of_name = [float(rate) for rate in rates[name]]
@@ -334,7 +338,10 @@ def _rates_by_name(
 
 
 def _require_repeatable(task: Task, seed: int) -> None:
-    """Raise an error if the parameters or the first batch of a seed differ between two calls."""
+    """Raise an error if the parameters or the first batch of a seed differ between two calls.
+
+    All optimizers are compared on the same batches, which the functions of the task must return at each call.
+    """
     _require_same_bits(f"init: two calls with seed {seed} differ", task.init(seed), task.init(seed))
     _require_same_bits(f"batch: two calls with seed {seed} and step 0 differ", task.batch(seed, 0), task.batch(seed, 0))
 
@@ -342,13 +349,17 @@ def _require_repeatable(task: Task, seed: int) -> None:
 def _require_same_bits(problem: str, first: tree.PyTree, second: tree.PyTree) -> None:
     """Raise an error that begins with ``problem`` if two trees of tensors differ. NaN is equal to NaN."""
     for leaf, other in zip(tree.leaves(first), tree.leaves(second), strict=True):
+        # `allclose` without tolerances is equality, except that it can accept two NaN.
         is_same = leaf.shape == other.shape and torch.allclose(leaf, other, rtol=0, atol=0, equal_nan=True)
         if not is_same:
             raise ValueError(f"{problem}; draw from torch.Generator().manual_seed(...) of the arguments alone")
 
 
 def _require_work(optimizers: Mapping[str, object], seeds: Sequence[int], steps: int, report_every: int | None) -> None:
-    """Raise an error if there is nothing to train, by the arguments of `study`: no optimizers, seeds or steps."""
+    """Raise an error if there is nothing to train, by the arguments of `study`: no optimizers, seeds or steps.
+
+    Examples are ``seeds=3`` instead of ``range(3)``, and ``{"adamw": adamw(0.1)}`` instead of a function of the rate.
+    """
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds: found {seeds!r}, expected a sequence of ints, such as range(3)")
     if not optimizers:

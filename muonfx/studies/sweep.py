@@ -68,13 +68,13 @@ class Sweep:
 
         For example, ``train(progress, range(10, 20))`` takes ten steps, on the batches 10 to 19.
         """
-        train_step = self._over_runs(self._train_step)
+        train_step = self._over_runs(self._train_step)  # one call takes the step of all runs
         params, state = progress
         losses: list[Tensor] = []  # on the device of the task, so that no step waits for it
         for step in steps:
             with self._attention_that_can_be_mapped():
                 params, state, loss = train_step(self.tx, params, state, self._batch(step))
-            losses.append(loss.reshape(-1))
+            losses.append(loss.reshape(-1))  # shape (runs,), also if there is one run
         means = torch.stack(losses).to(torch.float64).mean(0)
         return Progress(params, state), means.cpu()
 
@@ -86,7 +86,7 @@ class Sweep:
         if self.is_mapped:  # each run takes its batch from the first dim: here all have the same one
             batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
         params = progress.params
-        if self.eval_params is not None:
+        if self.eval_params is not None:  # for example, the average of the iterates in place of the last one
             params = self._over_runs(self.eval_params)(progress.state, params)
         return self._losses(self.task.validation_loss or self.task.loss, params, batch)
 
