@@ -94,10 +94,10 @@ def _rms_by_monitor(state: PyTree) -> dict[str, dict[str, float]]:
     together, such as "updates/rms", has the name of the monitor in place of a parameter.
     """
     rms_by_monitor: dict[str, dict[str, float]] = {}
-    for key, value in metrics(state).items():
-        path, _, metric = key.rpartition("/")
+    for key, value in metrics(state).items():  # "updates/blocks.0.weight/rms"
+        path, _, metric = key.rpartition("/")  # "updates/blocks.0.weight", "rms"
         if metric == "rms":
-            monitor, _, name = path.partition("/")
+            monitor, _, name = path.partition("/")  # "updates", "blocks.0.weight"; the name may be ""
             rms_by_monitor.setdefault(monitor, {})[name or monitor] = float(value)
     return rms_by_monitor
 
@@ -153,10 +153,10 @@ def _unit_of(largest: float, base: int, units: list[str]) -> tuple[int, str]:
     """
     size = 1
     for name in units[:-1]:
-        if largest < size * base:
+        if largest < size * base:  # the next unit is above the number
             return size, name
         size *= base
-    return size, units[-1]
+    return size, units[-1]  # no next unit: the number may be large in it
 
 
 def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
@@ -174,6 +174,7 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
     groups: dict[tuple[str, ...], list[LeafSummary]] = {}  # by the first entries that differ, ("tx", "adamw")
     for leaf in leaves:
         groups.setdefault(leaf.path[: depth + 1], []).append(leaf)
+    # The label has all entries that the paths of a bar share, without those of all bars.
     bars: dict[str, Counter[str]] = {}
     for group in groups.values():
         label = ".".join(_shared_path(group)[depth:]) or "-"
@@ -185,6 +186,7 @@ def _shared_path(leaves: list[LeafSummary]) -> tuple[str, ...]:
     """Return the entries with which the paths of all leaves begin: ("a",) for ("a", "b") and ("a", "c")."""
     shared = leaves[0].path
     for leaf in leaves:
+        # Remove last entries until the path of this leaf begins with the others.
         while leaf.path[: len(shared)] != shared:  # ends at the latest with no entry
             shared = shared[:-1]
     return shared
@@ -196,6 +198,7 @@ def _legend_above(ax: Axes) -> None:
     There it covers no bar, however long the bars are.
     """
     handles, _ = ax.get_legend_handles_labels()
+    # The lower left corner of the legend is at (0, 1) of the axes, their upper left corner.
     ax.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
@@ -220,7 +223,7 @@ def _draw_dtypes(axes: Axes, table: Summary, bars: dict[str, Counter[str]], scal
         widths = [bytes_of_dtype[dtype] / scale for bytes_of_dtype in bars.values()]
         label = f"{dtype}, {format_bytes(nbytes)}"
         axes.barh(range(len(bars)), widths, _THICKNESS, ends, color=next(colors), label=label)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]  # the next segments begin there
 
 
 def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
@@ -285,7 +288,7 @@ def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labe
     for run in plan.runs:
         for shard in run.shards:
             is_by_all = shard.owner is None  # every rank orthogonalizes it
-            if not is_by_all and shard.owner != rank:
+            if not is_by_all and shard.owner != rank:  # another rank orthogonalizes it
                 continue
             colors = _BY_ALL if is_by_all else _BY_ONE
             width = shard.cost / scale
@@ -300,9 +303,10 @@ def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labe
 def _fitting(name: str, width: float) -> str:
     """Shorten a parameter name from the left to fit a segment of a bar: "...q.weight".
 
-    ``width`` is the width of the segment as a fraction of the axis, at least `_NAMED`.
+    The end of a name, which differs between parameters of a layer, is kept. ``width`` is the width of the segment as a
+    fraction of the axis, at least `_NAMED`.
     """
     most_characters = int(width * 62)  # an axis is about 62 characters wide
     if len(name) <= most_characters:
         return name
-    return "..." + name[3 - most_characters :]
+    return "..." + name[3 - most_characters :]  # three dots, and the last most_characters - 3 characters

@@ -62,7 +62,8 @@ def draw_band(axes: Axes, positions: Sequence[float], values_at: Sequence[Tensor
     """Draw the mean of several runs as a line, and a band from the lowest to the highest run.
 
     ``positions`` are on the x axis, and ``values_at`` has a tensor for each: the values of the runs, shape (runs,).
-    The number of runs may differ between positions. ``line_style`` are arguments of `Axes.plot`.
+    The number of runs may differ between positions. ``line_style`` are arguments of `Axes.plot`. For example, the
+    values ``[1.0, 3.0]`` at a position give a line at 2, in a band from 1 to 3.
     """
     means: list[float] = []
     lowest: list[float] = []
@@ -71,7 +72,7 @@ def draw_band(axes: Axes, positions: Sequence[float], values_at: Sequence[Tensor
         means.append(values.mean().item())
         lowest.append(values.min().item())
         highest.append(values.max().item())
-    (line,) = axes.plot(positions, means, **line_style)
+    (line,) = axes.plot(positions, means, **line_style)  # plot returns a list of one line
     axes.fill_between(positions, lowest, highest, color=line.get_color(), alpha=0.16, linewidth=0)
 
 
@@ -97,8 +98,8 @@ def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -
     >>> ax.get_xlabel(), ax.lines[0].get_label()
     ('singular value, over the Frobenius norm', 'keller: 0.68 to 1.13')
     """
-    result_range = band(coefficients, _LOWER)
-    s = torch.logspace(-4, 0, 1000, dtype=torch.float64)
+    result_range = band(coefficients, _LOWER)  # the least and the largest result for values from 0.01 to 1
+    s = torch.logspace(-4, 0, 1000, dtype=torch.float64)  # singular values, from 1e-4 to 1
     with axes_for(ax) as axes:
         values = scalar_polynomial(coefficients, s)
         name = f"{resolve(coefficients).name}: {result_range.minimum:.2f} to {result_range.maximum:.2f}"
@@ -107,6 +108,7 @@ def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -
         axes.fill_between(
             [_LOWER, 1.0], result_range.minimum, result_range.maximum, color=color, alpha=0.16, linewidth=0
         )
+        # Of all curves, because the axes may have those of other sets already.
         highest = max(max(cast("list[float]", line.get_ydata())) for line in axes.lines)
         axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
         axes.set(xlim=(1e-4, 1.0), ylim=(0.0, 1.05 * highest))

@@ -57,6 +57,7 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
     key = _key_of_loss(rows)
     with axes_for(ax) as axes:
         for contender in _contenders(rows, key):
+            # The mean over seeds at the last step, by rate. A diverged rate has inf, so it is best only if all have.
             final_losses = {rate: _final_loss(losses) for rate, losses in contender.losses_at.items()}
             best_rate = min(final_losses, key=lambda rate: final_losses[rate])
             _draw_band(axes, contender.losses_at[best_rate], contender, f"{contender.name}, rate {best_rate:.3g}")
@@ -91,10 +92,11 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
             final_losses_at: dict[float, Tensor] = {}
             for rate, losses_at_step in contender.losses_at.items():
                 final_losses = losses_at_step[max(losses_at_step)]
-                if final_losses.isfinite().all():
+                if final_losses.isfinite().all():  # no seed has diverged at this rate
                     final_losses_at[rate] = final_losses
             _draw_band(axes, final_losses_at, contender, contender.name)
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
+        # Lower the top to the typical first loss, if it is above it.
         axes.set_ylim(top=min(axes.get_ylim()[1], _typical_first_loss(rows, key)))
         if axes.lines:  # else all runs have diverged
             axes.legend()
@@ -123,8 +125,8 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
     """
     key = _key_of_loss(rows)
     contenders = _contenders(rows, key)
-    steps_to = [_steps_to(contender, target) for contender in contenders]
-    if not any(steps_to):
+    steps_to = [_steps_to(contender, target) for contender in contenders]  # for each, a dict by rate
+    if not any(steps_to):  # all dicts are empty
         lowest = min((row[key] for row in rows if math.isfinite(row[key])), default=math.nan)
         raise ValueError(
             f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate: give a larger loss; "
@@ -189,6 +191,7 @@ def _contenders(rows: Rows, key: str) -> list[Contender]:
     contenders: list[Contender] = []
     for name, rows_at in rows_of.items():
         losses_at = {rate: _losses_at_steps(rows_at[rate], key) for rate in sorted(rows_at)}
+        # The index grows by one after each six optimizers, and begins again after the last style.
         line_style = LINE_STYLES[len(contenders) // len(MARKERS) % len(LINE_STYLES)]
         contenders.append(Contender(name, losses_at, next(colors), next(markers), line_style))
     return contenders
@@ -206,6 +209,7 @@ def _losses_at_steps(rows: Rows, key: str) -> dict[int, Tensor]:
         loss_of.setdefault(row["step"], {})[row["seed"]] = row[key]
     losses_at: dict[int, Tensor] = {}
     for step in sorted(loss_of):
+        # Seeds without a row at this step, as if rows of two studies were mixed.
         missing = [seed for seed in seeds if seed not in loss_of[step]]
         if missing:
             raise ValueError(
@@ -222,7 +226,7 @@ def _typical_first_loss(rows: Rows, key: str) -> float:
     Return inf, to cut off nothing, if the first report is also the last, or if all runs have diverged before it.
     """
     first_step = min(row["step"] for row in rows)
-    if first_step == max(row["step"] for row in rows):
+    if first_step == max(row["step"] for row in rows):  # one report: its losses are those that are drawn
         return math.inf
     first_losses = [row[key] for row in rows if row["step"] == first_step and math.isfinite(row[key])]
     if not first_losses:
@@ -231,7 +235,10 @@ def _typical_first_loss(rows: Rows, key: str) -> float:
 
 
 def _final_loss(losses_at_step: Mapping[int, Tensor]) -> float:
-    """Return the mean loss over seeds at the last step; inf if a run diverged."""
+    """Return the mean loss over seeds at the last step; inf if a run diverged.
+
+    For example, ``{5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}`` gives 1.5.
+    """
     mean = float(losses_at_step[max(losses_at_step)].mean())
     return mean if math.isfinite(mean) else math.inf
 
