@@ -88,6 +88,7 @@ class Diagnosis(Shown):
         """Return a flat dict for a logger, with keys such as "diagnose/blocks.0.up.weight/update_rms"."""
         metrics: dict[str, float] = {}
         for row in self.rows:
+            # The sizes of the update, then the singular values, if the parameter has some.
             values: dict[str, float | None] = {
                 "update_rms": row.update_rms,
                 "update_per_weight": row.update_per_weight,
@@ -119,7 +120,7 @@ class Diagnosis(Shown):
             f"tail: {_SHARE:.0%} of the singular values of the momentum, divided by its norm, are at least this\n"
             f"needed: steps that lift this share to {_GOAL}, and the steps that are taken"
         )
-        columns_of_numbers = range(1, len(titles))
+        columns_of_numbers = range(1, len(titles))  # all but the name are aligned at the right
         return Report((Table(titles, table_rows, right=columns_of_numbers), legend))
 
 
@@ -150,8 +151,8 @@ def _mean(values: Sequence[float]) -> str:
 def _cells_of_spectra(spectra: Sequence[Spectrum]) -> list[str]:
     """Return the cells "min", "max", "rms", "tail" and "needed", such as ``["0.8", "1.1", "1", "0.03", "6 of 5"]``.
 
-    They have the worst of several spectra, except for the mean of the RMS. "6 of 5" means that 6 steps are needed, and
-    the transform takes 5.
+    A spectrum has the singular values of one parameter. The cells have the worst of several spectra, except for the
+    mean of the RMS. "6 of 5" means that 6 steps are needed, and the transform takes 5.
     """
     if not spectra:  # no parameter is orthogonalized
         return ["-"] * 5
@@ -259,8 +260,8 @@ class _Measurements:
         """
         is_orthogonalize = tx.factory is orthogonalize
         if is_orthogonalize:
-            self.has_orthogonalized = True
-        result_of = dict(tree.named_leaves(new_updates))
+            self.has_orthogonalized = True  # also if no parameter has an update
+        result_of = dict(tree.named_leaves(new_updates))  # the updates after the transform, by name
         for name, update in tree.named_leaves(updates):
             if update is None or update.numel() == 0:  # without gradient, or without elements
                 continue
@@ -278,6 +279,7 @@ def _require_whole_trees(argument: Any) -> None:
     is_tuple = isinstance(argument, tuple) and len(argument) == 4 and isinstance(argument[0], Transform)
     if is_tuple and not isinstance(argument[0], Sharded):
         return
+    # A sharded transform is a mistake of its own; all other arguments are named by their type.
     argument_kind = "a sharded transform" if is_tuple else type(argument).__name__
     raise TypeError(
         f"diagnose: found {argument_kind}, expected a muonfx.TransformOptimizer, which may be sharded, or a tuple "
@@ -318,7 +320,7 @@ def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor
         orthogonalized: the result of ``tx``.
     """
     argument = tx.arguments["coefficients"]
-    if isinstance(argument, Tensor):
+    if isinstance(argument, Tensor):  # a table of numbers, not a name such as "keller"
         argument = argument.tolist()
     coefficients = polar.coefficients(argument)
     view = tx.arguments["view"]
@@ -345,9 +347,10 @@ def _wide_batches(view: MatrixView, leaf: Tensor, name: str) -> list[Tensor]:
     For example, for a weight of shape (12, 4) whose view has three matrices along the rows, it is one batch of shape
     (3, 4, 4). Tall matrices are transposed, which keeps the singular values.
     """
-    (pattern,) = view.of([name])
+    (pattern,) = view.of([name])  # how the parameter divides into matrices
     batches: list[Tensor] = []
     for matrices in split(pattern, leaf, name):
+        # All dims before the last two become one: (2, 3, 4, 4) becomes (6, 4, 4).
         batch = matrices.double().reshape(-1, *matrices.shape[-2:])
         is_tall = batch.shape[-2] > batch.shape[-1]
         batches.append(batch.mT if is_tall else batch)
@@ -355,13 +358,19 @@ def _wide_batches(view: MatrixView, leaf: Tensor, name: str) -> list[Tensor]:
 
 
 def _tail(values: Tensor) -> float:
-    """Return the value that 90 % of each row of ascending values reach; the least of all rows."""
+    """Return the value that 90 % of each row of ascending values reach; the least of all rows.
+
+    For example, of ten values in a row, nine are at least the second one.
+    """
     count = math.ceil(_SHARE * values.shape[-1])
-    return values[:, -count].min().item()
+    return values[:, -count].min().item()  # the last `count` values are at least the one at -count
 
 
 def _steps_needed(spectra: Sequence[Tensor], coefficients: polar.Coefficients) -> int | None:
-    """Return the fewest steps that lift 90 % of each row of singular values to the goal; None: too many."""
+    """Return the fewest steps that lift 90 % of each row of singular values to the goal of 0.65; None: too many.
+
+    A step of the iteration applies a polynomial to each singular value, so it need not be run on matrices.
+    """
     for steps in range(1, _MOST_STEPS + 1):
         if all(_reach_goal(polar.scalar_polynomial(coefficients, values, steps)) for values in spectra):
             return steps
@@ -378,7 +387,8 @@ def _normalized(x: Tensor, coefficients: polar.Coefficients) -> Tensor:
     """Scale matrices as before an iteration with these coefficients, but without their safety factor."""
     if coefficients.row_scaling:
         return row_normalized(x)[0]
-    norms = torch.linalg.matrix_norm(x, keepdim=True)
+    norms = torch.linalg.matrix_norm(x, keepdim=True)  # Frobenius norms
+    # A matrix of zeros stays zeros, instead of 0 / 0.
     return x / torch.where(norms == 0, 1.0, norms)
 
 

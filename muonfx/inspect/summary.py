@@ -103,9 +103,9 @@ class Summary(Shown):
     def _text_titles(self) -> list[str]:
         """The titles of the columns between the path and the bytes: "shape", "dtype", and others if they are needed."""
         titles = ["shape", "dtype"]
-        if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):
+        if any(leaf.device not in ("", "meta", "cpu") for leaf in self.leaves):  # a leaf is on an accelerator
             titles.append("device")
-        if self.ranks is not None:
+        if self.ranks is not None:  # the leaves are sharded over ranks
             titles.append("owner")
         return titles
 
@@ -113,6 +113,7 @@ class Summary(Shown):
         """Return a row for each entry of the paths at a depth: at depth 0, "momentum" and "scale_by_adam"."""
         leaves_of: dict[tuple[str, ...], list[LeafSummary]] = {}
         for leaf in leaves:
+            # A slice, because it is empty where an index would raise: a tree that is one tensor has an empty path.
             leaves_of.setdefault(leaf.path[depth : depth + 1], []).append(leaf)
         return [self._row(group, depth) for group in leaves_of.values()]
 
@@ -144,7 +145,7 @@ class Summary(Shown):
         for leaf in tensors:
             tensors_of_dtype.setdefault(leaf.dtype, []).append(leaf)
         footers = [self._sum_row(f"total of {_counted(len(tensors), 'tensor')}", tensors)]
-        if len(tensors_of_dtype) > 1:
+        if len(tensors_of_dtype) > 1:  # with one dtype, its total would repeat the first row
             for dtype, group in tensors_of_dtype.items():
                 footers.append(self._sum_row(_counted(len(group), "tensor"), group, {"dtype": dtype}))
         return footers
@@ -163,6 +164,7 @@ class Summary(Shown):
         cells = [title]
         for column in self._text_titles:
             cells.append(texts.get(column, ""))
+        # The bytes on this rank, and on all ranks if the leaves are sharded.
         cells.append(format_bytes(sum(leaf.nbytes for leaf in leaves)))
         if self.ranks is not None:
             cells.append(format_bytes(sum(leaf.total_nbytes for leaf in leaves)))
@@ -279,7 +281,7 @@ def _without_module(tree_or_model: PyTree) -> PyTree:
 def _require_tensors(values: PyTree) -> None:
     """Raise TypeError unless a summary can show a tree: it contains a tensor, or is the state of a stateless transform.
 
-    The latter has no leaves but None.
+    The latter has no leaves but None. For example, ``{"w": tensor}`` is shown, and ``{"w": 0.5}`` raises.
     """
     if type(values) is tuple and len(values) == 2 and isinstance(values[1], Transform):
         raise TypeError("summary: found a pair (state, transform), expected (transform, state): swap the two")
@@ -313,7 +315,10 @@ def _plain_leaves(values: PyTree) -> list[LeafSummary]:
 
 
 def _leaf_of(path: Iterable[object], shape: tuple[int, ...] | None, shard: object) -> LeafSummary:
-    """Return the `LeafSummary` of a leaf with the global shape ``shape``, as if this rank's shard were the only one."""
+    """Return the `LeafSummary` of a leaf with the global shape ``shape``, as if this rank's shard were the only one.
+
+    For a float32 tensor of shape (4, 4) on one rank, ``nbytes`` and ``total_nbytes`` are both 64.
+    """
     data = shard.data if isinstance(shard, FlatShard) else shard
     path_texts = tuple(map(str, path))
     if isinstance(data, Tensor):
@@ -338,7 +343,7 @@ def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: Py
         params: the parameters, for their size; None if they are not known.
         local_params: this rank's parameters, needed only before the first use of a sharded transform.
     """
-    if not isinstance(tx, Sharded):
+    if not isinstance(tx, Sharded):  # one process: no ranks and owners to show
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
     # The binding has the layout: which rank has which part of each parameter. After the first use of the transform, it
     # also has meta tensors like the parameters, which take their place.
@@ -368,7 +373,8 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
         elements, owner = _held_matrices(layout, placement)
     else:  # sharded like its parameter
         elements, owner = _held_shards(layout, placement.name)
-    total_nbytes = elements * placement.dtype.itemsize
+    total_nbytes = elements * placement.dtype.itemsize  # `elements` counts copies on several ranks
+    # This rank's shard may be None, which has no dtype: the placement has it.
     summary_of_shard = _leaf_of(path, tuple(placement.shape), leaf)
     return replace(summary_of_shard, dtype=_written(placement.dtype), total_nbytes=total_nbytes, owner=owner)
 
@@ -382,7 +388,7 @@ def _held_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
     elements = 0
     owners: set[int | None] = set()
     for shard in placement.shards:
-        start, stop = interval_of(placement, shard)
+        start, stop = interval_of(placement, shard)  # of the flattened leaf: the elements of these matrices
         copies = layout.size if shard.owner is None else 1  # None: every rank computes these matrices
         elements += (stop - start) * copies
         owners.add(shard.owner)
@@ -398,7 +404,7 @@ def _held_shards(layout: Layout, name: str) -> tuple[int, str]:
     holding_ranks: set[int] = set()
     holders = layout.holders(name)  # for each part of the parameter, the ranks that have it
     for shard, ranks in holders.items():
-        elements += shard.numel * len(ranks)
+        elements += shard.numel * len(ranks)  # each of the ranks has a copy
         holding_ranks.update(ranks)
     owner = _ranks(holding_ranks, layout.size)
     if len(holders) > 1:
@@ -416,7 +422,7 @@ def _ranks(ranks: Iterable[int | None], size: int) -> str:
         return "every rank"
     if len(listed) == 1:
         return f"rank {listed[0]}"
-    if len(listed) <= 4:
+    if len(listed) <= 4:  # more would make the column too wide
         return "ranks " + ", ".join(map(str, listed))
     return f"{len(listed)} ranks"
 
