@@ -93,7 +93,7 @@ class Summary(Shown):
         text_titles = ["leaf", *self._text_titles]
         titles_of_bytes = ["bytes"] if self.ranks is None else ["this rank", "all ranks"]
         titles = [*text_titles, *titles_of_bytes]
-        columns_of_bytes = range(len(text_titles), len(titles))
+        columns_of_bytes = range(len(text_titles), len(titles))  # the last one or two, aligned at the right
         table = Table(titles, self._rows(self.leaves, 0), right=columns_of_bytes, footers=self._footers())
         if self.params_nbytes:
             return Report((table, self._compared(self.params_nbytes)))
@@ -307,7 +307,7 @@ def _plain_leaves(values: PyTree) -> list[LeafSummary]:
     """
     summaries: list[LeafSummary] = []
     for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True):
-        global_shape: tuple[int, ...] | None = None
+        global_shape: tuple[int, ...] | None = None  # for None, and for leaves that are no tensors
         if _is_tensor(leaf):
             global_shape = tuple(leaf.shape)
         summaries.append(_leaf_of(path, global_shape, local_of(leaf)))

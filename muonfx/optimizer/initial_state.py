@@ -96,6 +96,7 @@ def _recorded(leaves: Mapping[Path, Tensor]) -> dict[Path, _Leaf]:
     checksum_of = _checksums(leaves)
     recorded: dict[Path, _Leaf] = {}
     for path, leaf in leaves.items():
+        # -1 is equal at each call, so that only the checksum shows writes into such a tensor.
         version = -1 if leaf.is_inference() else leaf._version  # inference tensors have no version
         recorded[path] = _Leaf(version, checksum_of[path])
     return recorded

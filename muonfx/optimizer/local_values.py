@@ -53,6 +53,7 @@ def require_fit(leaf: object, value: object) -> None:
 
     The shapes must be equal. A value in bfloat16 fits a leaf in float32, and a value in float32 does not fit bfloat16.
     """
+    # Both must be tensors of one shape. Either may be None, as on a rank that has no part of the state.
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         raise Misfit(f"is {_shape_text(value)}, expected {_shape_text(leaf)}")
     # Eight-bit values are codes of quantized state, which are not numbers and have no meaning in another dtype.

@@ -208,7 +208,7 @@ def _transform(
     # adamw_lr={"embedding": 1e-3, "head": 3e-4}. Muon's parameters then have the role "hidden".
     has_roles = isinstance(adamw_lr, Mapping) or isinstance(adamw_weight_decay, Mapping)
     adamw_numbers = {"adamw_lr": adamw_lr, "adamw_weight_decay": adamw_weight_decay}
-    # Each of these numbers must be at least 0.
+    # Check the numbers here, so that an error has the name of an argument of `Muon`, not of a transform.
     for name, number in {"lr": lr, "weight_decay": weight_decay, **adamw_numbers}.items():
         check_not_negative(name, number)
     check_decay("momentum", momentum)
@@ -300,6 +300,7 @@ def _no_labels(labels: object, result: object) -> TypeError:
 @contextmanager
 def _as_trained(params: Iterable[Tensor]) -> Generator[None]:
     """Return a context manager in which frozen parameters require gradients: rules give frozen ones the label None."""
+    # Without integer tensors, which cannot require a gradient.
     frozen = [param for param in params if is_frozen(param) and is_usable(param)]
     for param in frozen:
         param.requires_grad = True

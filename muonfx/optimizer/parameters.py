@@ -656,6 +656,7 @@ class TrackedGroups:
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
         """Return the object that has read the hyperparameters of a group so far; None for a group of new parameters."""
+        # Usually the dict in `param_groups` is the object that was recorded.
         for tracked in self.groups:
             if tracked.group is group:
                 return tracked.numbers
@@ -892,7 +893,7 @@ class GradientCheck:
         The usual causes are a forgotten backward(), and a loss of detached tensors. Over ranks, the caller has found
         that no rank has a gradient.
         """
-        is_trained = any(not is_frozen(param) for param in named.values())
+        is_trained = any(not is_frozen(param) for param in named.values())  # at least one parameter
         if self._has_warned_of_none or not is_trained:  # frozen parameters need no gradient
             return
         self._has_warned_of_none = True

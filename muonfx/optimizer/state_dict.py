@@ -300,6 +300,7 @@ def read_groups(
 
     Raise ValueError with all differences unless the saved groups have the same members and hyperparameters.
     """
+    # First the members, because hyperparameters are compared between the groups that belong together.
     matched_groups = match_groups(groups_with_names(saved_groups, groups, {}), groups, not_trained)
     _raise_problems(_missing_hyperparams(tx, groups, matched_groups))
     return matched_groups
