@@ -159,11 +159,16 @@ class Declaration:
     short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
 
     def __post_init__(self) -> None:
-        """Raise TypeError for an option of a wrong type, and ValueError for an unknown position."""
+        """Raise TypeError for an option of a wrong type, and ValueError for an unknown position.
+
+        For example, ``locality="MATRIX"`` raises: it must be ``Locality.MATRIX`` or a function that returns one.
+        """
+        # Each entry is, for example, "combinator": (Combinator, "a Combinator"); the text is used in the error.
         for option, (types, expected) in _TYPES_OF_OPTIONS.items():
             value = getattr(self, option)
             if not isinstance(value, types):
                 raise TypeError(f"transform: {option} must be {expected}, found {value!r}")
+        # None and functions pass here: only a string can be checked before a transform is created.
         if isinstance(self.position, str) and self.position not in get_args(Position):
             raise ValueError(f"transform: position must be {_POSITIONS}, found {self.position!r}")
 
@@ -247,27 +252,38 @@ class Transform(Recorded):
         return self.tree().to_html()
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the names of the numbers and transforms within one argument, such as the members of a chain."""
+        """Return the names of the numbers and transforms within one argument, such as the members of a chain.
+
+        For the argument ``*transforms`` of ``chain(scale(0.5), scale(2.0))``, they are ``["scale", "scale_2"]``.
+        """
         parameter = self.factory.definition.parameters[argument]
         if parameter.kind is parameter.VAR_POSITIONAL:
             return list(entries_of(self.arguments[argument], self.factory.__name__))
         return super()._names_of_parts(argument)
 
     def with_children(self, children: Sequence[Transform]) -> Transform:
-        """Return a copy with other transforms among the arguments, given in the order of `children`."""
+        """Return a copy that calls other transforms, given in the order of `children`; its numbers are unchanged.
+
+        With ``[scale(2.0)]``, ``chain(momentum())`` becomes ``chain(scale(2.0))``.
+        """
+        # The parts of a call are its numbers, schedules and transforms in order. Only the transforms are replaced.
         parts = list(self.parts)
         child_indices = [index for index, part in enumerate(parts) if isinstance(part, Transform)]
         for index, child in zip(child_indices, children, strict=True):
             parts[index] = child
+        # A new structure, because cached results of the old one, such as the locality, describe the old transforms.
         return self._from(self._new_structure(), parts)
 
     @Lazy
     def _schedules(self) -> dict[str, Schedule]:
-        """A dict from argument name to `Schedule`, for arguments with a schedule in place of a number."""
+        """The schedules (functions of the step) that were passed in place of numbers, by the name of the argument.
+
+        For ``scale_by_learning_rate(linear_schedule(1.0, 0.0, 4))``, it is ``{"learning_rate": linear_schedule(...)}``.
+        """
         schedules: dict[str, Schedule] = {}
         if not [value for value in self.parts if isinstance(value, Schedule)]:  # the usual case, found fast
             return schedules
-        for name, types in self.factory.definition.plain.items():
+        for name, types in self.factory.definition.plain.items():  # such as "learning_rate" and {"float"}
             value = self.arguments[name]
             # An argument that is annotated with Schedule alone is passed to the constructor as it is.
             if isinstance(value, Schedule) and "float" in types and "Schedule" not in types:
@@ -275,17 +291,23 @@ class Transform(Recorded):
         return schedules
 
     def _build(self) -> Any:
-        """Call the decorated function and return its ``(init, update)``; with schedules, at every update again."""
+        """Call the decorated function, and return the pair ``(init, update)`` that it returns.
+
+        An argument may be a schedule, as in ``scale(linear_schedule(1.0, 0.0, 4))``. The decorated function is then
+        called at every update, with the number of that step: 1.0, 0.75, and so on.
+        """
         schedules = self._schedules
-        if not schedules:
+        if not schedules:  # all numbers are known now
             return self._build_for(self.arguments)
+        # `follow` calls the lambda with the numbers of a step, such as {"factor": 0.75}, which replace the schedules.
         return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
 
     def _check_schedules(self) -> None:
-        """Raise if a schedule has an invalid value at one of the steps 0, 1, 10, ..., 1,000,000.
+        """Raise now if a schedule, such as a decaying learning rate, would have an invalid value later in a run.
 
-        A schedule that decays below zero would else be found in the middle of a run. The run may be shorter than these
-        steps, so a schedule may have no value or an infinite one at a later step.
+        Only the steps 0, 1, 10, ..., 1,000,000 are checked. For example, a decay that reaches 1.0 at step 1000 is
+        reported here. The real run may be shorter than these steps. So it is no error if a schedule has no value, or an
+        infinite one, at a later step.
         """
         if not self._schedules:
             return
@@ -293,7 +315,7 @@ class Transform(Recorded):
             try:
                 arguments = arguments_at(self, step)
             except Exception:
-                if step == 0:
+                if step == 0:  # every run has this step
                     raise
                 return  # such as a table of values that ends; if a run is longer, its step raises this error
             numbers = [arguments[name] for name in self._schedules]
@@ -349,7 +371,11 @@ class Transform(Recorded):
 
     @LazyOfStructure
     def extras(self) -> Extras:
-        """The extra arguments, such as ``value=loss``, that ``update`` of this or an inner transform accepts."""
+        """The extra arguments, such as ``value=loss``, that ``update`` of this or an inner transform accepts.
+
+        For a chain, these are the extra arguments of its members, since it forwards ``**extras`` to each of them.
+        """
+        # Without inner transforms, a function with ``**extras`` reads them itself. An empty chain reads nothing.
         calls_none = not (self.children or self.declaration.combinator.in_sequence)
         _, update = self._built
         return extras_of(update, [child.extras for child in self.children], calls_none=calls_none)
@@ -361,12 +387,13 @@ class Transform(Recorded):
 
     def _prepare(self) -> None:
         """Create and cache the functions of this transform now, so that bad arguments raise before the first use."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # a trace has no values of numbers to check
             self._check_schedules()
         built = self._built
         # The tests of this package check the signatures of its own functions.
         if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
             check_functions(self.factory.__name__, built)
+        # Read each once: the result is cached, and an error in a function that the author declared is raised now.
         _ = self.locality, self.extras, self._keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
@@ -452,10 +479,16 @@ class Transform(Recorded):
         self._check_inputs(updates, state, params)
 
     def _check_inputs(self, updates: PyTree, state: PyTree, params: PyTree) -> None:
-        """Raise unless updates, state and parameters fit together. Warn if the parameters have a growing graph."""
+        """Raise unless updates, state and parameters fit together: the same names, and the same shapes by name.
+
+        For example, a gradient of shape (3,) for a parameter of shape (2,) raises. Warn if the parameters were not
+        detached, so that autograd's graph of them grows with every step.
+        """
+        # The leaves, structure and shapes of the parameters, or of the updates if no parameters were passed.
         leaves, treedef, specs = checks.check_update(updates, params)
         expected = self._expected_state(leaves, treedef, specs)
-        if expected is not None:
+        if expected is not None:  # None: it cannot be derived without the parameters, so the state is not checked
+            # Without parameters, dtypes were read from the updates, whose dtypes may differ. Only shapes are compared.
             checks.check_state_like(self.name, state, expected, with_dtypes=params is not None)
         if params is not None:
             checks.warn_of_growing_graphs("update", params, leaves, updates, self.tensors)
@@ -463,10 +496,14 @@ class Transform(Recorded):
     def _expected_state(
         self, leaves: list[Any], treedef: Structure, specs: list[checks.LeafSpec]
     ) -> checks.ExpectedState | None:
-        """Return the structure, shapes and dtypes of a valid state; None if one of the parameters' specs is None.
+        """Return the structure, shapes and dtypes that a state of this transform must have, to check a given state.
 
-        The arguments describe the parameters, as `muonfx.core.checks.check_update` returns them. ``init`` runs on meta
-        tensors like the parameters, once for each set of shapes and dtypes; later steps read the result from a cache.
+        For a momentum and a parameter "w" of shape (2,), it is one tensor "w" of shape (2,). The arguments describe the
+        parameters, as `muonfx.core.checks.check_update` returns them. ``specs`` are pairs (shape, dtype). If one of
+        them is None, the result is None.
+
+        ``init`` runs on meta tensors, which have shapes and no memory. It runs once for each set of shapes and dtypes,
+        and later steps read the result from a cache.
         """
         # A state may contain copies of numeric arguments, so its shapes depend on theirs.
         number_shapes = tuple(map(_shape_of, self.tensors))
@@ -479,6 +516,7 @@ class Transform(Recorded):
             return expected
         if None in specs:  # without params, a leaf with a None gradient may still have a parameter and a state
             return None
+        # Run `init` on tensors like the parameters, without their values.
         meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # init has already issued these warnings
@@ -508,15 +546,17 @@ class Transform(Recorded):
         return result
 
     def _accepted(self, extras: dict[str, Any], donate: Donation) -> dict[str, Any]:
-        """Return those extra arguments that the ``update`` function accepts, with ``donate`` and a sum over leaves.
+        """Choose the keyword arguments for one call of the ``update`` function: only those that it accepts.
 
-        ``extras`` belongs to one call of `run`, so entries may be added to it.
+        A function ``update(updates, state, params, *, value, donate)`` receives ``value`` and ``donate`` of the extras
+        ``{"value": ..., "max_logits": ...}``. ``donate`` is the caller's promise not to use inputs again. ``extras``
+        belongs to one call of `run`, so entries may be added to it.
         """
         signature = self.extras  # of the ``update`` function
         names = signature.named  # its keyword-only arguments
         accepted = extras
         if extras and not signature.takes_all:  # without ``**extras``
-            accepted = {}
+            accepted = {}  # else a name for another transform of the chain would be a TypeError
             for name, extra in extras.items():
                 if name in names:
                     accepted[name] = extra
@@ -529,7 +569,11 @@ class Transform(Recorded):
         return accepted
 
     def _check_result(self, result: tuple[PyTree, PyTree], updates: PyTree, state: PyTree) -> None:
-        """Raise if another structure is returned: a leaf would be missing in the next transform, or not be updated."""
+        """Raise if an ``update`` function has returned other names or containers than it received.
+
+        For example, it received ``{"w": ..., "b": ...}`` and returned ``{"w": ...}``. The leaf "b" would then be
+        missing in the next transform, or not be updated.
+        """
         new_updates, new_state = result
         checks.check_structure(
             f"{self.name}: the updates that it returns", new_updates, "the updates given to it", updates
@@ -548,20 +592,23 @@ def arguments_at(tx: Transform, count: int) -> dict[str, Any]:
     >>> arguments_at(mfx.scale_by_learning_rate(mfx.linear_schedule(1.0, 0.0, 4)), 1)
     {'learning_rate': 0.75}
     """
-    arguments = tx.arguments
+    arguments = tx.arguments  # a new dict at each read, so it may be changed
     for name, schedule in tx._schedules.items():
         arguments[name] = schedule(count)
     return arguments
 
 
 def patterns_in(tx: Transform) -> list[NamePatterns]:
-    """Return the globs, such as ``*.bias``, by which a transform or an inner transform selects parameters by name."""
+    """Return the globs, such as ``*.bias``, by which a transform or an inner transform selects parameters by name.
+
+    They are used to warn of a glob that matches no parameter. A transform declares them by ``name_patterns``.
+    """
     patterns: list[NamePatterns] = []
     for inner in within(tx):
         declared = inner.declaration.name_patterns
         if declared is not None:
             patterns += declared(inner)
-    return list(dict.fromkeys(patterns))
+    return list(dict.fromkeys(patterns))  # each once, also if two inner transforms have the same globs
 
 
 def check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
@@ -576,10 +623,16 @@ def check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
 
 
 def left_out(tx: Transform, params: PyTree) -> set[str]:
-    """Return the names of the parameters to which a `partition` gives the label None, so that they are not updated."""
+    """Return the names of the parameters that a transform does not update, because of the label None.
+
+    A `partition` gives each parameter a label, which selects its transform, or None for no update.
+
+    For ``partition({"a": scale(1.0)}, {"w": "a", "b": None})``, the result is ``{"b"}``.
+    """
     declared = tx.declaration.combinator.leaves_out
     if declared is not None:
         return declared(tx, params)
+    # Any other transform, such as a chain, leaves out the parameters that a transform within it leaves out.
     names: set[str] = set()
     for child in tx.children:
         names |= left_out(child, params)
@@ -587,9 +640,11 @@ def left_out(tx: Transform, params: PyTree) -> set[str]:
 
 
 def without_left_out(tx: Transform, params: PyTree) -> PyTree:
-    """Return parameters with None in place of quantized weights that are not updated.
+    """Return parameters with None in place of tensors that cannot be updated and need not be, such as int8 weights.
 
-    A weight of integers, for example, would be an error. It is accepted if it is frozen or has the label None.
+    A weight of integers is an error later, because no transform can update it. It is accepted, and replaced by None, in
+    two cases. It is frozen (``requires_grad_(False)``), or a `partition` gives it the label None, which means no
+    update. Then ``{"codes": int8 tensor, "w": tensor}`` becomes ``{"codes": None, "w": tensor}``.
     """
     leaves, treedef = tree.flatten(params)
     if checks.all_usable(leaves):  # all are floating-point tensors
@@ -598,6 +653,7 @@ def without_left_out(tx: Transform, params: PyTree) -> PyTree:
     for index, name in enumerate(tree.names(params)):
         if checks.is_usable(leaves[index]):
             continue
+        # Any other unusable leaf stays, so that a later check reports it.
         if name in names_left_out or checks.is_frozen(leaves[index]):
             leaves[index] = None
     return tree.unflatten(treedef, leaves)
@@ -607,7 +663,7 @@ def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Trans
     """Return an equal transform for stacked matrices, and a dict from each stack's name to (rows, columns).
 
     ``shapes`` maps the names of leaves to shapes. The returned transform takes each leaf that is a stack of matrices
-    with the shape ``(number, rows, columns)``.
+    with the shape ``(number, rows, columns)``. In the example, the view splits 8 rows into two matrices of 4 rows.
 
     >>> import muonfx as mfx
     >>> tx = mfx.orthogonalize(view=mfx.MatrixView("(part=2 out) in -> part out in"))
@@ -616,12 +672,12 @@ def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Trans
     {'qk': (4, 3)}
     """
     on_stacks = tx.declaration.matrices.on_stacks
-    if on_stacks is not None:
+    if on_stacks is not None:  # the author of the transform has declared which leaves are stacks
         return on_stacks(tx, shapes)
     matrices: dict[str, tuple[int, int]] = {}
     if tx.locality is Locality.MATRIX:  # such a transform takes stacks as it is
         for name, shape in shapes.items():
-            if len(shape) > 2:
+            if len(shape) > 2:  # (12, 64, 32) is a stack of 12 matrices of shape (64, 32)
                 matrices[name] = (shape[-2], shape[-1])
     return tx, matrices
 
@@ -635,9 +691,10 @@ def within(tx: Transform) -> list[Transform]:
 
 
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
-    """Return a dict from name to transform for the arguments of `chain`. A repeated name gets a suffix: "scale_2".
+    """Give each transform among the arguments of `chain` a name, and return a dict from name to transform.
 
-    ``of`` is the name of the function in errors.
+    An argument is a transform, whose name is that of its function, or a pair ``(name, transform)``. A repeated name
+    gets a suffix: "scale_2". Names are keys of the chain's state. ``of`` is the name of the function in errors.
 
     >>> import muonfx as mfx
     >>> entries_of((mfx.scale(0.5), mfx.scale(2.0), ("rate", mfx.scale(-0.1))))
@@ -655,6 +712,7 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
             )
         if name is None:
             name = _unused_name(tx.name, entries)
+        # "." and "/" separate the levels of dotted names, as in "scale.factor", and of paths in checkpoints.
         elif name in entries or not name or "." in name or "/" in name:
             expected = "expected a nonempty name without '.' or '/' that no other transform of the chain has"
             raise ValueError(f"{of}: found the name {name!r}, {expected}: choose another")
@@ -669,7 +727,7 @@ def _unused_name(name: str, entries: Mapping[str, Transform]) -> str:
     'scale_3'
     """
     unused_name = name
-    count = 1
+    count = 1  # the first transform of a name has no number, the second has "_2"
     while unused_name in entries:
         count += 1
         unused_name = f"{name}_{count}"
@@ -683,7 +741,10 @@ def require_transform(name: str, value: object) -> None:
 
 
 def _described(value: object) -> str:
-    """Return a text for a value that is not a transform, with advice: "the function muon; call it to get ..."."""
+    """Describe a value that was passed in place of a transform, with advice on the likely mistake, for an error.
+
+    The function ``muon``, passed without a call, gives "the function muon; call it to get a transform: muon(...)".
+    """
     if isinstance(value, torch.nn.Module):
         return f"the model {type(value).__name__}; the model comes first, then the transform"
     if isinstance(value, type):
