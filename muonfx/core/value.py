@@ -80,6 +80,7 @@ def _types_of_arguments(
     """
     accepted = accepted_types_of(parameters, constructor)
     for argument, types in accepted.items():
+        # {"float", "Tensor", "Schedule"} becomes {"float"}, with or without "None".
         if types - {"None"} == _SCALAR_OR_SCHEDULE:
             accepted[argument] = types - {"Tensor", "Schedule"}
     return accepted
@@ -107,16 +108,18 @@ def make_factory(
     name: str | None = None,
     transparent: bool = False,
 ) -> Any:
-    """Turn a constructor into a factory: a function with the same signature that returns a ``recorded_class``.
+    """Turn a function into a factory: a function with the same signature whose calls return recorded values.
 
-    For example, the decorator `transform` makes a factory of the function ``momentum``. A call ``momentum(0.9)`` then
-    returns a `Transform` that stores the argument. ``declaration``, ``name`` and ``transparent`` are fields of
-    `Definition`.
+    A recorded value stores the arguments of its call, so that it can be printed, compared and changed. For example, the
+    decorator `transform` makes a factory of the function ``momentum``. A call ``momentum(0.9)`` then returns a
+    `Transform` (the ``recorded_class``) that stores 0.9.
+
+    ``declaration``, ``name`` and ``transparent`` are fields of `Definition`, which describes the factory.
     """
 
     @functools.wraps(constructor)
     def call(*args: object, **kwargs: object) -> Any:
-        recorded = recorded_class._record(factory, *args, **kwargs)
+        recorded = recorded_class._record(factory, *args, **kwargs)  # `factory` is this function, assigned below
         return prepared(recorded)
 
     if name is not None:
@@ -124,6 +127,7 @@ def make_factory(
     parameters = dict(inspect.signature(constructor).parameters)
     module = constructor.__module__ or ""  # None for a function in a bare exec()
     factory = cast("Factory", call)
+    # All facts that follow from the function and its signature are computed here, once, and not at each call.
     factory.definition = Definition(
         constructor=constructor,
         parameters=parameters,
@@ -157,10 +161,15 @@ class Lazy(Generic[V]):
         self.__doc__ = compute.__doc__
 
     def __get__(self, instance: Any, owner: type | None = None) -> V:
-        """Return the property of an object, and store it in ``instance.__dict__``."""
+        """Return the property of an object, and store it in ``instance.__dict__``.
+
+        Python looks into this dict first, so this method is called only at the first read. After ``tx.locality`` was
+        read once, ``tx.__dict__["locality"]`` has the result.
+        """
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
         if self._is_of_structure:  # shared by all objects that differ in numbers only
+            # `momentum(0.9)` and a copy with the decay 0.5 may have one structure object, which stores the result.
             results: dict[str, Any] = instance.structure.attributes
             if self._name not in results:
                 results[self._name] = self._compute(instance)
@@ -186,10 +195,11 @@ P = ParamSpec("P")
 
 
 def with_memory(constructor: Callable[Concatenate[Memory, P], Any]) -> Callable[P, Any]:
-    """Decorate a constructor so that it receives a cache (a dict) as its first argument.
+    """Decorate a function that builds a transform, so that it receives a cache (a dict) as its first argument.
 
-    Callers of the factory do not pass the cache. It holds results that depend on names, shapes and dtypes only. All
-    transforms that differ only in numbers share it, also if ``torch.func`` or `with_hyperparams` rebuilds them.
+    For ``def partition(_memory, transforms, labels)``, a call is still ``partition(transforms, labels)``. Callers of
+    the factory do not pass the cache. It holds results that depend on names, shapes and dtypes only. All transforms
+    that differ only in numbers share it, also if ``torch.func`` or `with_hyperparams` rebuilds them.
     """
     parameters = list(inspect.signature(constructor).parameters.values())
     marked: Any = constructor
@@ -212,9 +222,10 @@ _HOLE = _Hole()
 
 
 def _split(value: Any, values: list[object], *, in_container: bool = False) -> object:
-    """Replace the numbers, transforms and schedules in an argument by placeholders, and append them to ``values``.
+    """Separate an argument into its fixed part, which is returned, and its numbers, which are appended to ``values``.
 
-    A float in a container, such as a pattern's learning rate in a dict, is fixed and not replaced.
+    The fixed part has a placeholder for each number, transform and schedule. So ``torch.func`` can exchange them. A
+    float in a container, such as a pattern's learning rate in a dict, is fixed and not replaced.
 
     >>> values = []
     >>> _split({"a": torch.tensor(0.1), "b": 0.2}, values), values  # a placeholder prints as *
@@ -223,21 +234,23 @@ def _split(value: Any, values: list[object], *, in_container: bool = False) -> o
     types_to_replace: tuple[type, ...] = (Recorded, Tensor)
     if not in_container:
         types_to_replace = (Recorded, Tensor, float)
-    if isinstance(value, types_to_replace):
+    if isinstance(value, types_to_replace):  # the argument itself is a number, transform or schedule
         values.append(value)
         return _HOLE
+    # The items of a container are separated in the same way, in the order in which `_join` fills them in again.
     kind: Any = type(value)
     if kind in (tuple, list):
         return kind([_split(item, values, in_container=True) for item in value])
     if kind is dict:
         return {key: _split(item, values, in_container=True) for key, item in _ordered_items(value)}
-    return value
+    return value  # such as a string, a bool or a function, which is fixed
 
 
 def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """Return the items of a dict, those of a dict of transforms in the order of its keys.
 
-    The order of a dict of transforms has no meaning, so it is normalized; the order of patterns has one.
+    The order of a dict of transforms has no meaning, so it is normalized: ``{"b": scale(2.0), "a": scale(1.0)}`` gives
+    "a" first. The order of patterns has a meaning and is kept: of two that match a name, the first counts.
     """
     items = list(mapping.items())
     if all(isinstance(value, Recorded) for value in mapping.values()):
@@ -256,6 +269,7 @@ def _join(skeleton: Any, values: Iterator[object]) -> Any:
     {'decay': 0.9, 'nesterov': True}
     """
     items = skeleton.values() if type(skeleton) is dict else skeleton
+    # Fill the items one by one. An inner container takes its own numbers from the same iterator, so the order is kept.
     joined: list[Any] = []
     for item in items:
         if item is _HOLE:
@@ -264,6 +278,7 @@ def _join(skeleton: Any, values: Iterator[object]) -> Any:
             joined.append(_join(item, values))
         else:
             joined.append(item)
+    # Build a container of the same type: a dict with the old keys, a tuple or a list.
     if type(skeleton) is dict:
         return dict(zip(skeleton, joined, strict=True))
     return type(skeleton)(joined)
@@ -275,13 +290,14 @@ def _names_of_holes(skeleton: Any, name: str) -> list[str]:
     >>> _names_of_holes({"muon": _HOLE, "adamw": [_HOLE, 2]}, "transforms")
     ['transforms.muon', 'transforms.adamw.0']
     """
-    if skeleton is _HOLE:
+    if skeleton is _HOLE:  # the argument itself is a number or a transform
         return [name]
+    # The items of a container with their keys: names in a dict, and indices in a tuple or list.
     if type(skeleton) is dict:
         items = list(skeleton.items())
     elif type(skeleton) in (tuple, list):
         items = list(enumerate(skeleton))
-    else:
+    else:  # a fixed value, such as True
         return []
     names: list[str] = []
     for key, item in items:
@@ -290,7 +306,7 @@ def _names_of_holes(skeleton: Any, name: str) -> list[str]:
 
 
 def _keys_in(skeleton: Any) -> list[object]:
-    """Return the keys of all dicts in an argument, in order.
+    """Return the keys of all dicts in an argument, in order, to compare two arguments in which order has a meaning.
 
     >>> _keys_in({"head*": 0.1, "*": {"b": 1, "a": 2}})
     ['head*', '*', 'b', 'a']
@@ -299,7 +315,7 @@ def _keys_in(skeleton: Any) -> list[object]:
         return []
     keys: list[object] = []
     items = skeleton
-    if type(skeleton) is dict:
+    if type(skeleton) is dict:  # its own keys, and then those within its values
         keys += skeleton
         items = skeleton.values()
     for item in items:
@@ -326,7 +342,11 @@ class Structure:
     """Attributes by name that every new value gets at once: adding one later would make torch.compile compile again."""
 
     def __eq__(self, other: object) -> bool:
-        """Return True if the factories and all arguments but the numbers and inner transforms are equal."""
+        """Return True if the factories and all arguments but the numbers and inner transforms are equal.
+
+        So ``scale(0.1)`` and ``scale(0.2)`` have equal structures, and ``momentum(nesterov=False)`` has another one
+        than ``momentum()``.
+        """
         if not isinstance(other, Structure):
             return NotImplemented
         if self is other:  # as for values that differ only in numbers
@@ -374,7 +394,11 @@ class Recorded:
 
     @classmethod
     def _record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
-        """Check the arguments of a factory call against its annotations, and return a value that stores them."""
+        """Check the arguments of a call, such as ``momentum(0.9)``, and return a value that stores them.
+
+        They are stored in two pieces. For this call, ``parts`` is ``[0.9]``, and ``skeleton`` has a placeholder for the
+        decay and all other arguments as they are: ``{"decay": *, "nesterov": True, ...}``.
+        """
         definition = factory.definition
         signature = inspect.Signature(list(definition.parameters.values()))
         bound = bind(factory.__name__, signature, args, kwargs)
@@ -383,7 +407,7 @@ class Recorded:
         parts: list[object] = []
         skeleton: dict[str, object] = {}  # the arguments by name, with placeholders for the parts
         for name, argument in bound.arguments.items():
-            if argument is not definition.parameters[name].default:
+            if argument is not definition.parameters[name].default:  # defaults are correct, so they need no check
                 argument = cls._checked(factory, name, argument)
             argument = definition.as_float(name, argument)
             skeleton[name] = _split(argument, parts)  # appends to `parts`
@@ -391,7 +415,11 @@ class Recorded:
 
     @classmethod
     def _checked(cls, factory: Factory, name: str, argument: Any) -> Any:
-        """Return an argument of a factory call. Raise an error if its annotation does not accept it."""
+        """Return one argument of a call if the annotation of its parameter accepts it. Else raise an error.
+
+        ``scale("2")`` raises: the factor must be a number. ``scale(linear_schedule(1.0, 0.0, 4))`` is accepted.
+        """
+        # An argument whose default is a dataclass, such as a `MatrixView`, must be of the same class.
         default = factory.definition.parameters[name].default
         if dataclasses.is_dataclass(default) and not isinstance(argument, type(default)):
             kind = type(default).__name__  # such as "MatrixView"
@@ -418,12 +446,18 @@ class Recorded:
 
     @classmethod
     def _from(cls, structure: Structure, values: Iterable[object]) -> Self:
-        """Return the value that has a structure, and ``values`` as its numbers and inner transforms, unchecked."""
+        """Return the value that has a structure, and ``values`` as its numbers and inner transforms, unchecked.
+
+        The structure of ``scale(0.1)`` and the values ``[0.2]`` give ``scale(0.2)``. The values may also be tracers of
+        ``torch.func``, or any object that a pytree library puts in place of a number.
+        """
+        # An instance is immutable, so its own `__setattr__` raises: that of `object` sets the attributes.
         recorded = cast("Self", object.__new__(structure.kind))
         object.__setattr__(recorded, "structure", structure)
         object.__setattr__(recorded, "factory", structure.factory)
         object.__setattr__(recorded, "parts", tuple(values))
         if not torch.compiler.is_compiling():
+            # Results that other values of this structure have computed, such as "locality".
             recorded.__dict__.update(structure.attributes)
         return recorded
 
@@ -449,7 +483,8 @@ class Recorded:
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function that has the factory's signature, with arguments from a dict by name.
 
-        Arguments of ``*args`` and ``**kwargs`` are a list and a dict in it, which are unpacked.
+        The dict has the arguments of ``*args`` as one sequence and those of ``**kwargs`` as one dict, which are
+        unpacked. For a chain, ``{"transforms": (a, b)}`` becomes the call ``function(a, b)``.
         """
         positional: list[object] = []
         named: dict[str, object] = {}
@@ -506,6 +541,8 @@ class Recorded:
     def replace(self, **changes: object) -> Self:
         """Return a copy with some arguments of the factory call changed.
 
+        ``momentum(0.9).replace(nesterov=False)`` returns ``momentum(decay=0.9, nesterov=False)``.
+
         Raises:
             TypeError: the factory has no argument of this name. The message lists its arguments.
         """
@@ -516,7 +553,7 @@ class Recorded:
                 f"{self.factory.__name__} has no argument {unknown[0]}{hint(unknown[0], arguments)}; it has "
                 f"{', '.join(arguments)}. To change a number of a transform within it, use with_hyperparams"
             )
-        return self._call(self.factory, {**arguments, **changes})
+        return self._call(self.factory, {**arguments, **changes})  # a new call, which checks the changed arguments
 
     def __repr__(self) -> str:
         """Return Python code that creates an equal value. Arguments that equal their defaults are left out.
@@ -531,6 +568,7 @@ class Recorded:
                 positional += map(code_of_value, value)
             elif parameter.kind is parameter.VAR_KEYWORD:
                 keywords += [f"{key}={code_of_value(item)}" for key, item in value.items()]
+            # Without its name only if no named argument comes before: Python allows no other order.
             elif not keywords and _is_written_by_position(parameter, value):
                 positional.append(code_of_value(value))
             elif not same(value, parameter.default):
@@ -560,9 +598,10 @@ class Recorded:
 
 
 def prepared(recorded: R) -> R:
-    """Build the functions of a transform and of its inner transforms and schedules now, and return the transform.
+    """Build the functions of a transform and of all that it contains now, not at the first use. Return the transform.
 
-    Bad arguments then raise before the first use. A transform is marked, so that this happens once.
+    It contains inner transforms and schedules. Bad arguments then raise before the first use. A transform is marked, so
+    that this happens once.
     """
     if "_is_prepared" in recorded.__dict__:
         return recorded
@@ -582,8 +621,8 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
     """
     numbers: list[tuple[str, Any]] = []
     for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
-        full_name = joined_name(name, argument)
-        if isinstance(value, Recorded):
+        full_name = joined_name(name, argument)  # "muon.momentum" and "decay" give "muon.momentum.decay"
+        if isinstance(value, Recorded):  # an inner transform or a schedule, with numbers of its own
             numbers += parts_of(value, full_name)
         else:
             numbers.append((full_name, value))
@@ -591,7 +630,12 @@ def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
 
 
 def numbers_of(recorded: Recorded) -> list[Any]:
-    """Return the numeric arguments of a transform and of its inner transforms, in the order of pytree leaves."""
+    """Return the numeric arguments of a transform and of its inner transforms, in the order of pytree leaves.
+
+    >>> import muonfx as mfx
+    >>> numbers_of(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)))
+    [0.9, -0.1]
+    """
     numbers: list[Any] = []
     for value in recorded.parts:
         if isinstance(value, Recorded):
@@ -611,7 +655,7 @@ def with_numbers(recorded: R, numbers: Iterator[object]) -> R:
     chain(momentum(decay=0.5), scale(factor=-0.2))
     """
     new_parts: list[object] = []
-    has_changed = False
+    has_changed = False  # True once a number or an inner transform is another object
     for part in recorded.parts:
         new_part = with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers)
         has_changed = has_changed or new_part is not part
@@ -662,6 +706,8 @@ def part_names(recorded: Recorded) -> tuple[str, ...]:
 
 
 def _part_names(recorded: Recorded) -> tuple[str, ...]:
+    """Return the names of the numbers and inner transforms among a transform's arguments, such as ("decay",)."""
+    # A transparent wrapper, such as `offload`, has one inner transform and no name of its own.
     if recorded.factory.definition.transparent:
         return ("",)
     names: list[str] = []
@@ -676,7 +722,8 @@ def _part_names(recorded: Recorded) -> tuple[str, ...]:
 def _text_of_call(recorded: Recorded) -> str:
     """Return the text whose hash is the fingerprint: public names and arguments, without numbers and defaults.
 
-    For example, "muonfx.chain(transforms=(muonfx.momentum(nesterov=True),muonfx.scale()))".
+    For example, "muonfx.chain(transforms=(muonfx.momentum(nesterov=False),muonfx.scale()))". Defaults are left out, so
+    that a new argument with a default does not change the fingerprints of old checkpoints.
     """
     recorded = strip_transparent(recorded)
     definition = recorded.factory.definition
@@ -684,6 +731,7 @@ def _text_of_call(recorded: Recorded) -> str:
     texts: list[str] = []
     for name, skeleton in recorded.structure.skeleton.items():
         text = _text_of_argument(skeleton, parts)
+        # A number is "*" here and as a default, so it is left out too.
         if text != _text_of_default(definition, name):
             texts.append(f"{name}={text}")
     return f"{public_name(recorded.factory)}({','.join(texts)})"
@@ -694,9 +742,10 @@ _NUMBER = "*"
 
 
 def _text_of_argument(skeleton: object, parts: Iterator[object]) -> str:
-    """Return an argument as text for the fingerprint, in which numbers are "*".
+    """Return an argument as text for the fingerprint, in which numbers are "*": "(*,True)" for ``(tensor(0.1), True)``.
 
-    ``skeleton`` is the argument with placeholders for its numbers and transforms, which are the next of ``parts``.
+    A fingerprint identifies a transform in checkpoints, also if a run resumes with another learning rate. ``skeleton``
+    is the argument with placeholders for its numbers and transforms, which are the next of ``parts``.
     """
     if skeleton is _HOLE:  # the argument is one number or transform
         part = next(parts)
@@ -711,7 +760,11 @@ def _text_of_argument(skeleton: object, parts: Iterator[object]) -> str:
 
 
 def _text_of_default(definition: Definition, name: str) -> str:
-    """Return the default of an argument as text for the fingerprint: "*" for a number, or if there is no default."""
+    """Return the default of an argument as text for the fingerprint: "*" for a number, or if there is no default.
+
+    An argument whose text equals that of its default is left out of the fingerprint. For ``decay: float = 0.9``, the
+    text is "*", and for ``nesterov: bool = True``, it is "True".
+    """
     parameter = definition.parameters[name]
     if parameter.kind is parameter.VAR_POSITIONAL:
         return "()"
@@ -719,6 +772,7 @@ def _text_of_default(definition: Definition, name: str) -> str:
         return "{}"
     if parameter.default is parameter.empty:
         return _NUMBER
+    # The same steps as for the argument of a call: separate the numbers, and write the rest as text.
     parts: list[object] = []
     skeleton = _split(definition.as_float(name, parameter.default), parts)  # appends to `parts`
     return _text_of_argument(skeleton, iter(parts))
