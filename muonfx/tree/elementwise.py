@@ -36,13 +36,14 @@ _STACK = 1 << 18  # elements of a stack, whose temporaries stay in a CPU's cache
 
 
 def _cannot_use_foreach(*lists: Sequence[Tensor], scalar: Scalar = 1.0) -> bool:
-    """Return True if the foreach operators cannot be used: for empty lists, and under ``torch.func`` or autograd.
+    """Return True if torch's operators on whole lists of tensors (``torch._foreach_mul``, ...) cannot be used.
 
-    The caller then computes its formula tensor by tensor.
+    That is so for empty lists, under ``torch.func``, and if autograd records one of the tensors. The caller then
+    computes its formula tensor by tensor.
     """
     if not lists[0] or functorch_is_active():
         return True
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # autograd records nothing, as in a usual step
         return False
     return _requires_grad([scalar], *lists)
 
@@ -57,7 +58,11 @@ def _requires_grad(*lists: Sequence[object]) -> bool:
 
 
 def unrecorded(*lists: Sequence[object]) -> AbstractContextManager[object]:
-    """Return ``torch.no_grad()`` if none of these tensors is differentiated or traced, else an empty context."""
+    """Return a context for ``with`` in which a step on these tensors runs: ``torch.no_grad()`` wherever possible.
+
+    It is an empty context if one of them requires gradients, or if ``torch.func`` or a compiler records operators.
+    Then ``no_grad`` could lose a derivative.
+    """
     if torch.compiler.is_compiling() or functorch_is_active() or not torch.is_grad_enabled():
         return nullcontext()
     if _requires_grad(*lists):
@@ -79,7 +84,10 @@ def _are_all_fp32_or_fp64(xs: Sequence[Tensor]) -> bool:
 
 
 def _converted_numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
-    """Convert numbers to 0-d tensors for many fp32 or fp64 tensors on a CPU, else return them unchanged."""
+    """Convert numbers to 0-d tensors if this saves time: for 32 or more fp32 or fp64 tensors on a CPU.
+
+    In all other cases, the numbers are returned unchanged. The results have the same bits either way.
+    """
     # Torch makes a fp64 tensor of a number for each tensor and casts it. These have the same bits in a third of the
     # time, which for short lists is not worth the calls here.
     if len(xs) < _MANY or is_traced() or not _on_cpu(xs) or not _are_all_fp32_or_fp64(xs):
@@ -96,16 +104,17 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
         # In a branch of `torch.cond`, the compiler of torch 2.13 fails for a foreach function that overwrites. It
         # chooses the memory of results anyway.
         return cast_like(_foreach(name, xs, *rest, reuse=False, **options), xs)
-    if reuse:
+    if reuse:  # the name with "_" at its end is the operator that overwrites
         getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)
         return xs
     return list(getattr(torch, f"_foreach_{name}")(xs, *rest, **options))
 
 
 def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
-    """Return a list with the scalar for each tensor of ``xs``, in the dtype of this tensor: 0.9 gives ``[0.9, 0.9]``.
+    """Repeat a scalar for each tensor of ``xs``: for two tensors, 0.9 gives ``[0.9, 0.9]``.
 
-    A scalar tensor is not cast to bf16 or fp16, because that would round it.
+    If the scalar is a 0-d tensor, each repetition has the dtype of its tensor. For an fp32 and a bf16 tensor, a fp64
+    scalar gives ``[fp32 scalar, fp64 scalar]``: it is not cast to bf16 or fp16, because that would round it.
     """
     if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
@@ -130,9 +139,11 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
     On bf16 itself, CPUs round once in the vectorized part of a tensor and twice in its tail. So an element of a slice
     would differ from the same element of the whole tensor.
     """
+    # Copies, also of a tensor that is fp32 already, because the function overwrites them.
     wide_xs = _tensorwise(lambda x: x.to(wide_dtype(x.dtype), copy=True), xs)
     wide_rest = [cast_like(ys, wide_xs) for ys in rest]
     results = function(wide_xs, *wide_rest, scalar, reuse=True)
+    # Round the results to the old dtypes: into the old tensors, or as new ones.
     if reuse:
         return copy(results, into=xs)
     return cast_like(results, xs)
@@ -162,7 +173,7 @@ def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype to which torch promotes these dtypes together with fp32."""
+    """Return the dtype in which to compute with these dtypes: fp32 for bf16 and fp32, fp64 if one of them is fp64."""
     widest = torch.float32
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
@@ -170,7 +181,10 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def widest(*lists: Sequence[Tensor]) -> list[Tensors]:
-    """Convert the tensors at each position of the lists to one dtype: the promotion of their dtypes and fp32."""
+    """Convert the tensors at each position of the lists to one dtype of fp32 or more, to compute with them.
+
+    For the lists ``[bf16, fp32]`` and ``[bf16, fp64]``, the first position becomes fp32 and the second fp64.
+    """
     wide = [wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]
     return [cast(xs, wide) for xs in lists]
 
@@ -211,6 +225,7 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
 
 def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
     """Cast the new values of a state to the dtypes of its tensors ``old``; with ``reuse``, write them into ``old``."""
+    # If all values are the old tensors themselves, they were computed in place, and there is nothing to write.
     if reuse and not all(map(is_, values, old)):
         return copy(values, into=old)
     return cast_like(values, old)
@@ -220,6 +235,7 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x: x * c, xs)
+    # From here on, one call for the whole list. A number and a 0-d tensor need different calls to give the same bits.
     if isinstance(c, Tensor):
         return _mul_by_tensor(xs, c, reuse=reuse)
     if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
@@ -230,7 +246,9 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
     """Return ``x * c`` for a 0-d tensor ``c``, with a foreach call; with ``reuse``, the results overwrite ``xs``."""
-    if _would_widen(xs):  # the product of a 0-d bf16 tensor and `c` has the dtype of `c`
+    if _would_widen(
+        xs
+    ):  # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` has the dtype of `c`
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
     factors = _scalar_for_each(c, xs)
     if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
@@ -252,8 +270,9 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """Return ``x + c`` for every fp32 or fp64 tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
     if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x: x + c, xs)
-    if not isinstance(c, Tensor):
+    if not isinstance(c, Tensor):  # a Python number, added to all tensors in one call
         return _foreach("add", xs, c, reuse=reuse)
+    # A 0-d tensor, such as a hyperparameter of a compiled step: repeat it, in the dtype of each tensor.
     summands = _scalar_for_each(c, xs)
     if is_traced() or not all(x.is_cuda for x in xs):
         # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
@@ -264,12 +283,13 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Return ``x + c * y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``xs``.
 
-    On a CPU, a number c and a 0-d tensor c give the same bits.
+    For the lists ``[x1, x2]`` and ``[y1, y2]``, the result is ``[x1 + c * y1, x2 + c * y2]``. On a CPU, a number c and
+    a 0-d tensor c give the same bits, so each case below calls the operator that rounds in this way.
     """
     if _cannot_use_foreach(xs, ys, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
     is_number = not isinstance(c, Tensor)
-    if is_number and c == 1.0:
+    if is_number and c == 1.0:  # no product, so nothing is rounded twice
         return _foreach("add", xs, ys, reuse=reuse)
     if _rounds_numbers(xs):  # bf16 or fp16 on a CPU
         return _in_wide(add, xs, ys, scalar=c, reuse=reuse)
@@ -283,7 +303,10 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x + weight * (y - x)`` for corresponding fp32 or fp64 tensors; with ``reuse``, in place of ``xs``."""
+    """Interpolate: return ``x + weight * (y - x)`` for corresponding fp32 or fp64 tensors of two lists.
+
+    For x = 1, y = 3 and the weight 0.25, the result is 1.5. With ``reuse``, the results overwrite ``xs``.
+    """
     weights = _scalar_for_each(weight, xs)
     if _cannot_use_foreach(xs, ys, scalar=weight):  # under torch.func or autograd
         return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
@@ -291,13 +314,14 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
         return _foreach("lerp", xs, ys, weight, reuse=reuse)
     if _on_cpu(xs):  # there a 0-d weight gives the same bits as a number
         return _foreach("lerp", xs, ys, weights, reuse=reuse)
+    # On other devices, the formula itself: the differences, their products with the weight, and the sums.
     steps = list(torch._foreach_sub(ys, xs))
     return add(xs, mul(steps, weight, reuse=True), reuse=reuse)
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Return ``x + c * y * z`` for corresponding fp32 or fp64 tensors of three lists; ``reuse`` overwrites ``xs``."""
-    if _cannot_use_foreach(xs, ys, zs, scalar=c):
+    if _cannot_use_foreach(xs, ys, zs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x, y, z: x + c * y * z, xs, ys, zs)
     # Compute `c * y` first, as CPUs do for a number: `y * z` may overflow although the sum is finite.
     if isinstance(c, Tensor) or (c != 1.0 and not _on_cpu(xs)):
@@ -307,7 +331,7 @@ def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bo
 
 def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     """Return ``x / y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``ys``."""
-    if _cannot_use_foreach(xs, ys):
+    if _cannot_use_foreach(xs, ys):  # under torch.func or autograd
         return _tensorwise(torch.div, xs, ys)
     if reuse and _on_cpu(ys):  # no foreach form writes to the divisors; on other devices launches cost more
         return _tensorwise(lambda x, y: torch.div(x, y, out=y), xs, ys)
@@ -317,6 +341,7 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
 def apply(name: str, *lists: Tensors, reuse: bool = False) -> Tensors:
     """Apply a torch function, such as "sqrt", to corresponding tensors of lists; ``reuse`` overwrites the first.
 
+    ``apply("sqrt", xs)`` returns the square roots, and ``apply("maximum", xs, ys)`` the larger elements of two lists.
     The derivative of the square root at zero is 0 instead of infinity.
     """
     if _cannot_use_foreach(*lists):  # under torch.func or autograd
@@ -331,6 +356,7 @@ _ALIGNMENT = 64  # bytes of the widest CPU vectors; torch allocates CPU memory a
 def can_be_stacked(rows: int, columns: int, device: torch.device) -> bool:
     """Return True if products of a matrix have the same bits alone and at every position of a contiguous stack.
 
+    If they have not, matrices are multiplied one by one, so that a result never depends on the other parameters.
     MKL sums in another order on some CPUs (Zen 4) if a matrix does not begin at a multiple of 64 bytes. With sides that
     are multiples of 4, every matrix of an fp32 stack does, and so does every product of it with its transpose.
     """
@@ -365,7 +391,7 @@ def by_stacks(
     def on_lists(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
         """Call ``function`` for each group of tensors. ``lists`` has one list of tensors for each of its arguments."""
         # Groups of indices, such as [[0, 2], [1]] if the tensors 0 and 2 have one shape.
-        if _cannot_use_foreach(*lists) or is_traced():  # the memory of tensors cannot be examined
+        if _cannot_use_foreach(*lists) or is_traced():  # the memory of tensors cannot be examined: no stacks
             groups = [[index] for index in range(len(lists[0]))]
             prepare = Tensor.contiguous
         else:
@@ -407,15 +433,17 @@ def _unstacked(stack: Tensor) -> Sequence[Tensor]:
 def _groups(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     """Group the indices of small tensors that can be stacked; any other tensor is in a group by itself.
 
-    Lists of a (2, 3), a (4,) and a (2, 3) tensor give the groups ``[[0, 2], [1]]``. If there are several lists, the
-    tensors at an index must agree in all of them.
+    A list of a (2, 3), a (4,) and a (2, 3) tensor gives the groups ``[[0, 2], [1]]``. If there are several lists, the
+    tensors at an index must agree in all of them: both their gradients and their momenta, say.
     """
+    # First, the indices of tensors of the same shape, dtype and device.
     indices_by_spec: defaultdict[object, list[int]] = defaultdict(list)
     for index, tensors in enumerate(zip(*lists, strict=True)):
         spec = tuple(map(_stackable_spec, tensors))
         indices_by_spec[spec].append(index)
     groups: list[list[int]] = []
     for indices in indices_by_spec.values():
+        # Then, cut these indices into groups of at most `limit`: [0, 2, 5] with the limit 2 gives [0, 2] and [5].
         limit = _most_in_a_stack([xs[indices[0]] for xs in lists])  # 1 if they are large
         for start in range(0, len(indices), limit):
             groups.append(indices[start : start + limit])
@@ -430,8 +458,8 @@ def _stackable_spec(x: Tensor) -> tuple[object, ...]:
 def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     """Return how many tensors like each of these can be in one stack: 1 if they cannot be stacked.
 
-    A stack should fit a CPU's cache. A large tensor is always computed alone, because torch sums it in several threads,
-    and so in another order than within a stack.
+    A stack should fit a CPU's cache: 256 matrices of 32 x 32 elements, or 64 of 64 x 64. A large tensor is always
+    computed alone, because torch sums it in several threads, and so in another order than within a stack.
     """
     largest = max([x.numel() for x in tensors])
     if largest >= _SMALL:
@@ -439,7 +467,7 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     for x in tensors:
         if type(x) not in _PLAIN or not _has_stackable_matrices(x):
             return 1
-    return _STACK // max(largest, 1)
+    return _STACK // max(largest, 1)  # an empty tensor counts as one element
 
 
 def _has_stackable_matrices(x: Tensor) -> bool:
@@ -464,7 +492,11 @@ def kept_visible(bounded: Tensors, xs: Tensors) -> Tensors:
 
 
 def norms(xs: Tensors) -> Tensors:
-    """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
+    """Return the 2-norm of each tensor as a 0-d tensor, in fp64 if the device supports it, without overflow.
+
+    For a tensor of the elements 3 and 4, it is 5.
+    """
+    # fp64 can represent the square of every finite fp32 number. fp64 tensors are scaled first, one by one.
     if _cannot_use_foreach(xs) or not all(map(_squares_fit_into_fp64, xs)):
         return _tensorwise(_norm, xs)
     return list(torch._foreach_norm(xs, 2, dtype=torch.float64))
@@ -498,15 +530,19 @@ def peaks(xs: Tensors) -> Tensors:
 
 
 def _peak(x: Tensor) -> Tensor:
-    """Return the largest absolute value of a tensor as a 0-d tensor, in one pass over it; 0 if it is empty."""
+    """Return the largest absolute value of a tensor as a 0-d tensor, in one pass over it; 0 if it is empty.
+
+    For the elements -3 and 2, it is 3.
+    """
     if x.numel() == 0:
         return x.new_zeros(())
+    # The largest absolute value is that of the largest or of the smallest element.
     low, high = torch.aminmax(x)
     return torch.maximum(high, -low)
 
 
 def scalar_like(number: Scalar, x: Tensor) -> Tensor:
-    """Convert a number to a 0-d tensor with the dtype and device of `x`."""
+    """Convert a number to a 0-d tensor with the dtype and device of ``x``, to use both in one formula."""
     # Torch divides a Python number by a tensor as number times reciprocal, and promotes the dtype of a 0-d tensor. With
     # tensors of one dtype as operands, a Python number and a 0-d tensor give the same bits.
     if isinstance(number, Tensor):
@@ -515,6 +551,7 @@ def scalar_like(number: Scalar, x: Tensor) -> Tensor:
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """Return the square root with derivative 0 instead of infinity at 0."""
+    """Return the square root of each element, with derivative 0 instead of infinity at 0."""
     is_zero = x == 0
+    # The root of 1 is computed in place of the root of 0. Else its infinite derivative times 0 would be NaN.
     return torch.where(is_zero, x.detach(), torch.where(is_zero, 1.0, x).sqrt())
