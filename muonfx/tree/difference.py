@@ -9,7 +9,7 @@ from muonfx.tree.structure import PyTree, names, open_node, same_structure
 
 
 def difference(tree: PyTree, expected: PyTree) -> str:
-    """Return a text with the leaves that only one of two trees has, or else with a container that differs.
+    """Describe for an error how a tree differs from an expected one: by the names of leaves, or by a container.
 
     >>> difference({"a": 1}, {"b": 1})
     "missing 'b'; unexpected 'a'"
@@ -23,6 +23,7 @@ def difference(tree: PyTree, expected: PyTree) -> str:
         texts.append(f"missing {format_list(missing, shown_name)}")
     if unexpected:
         texts.append(f"unexpected {format_list(unexpected, shown_name)}")
+    # With the same names, one has a list where the other has a tuple, for example.
     return "; ".join(texts) or _differing_container(tree, expected)
 
 

@@ -35,11 +35,13 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
     """Return True if a cast from one dtype to another of the same kind keeps every value, as from bf16 to fp32.
 
-    The kinds are ints, floats and complex numbers. A cast from int8 to fp32 keeps all values, but gives False.
+    A checkpoint may then be loaded into a state of the wider dtype. The kinds are ints, floats and complex numbers. A
+    cast from int8 to fp32 keeps all values, but gives False.
     """
     if source == target or (source, target) == (torch.complex64, torch.complex128):
         return True
     if source.is_floating_point and target in _FLOATS:
+        # Every value is kept if the target has as fine steps, as large numbers and as small numbers.
         narrow = torch.finfo(source)
         wide = torch.finfo(target)
         keeps_subnormals = narrow.tiny * narrow.eps >= wide.tiny * wide.eps  # the least subnormal numbers
@@ -48,6 +50,7 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     for dtype in (source, target):
         if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
             return False
+    # The range of the target must contain that of the source: uint8 fits int16, and int8 does not fit uint16.
     source_range = torch.iinfo(source)
     target_range = torch.iinfo(target)
     return target_range.min <= source_range.min and source_range.max <= target_range.max

@@ -46,6 +46,7 @@ def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTre
     AdamState(count=tensor(0), mu={'w': tensor([1., 1.]), 'b': tensor([1.])}, nu={'w': tensor([1., 1.]), ...})
     """
     param_of = dict(named_leaves(params))
+    # The names of the parameters are in the order of the leaves of the state, with None for a step count.
     state_leaves, treedef = flatten(state)
     for index, name in enumerate(parameters_of(state, params)):
         if name is not None and _have_one_shape(state_leaves[index], param_of[name]):
@@ -73,7 +74,7 @@ def parameters_of(state: PyTree, params: PyTree) -> list[str | None]:
 
 
 def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
-    """Return for each leaf of a state the parameter to which it belongs.
+    """Return for each leaf of a state the parameter to which it belongs: ``momenta["w"]`` to the parameter "w".
 
     A state has nodes whose children are some or all parameters and nothing else, such as the dict of all momenta. All
     leaves below such a child belong to its parameter, whether one tensor or a whole record. The field of a NamedTuple
@@ -147,6 +148,7 @@ def _matches(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Match]:
     """
     matches: list[_Match] = []
     for start in range(len(path)):
+        # From the longest part that begins at `start` to the shortest.
         for stop in range(len(path), start, -1):
             if path[start:stop] in name_of:
                 matches.append(_Match(start, stop))
@@ -164,6 +166,7 @@ def _mixed_nodes(state_paths: Sequence[TypedPath], matches_of_paths: Sequence[Se
     for path, matches in zip(state_paths, matches_of_paths, strict=True):
         starts = {match.start for match in matches}
         for start in range(len(path)):
+            # The node at path[:start] has the child path[start], with which no parameter begins.
             if start not in starts:
                 mixed.add(path[:start])
     return mixed
@@ -174,7 +177,10 @@ def _length_and_depth(match: _Match) -> tuple[int, int]:
 
 
 def _ownership_of_one_tensor(state: PyTree, param: object) -> list[Ownership]:
-    """Return the ownership if the parameters are one tensor, with the name "": leaves of its shape belong to it."""
+    """Return the ownership of each leaf of a state if the parameters are a single tensor, not a dict of tensors.
+
+    The name of this tensor is "". A leaf of its shape, such as a momentum, belongs to it, and a step count does not.
+    """
     owners: list[Ownership] = []
     for path, leaf in zip(paths(state), leaves(state), strict=True):
         name = "" if _have_one_shape(leaf, param) else None

@@ -80,8 +80,9 @@ def _nodes(node: PyTree, path: Path = ()) -> Iterator[tuple[Path, PyTree]]:
     """Yield a (path, value) pair for every leaf and subtree of a tree, parents first."""
     yield path, node
     container, children = open_node(node)
-    if container is None:
+    if container is None:  # a leaf
         return
+    # The entry of a child is its key, index or field, with which its path is one step longer.
     for entry, child in zip(container.entries, children, strict=True):
         yield from _nodes(child, (*path, entry))
 
@@ -99,7 +100,10 @@ def _fits(path: Path, node: PyTree, where: Where) -> bool:
 
 
 def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
-    """Return the path and the node with the path or the type ``where``. Raise KeyError unless there is exactly one."""
+    """Return the path and the node with the path or the type ``where``. Raise KeyError unless there is exactly one.
+
+    In ``{"momentum": {"w": 1}}``, "w" is at the path ("momentum", "w").
+    """
     matches = _find(tree, where)
     if len(matches) == 1:
         return matches[0]
@@ -111,6 +115,7 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
 
 def _no_match(tree: PyTree, where: Where) -> KeyError:
     """Return an error for a path or type that no node has, with similar paths: "...; did you mean trace?"."""
+    # Only for paths: similar names of types are not searched.
     message = f"no node of the tree matches {_shown(where)}"
     if isinstance(where, str):
         similar = close_names(where, [dotted(path) for path, _ in _nodes(tree) if path])
@@ -134,6 +139,7 @@ def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:
     container, children = open_node(node)
     assert container is not None
     assert container.rebuild is not None
+    # Replace the child with which the path begins, by a copy that has the new node at the rest of the path.
     index = container.entries.index(path[0])
     children[index] = _replaced(children[index], path[1:], value)
     return container.rebuild(children)

@@ -93,6 +93,7 @@ class _Node:
         """
         if self.kind is None:  # a leaf of the structure, at which any subtree may be
             return [tree]
+        # The container at the top of the tree must be that of the structure, with the same keys.
         node, children = open_node(tree)
         are_dicts = self.kind in _DICTS and type(tree) in _DICTS
         if are_dicts and {*tree} == {*self.entries}:
@@ -100,6 +101,7 @@ class _Node:
             children = [tree[entry] for entry in self.entries]
         elif node is None or node.kind is not self.kind or node.entries != self.entries:
             raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
+        # Cut each child by the structure of its position, and join the lists of subtrees.
         subtrees: list[PyTree] = []
         for structure, child in zip(self.children, children, strict=True):
             subtrees += structure.flatten_up_to(child)
@@ -137,13 +139,13 @@ def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
     kind = type(node)
     old_keys = list(node)
     keys = old_keys
-    if kind is not OrderedDict:
+    if kind is not OrderedDict:  # the order of other dicts has no meaning
         keys = total_order_sorted(node)
     default_factory = node.default_factory if isinstance(node, defaultdict) else None
 
     def rebuild(children: list[PyTree]) -> PyTree:
         """Build a dict of the same type from new children. It has the keys in the order of the old dict."""
-        child_of = dict(zip(keys, children, strict=True))
+        child_of = dict(zip(keys, children, strict=True))  # the children are in the order of the sorted keys
         items = {key: child_of[key] for key in old_keys}
         if kind is defaultdict:
             return defaultdict(default_factory, items)
@@ -155,9 +157,12 @@ def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
 
 
 def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
-    """Append the leaves of a tree to ``leaves``, and return the structure of the tree."""
+    """Do the work of `flatten` while a compiler traces: append the leaves to a list, and return the structure.
+
+    For ``{"b": 2, "a": None}``, None and then 2 are appended, and the structure is a `_Node` of a dict with two leaves.
+    """
     node, children = open_node(tree)
-    if node is None:
+    if node is None:  # no container, but a leaf
         leaves.append(tree)
         return _Node()
     node.children = tuple([_traced_flatten(child, leaves) for child in children])
@@ -218,9 +223,13 @@ def leaves(tree: PyTree) -> list[Any]:
 
 
 def ids(tree: PyTree) -> set[int]:
-    """Return the set of ``id(leaf)`` for all leaves of a tree except None, to find leaves that two trees share."""
+    """Return the set of ``id(leaf)`` for all leaves of a tree except None, to find leaves that two trees share.
+
+    The ids of ``{"w": x}`` and ``(x, y)`` have ``id(x)`` in common.
+    """
     tree_leaves = tree.values() if is_flat(tree) else flatten(tree)[0]
     leaf_ids = set(builtins.map(id, tree_leaves))
+    # All trees share None, which is one object.
     leaf_ids.discard(id(None))
     return leaf_ids
 
@@ -229,7 +238,10 @@ _PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def is_flat(tree: PyTree) -> bool:
-    """Return True if a tree is a dict from strings to tensors and None, such as ``dict(model.named_parameters())``."""
+    """Return True if a tree is a dict from strings to tensors and None, such as ``dict(model.named_parameters())``.
+
+    ``{"w": tensor, "b": None}`` is flat, and ``{"mlp": {"w": tensor}}`` is not.
+    """
     # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves. So
     # this function compares sets of types, and has no loop over leaves.
     if type(tree) is not dict:
@@ -311,10 +323,11 @@ def typed_paths(tree: PyTree, above: TypedPath = ()) -> list[TypedPath]:
     tree itself.
     """
     node, children = open_node(tree)
-    if node is None:
+    if node is None:  # the tree is a leaf
         return [above]
     is_field = hasattr(node.kind, "_fields")
     paths_of_leaves: list[TypedPath] = []
+    # The paths within a child begin with the path to this child: one step more.
     for entry, child in zip(node.entries, children, strict=True):
         paths_of_leaves += typed_paths(child, (*above, Key(entry, is_field)))
     return paths_of_leaves
@@ -344,7 +357,7 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
 
     if torch.compiler.is_compiling():  # the compiler cannot trace optree
         tree_leaves, treedef = flatten(tree)
-        lists = [tree_leaves]
+        lists = [tree_leaves]  # a list of leaves for each of the trees
         for further_tree in rest:
             lists.append(subtrees(treedef, further_tree))
         return unflatten(treedef, builtins.map(unless_none, *lists))
@@ -360,7 +373,7 @@ def copy_shared(outputs: PyTree, inputs: PyTree) -> PyTree:
     (False, True)
     """
     ids_of_inputs = ids(inputs)
-    if ids_of_inputs.isdisjoint(ids(outputs)):
+    if ids_of_inputs.isdisjoint(ids(outputs)):  # nothing is shared: the usual case
         return outputs
     leaves_of_outputs, treedef = flatten(outputs)
     for index, leaf in enumerate(leaves_of_outputs):
@@ -444,11 +457,13 @@ class Present:
     def _subtrees(self, tree: PyTree) -> list[Any]:
         """Return the list of the subtrees of another tree at all leaves of the tree given to `Present`, None or not.
 
-        Raise ValueError or KeyError if the other tree has another structure.
+        The tree may be a state whose values at these positions are records: ``{"w": (1, 2)}`` gives ``[(1, 2)]``. Raise
+        ValueError or KeyError if it has another structure.
         """
         if self._keys is None:  # not a flat dict
             return subtrees(self._treedef, tree)
         if not isinstance(tree, _DICTS) or len(tree) != len(self._keys):
+            # A dict of the same length with other keys raises KeyError below.
             raise ValueError(
                 f"updates, state and params must have one structure: expected a dict of {format_list(self._keys)}, "
                 f"found a {type(tree).__name__} of {format_list(names(tree))}"
@@ -464,7 +479,7 @@ class Present:
     def pick(self, tree: PyTree) -> list[Any]:
         """Return a list of the leaves of ``tree`` at the positions where the tree given to `Present` is not None."""
         leaves = self._subtrees(tree)
-        if self._is_complete:
+        if self._is_complete:  # no position is skipped
             return leaves
         return [leaves[index] for index in self._indices]
 
@@ -476,6 +491,7 @@ class Present:
         """
         if self._is_complete:  # no leaf is None
             return self._tree(values)
+        # Begin with None or the old leaves at all positions, and put the new values in.
         merged: list[object] = [None] * len(self._leaves)
         if old is not None:
             merged = self._subtrees(old)
