@@ -56,10 +56,11 @@ def _is_finite(number: float) -> bool:
 
 
 def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = _is_finite) -> Any:
-    """Return an argument. Raise if it is not a finite number for which ``fits`` is True, as ``expected`` describes.
+    """Check that an argument is a finite number for which ``fits`` is True, and return it. Else raise.
 
-    A tensor is returned unchecked, because reading its value may wait for a GPU. The same holds for an object that
-    replaces a number while a compiler traces, since it has no value.
+    ``expected`` describes the condition ``fits`` in the error, as in "below 1". A tensor is returned unchecked, because
+    reading its value may wait for a GPU. The same holds for an object that replaces a number while a compiler traces,
+    since it has no value.
 
     >>> _number("decay", 1.5, "below 1", lambda number: number < 1)
     Traceback (most recent call last):
@@ -164,6 +165,7 @@ def warn_caller(message: str) -> None:
     """
     frame = sys._getframe(1)  # the call that has called this function
     level = 2
+    # Go from each call to its caller, until one is in a file of neither library: that is the user's.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
         level += 1
@@ -194,8 +196,9 @@ def is_usable(leaf: object) -> bool:
 
 def all_usable(leaves: Collection[Any]) -> bool:
     """Return True if every leaf is None or a dense floating-point tensor, as `is_usable` tests for one leaf."""
-    if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):
+    if not _PLAIN_OR_NONE.issuperset(map(type, leaves)):  # such as a DTensor or a number: test one by one
         return all(map(is_usable, leaves))
+    # Hundreds of plain tensors usually have one format, such as (float32, strided, not nested).
     formats = {(leaf.dtype, leaf.layout, leaf.is_nested) for leaf in leaves if leaf is not None}
     return formats <= _USABLE_FORMATS
 
@@ -225,7 +228,7 @@ def _unusable(tree_name: str, name: str, leaf: object) -> TypeError:
     For the leaf "table" of "params", it is "params: 'table' must be dense and real floating point of 16 bits or more,
     found torch.int64, torch.strided: convert it, or leave it out".
     """
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor):  # a number or a model, with advice of its own
         return _no_tensor(tree_name, name, leaf)
     if isinstance(leaf, _LAZY):
         problem = "has no shape yet, since it belongs to a lazy module: run one forward pass first"
@@ -246,7 +249,7 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
     advice = ""
     if isinstance(leaf, nn.Module | Iterator):  # the model, or the generator model.parameters()
         code = "dict(model.named_parameters())"
-        if tree_name == "updates":
+        if tree_name == "updates":  # gradients are expected, not parameters
             code = "{name: p.grad for name, p in model.named_parameters()}"
         advice = f"; expected a tree of tensors by name, such as {code}"
     elif isinstance(leaf, Mapping):  # not a dict, whose items would be leaves
@@ -256,7 +259,7 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
 
 
 def mixed_devices(**trees: PyTree) -> str | None:
-    """Return a sentence that names two leaves on different devices; None if all leaves are on one device.
+    """Explain an error of torch by two leaves on different devices; return None if all leaves are on one device.
 
     >>> mixed_devices(updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
     "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
@@ -266,7 +269,7 @@ def mixed_devices(**trees: PyTree) -> str | None:
         for name, leaf in tree.named_leaves(values):
             if isinstance(leaf, Tensor):
                 first_leaf_on.setdefault(leaf.device, f"{tree_name}: {shown_name(name)}")
-    if len(first_leaf_on) < 2:
+    if len(first_leaf_on) < 2:  # the error has another cause
         return None
     device, different_device, *_ = first_leaf_on
     leaves = f"{first_leaf_on[device]} is on {device} and {first_leaf_on[different_device]} on {different_device}"
@@ -304,7 +307,7 @@ def check_params(params: PyTree) -> None:
     """
     _check_leaves("params", params, tree.leaves(params))
     names = tree.names(params)
-    if len(set(names)) == len(names):
+    if len(set(names)) == len(names):  # all names differ
         return
     # Such as "a.b" in {"a.b": ..., "a": {"b": ...}}.
     repeated = min(name for name in names if names.count(name) > 1)
@@ -342,10 +345,11 @@ def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
 
 
 def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:
-    """Raise unless updates are floating point and fit the parameters. Return a description of the parameters.
+    """Check the updates of a step: raise unless they are floating point and fit the parameters by name and shape.
 
-    The description consists of the leaves, the tree structure, and the shape and dtype of each leaf. If ``params`` is
-    None, it is that of the updates.
+    Return a description of the parameters, from which the caller derives the state that they must have. The description
+    consists of the leaves, the tree structure, and the shape and dtype of each leaf. If ``params`` is None, it is that
+    of the updates.
 
     >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):
@@ -379,7 +383,10 @@ def check_updates_fit(params: PyTree, updates: PyTree) -> None:
 
 
 def _check_shapes(updates: PyTree, update_leaves: Sequence[Any], param_leaves: Sequence[Any]) -> None:
-    """Raise unless each update has the shape of its parameter. An update of None fits any parameter."""
+    """Raise unless each update has the shape of its parameter. An update of None fits any parameter.
+
+    An update of shape (2,) for a parameter of shape (3,) raises, and so does an update for a parameter of None.
+    """
     for index, (update, param) in enumerate(zip(update_leaves, param_leaves, strict=True)):
         if update is None or (param is not None and update.shape == param.shape):
             continue
@@ -419,19 +426,22 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
         return
     # Find the leaf that differs, for the message.
     for index, (spec, expected_spec) in enumerate(zip(specs, expected.specs, strict=True)):
-        if expected_spec is None or spec == expected_spec:
+        if expected_spec is None or spec == expected_spec:  # None: a leaf that is no tensor, of which any is accepted
             continue
         leaf_name = shown_name(tree.names(state)[index])
         if spec is None:
             raise TypeError(f"state: {leaf_name} must be a tensor, found {type(leaves[index]).__name__}")
-        if with_dtypes or spec[0] != expected_spec[0]:
+        if with_dtypes or spec[0] != expected_spec[0]:  # [0] is the shape
             raise _wrong_leaf(leaf_name, spec, expected_spec)
 
 
 def _wrong_leaf(
     leaf_name: str, spec: tuple[torch.Size, torch.dtype], expected_spec: tuple[torch.Size, torch.dtype]
 ) -> ValueError:
-    """Return the error of a leaf of a state with another shape or dtype than expected."""
+    """Return the error of a leaf of a state with another shape or dtype than expected.
+
+    For example: "state: 'trace' has shape (3,) and dtype torch.float32, expected (2,) and torch.float32; pass ...".
+    """
     shape, dtype = spec
     expected_shape, expected_dtype = expected_spec
     return ValueError(
@@ -458,7 +468,10 @@ _UPDATES = "muonfx: updates"  # key in the metadata of an autograd node: the num
 
 
 def updates_in_graph(leaf: object) -> int:
-    """Return how many calls of `apply_updates` the autograd graph of a tensor has recorded."""
+    """Return how many calls of `apply_updates` the autograd graph of a tensor has recorded.
+
+    It is 0 for a detached parameter. For parameters that are never detached, it is 1 after one step, then 2, 3, ...
+    """
     if not isinstance(leaf, Tensor) or leaf.grad_fn is None:
         return 0
     grad_fn: Any = leaf.grad_fn  # torch's stubs call `metadata` a method
@@ -468,7 +481,8 @@ def updates_in_graph(leaf: object) -> int:
 def count_update_in_graph(params: Sequence[object], new_params: Sequence[object]) -> None:
     """Record in the autograd graph of new parameters that it has one update more than the old parameters' graph.
 
-    So `warn_of_growing_graphs` can find that a graph grows from step to step.
+    So `warn_of_growing_graphs` can find that a graph grows from step to step. The count is stored in the metadata of
+    the autograd node that computed the new parameter.
 
     >>> old = torch.ones(1, requires_grad=True)
     >>> new = 2 * old

@@ -102,6 +102,7 @@ class _Chooser:
             raise _condition_on_modules(argument, source)
         if isinstance(source, torch.nn.Module):
             raise _whole_model(argument, source)
+        # The arguments are stored as they are. The source is evaluated when the parameters are known.
         self.argument = argument
         self.source = source
         self.expected = expected
@@ -110,9 +111,10 @@ class _Chooser:
         """A dict from the `_cache_key` of some parameters to the choice for them."""
 
     def __call__(self, params: PyTree, *, quiet: bool = False) -> _Choice:
-        """Return the value of each parameter, from the cache if these parameters were seen before.
+        """Return the value of each parameter, such as ``{"w": "muon", "b": "adamw"}``.
 
-        With ``quiet``, warnings that the source issues are suppressed.
+        It is read from a cache if parameters of these names were seen before, as at every step after the first. With
+        ``quiet``, warnings that the source issues are suppressed.
         """
         names = tree.names(params)
         key = self._cache_key(params, names)
@@ -130,7 +132,8 @@ class _Chooser:
     def _cache_key(self, params: PyTree, names: list[str]) -> object:
         """Return all that the values depend on: names and, if a function chooses the values, shapes and dtypes.
 
-        The structure of the tree would do, but it cannot be hashed under compilation.
+        For a dict of labels, the key is ``("b", "w")``. A function may look at shapes, as in ``p.ndim > 1``. The
+        structure of the tree would do, but it cannot be hashed under compilation.
         """
         if not callable(self.source):
             return tuple(names)
@@ -142,7 +145,7 @@ class _Chooser:
         ``params`` may be None. The updates then give the names, shapes and dtypes. A function that chooses values may
         read the shape of any parameter, so an update of None, which has no shape, is an error.
         """
-        if params is not None:
+        if params is not None:  # the usual case; `init` has issued the warnings
             return self(params, quiet=True).value_of
         if callable(self.source):  # a function of the parameters, in place of a dict or tree of values
             for name, leaf in tree.named_leaves(updates):
@@ -160,6 +163,7 @@ class _Chooser:
         ``{"fc.weight": "muon"}``, or a tree like the parameters, ``{"fc": {"weight": "muon"}}``. The leaves of both
         have the same dotted names. A dict may have more of them than there are parameters.
         """
+        # First, the values by the names in the user's argument.
         chosen = self._evaluated(params)
         if isinstance(chosen, Mapping):
             values = dict(tree.named_leaves(dict(chosen)))
@@ -175,6 +179,7 @@ class _Chooser:
                 f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
                 "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
             )
+        # Then, the values by the names of the parameters, each of which must be a label, or True or False.
         value_of = {name: values[key] for name, key in key_of.items()}
         for name, value in value_of.items():
             if not isinstance(value, self.kinds):
@@ -217,7 +222,10 @@ class _Chooser:
 
 
 def _condition_on_modules(argument: str, condition: Condition) -> ValueError:
-    """Return the error for a condition that depends on module types, which named tensors do not have."""
+    """Return the error for a condition on module types, such as "in an embedding", in the labels of a transform.
+
+    A transform receives tensors by name and not the model, so it cannot evaluate such a condition.
+    """
     return ValueError(
         f"{argument}: found {condition!r}, expected a condition on names and shapes, because a transform receives "
         "named tensors without module types. Evaluate it on the model: {name: label == 'yes' for name, label "
@@ -234,15 +242,16 @@ def _whole_model(argument: str, model: torch.nn.Module) -> TypeError:
 
 
 def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
-    """Return a dict from parameter name to its key in a mapping, also if a wrapper such as DDP renamed the parameters.
+    """Find the entry of each parameter in the user's mapping: return a dict from parameter name to key.
 
-    A parameter without a key is left out.
+    Usually, both are equal. They differ if a wrapper such as DDP added a prefix to the names of parameters, or to the
+    keys. A parameter without a key is left out.
 
     >>> _keys_of(["module.fc.weight"], {"fc.weight": "muon"})
     {'module.fc.weight': 'fc.weight'}
     """
     exact_keys = {name: name for name in names if name in source}
-    if len(exact_keys) == len(names):
+    if len(exact_keys) == len(names):  # every name is a key: the usual case
         return exact_keys
     # Compare names without the prefixes of wrappers, on both sides: "fc.weight" for "module.fc.weight".
     key_of_plain_name = {plain_name: key for key, plain_name in unwrapped(source).items()}
@@ -250,7 +259,7 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
         return exact_keys
     key_of: dict[str, str] = {}
     for name, plain_name in unwrapped(names).items():
-        if name in source:
+        if name in source:  # an exact key is preferred
             key_of[name] = name
         elif plain_name in key_of_plain_name:
             key_of[name] = key_of_plain_name[plain_name]
@@ -283,7 +292,7 @@ def _leaves_by_label(label_of: Mapping[str, Any], labels: Iterable[Any], values:
     """
     if values is None:
         return dict.fromkeys(labels)
-    leaves_of: dict[Any, dict[str, Any]] = {label: {} for label in labels}
+    leaves_of: dict[Any, dict[str, Any]] = {label: {} for label in labels}  # a label without leaves keeps {}
     for (name, label), leaf in zip(label_of.items(), tree.leaves(values), strict=True):
         if label in leaves_of:
             leaves_of[label][name] = leaf
@@ -291,7 +300,7 @@ def _leaves_by_label(label_of: Mapping[str, Any], labels: Iterable[Any], values:
 
 
 def _selected(is_selected: Mapping[str, bool], values: PyTree) -> Any:
-    """Return a dict with the leaves of a tree that a mask selects, by name; None if there is no tree.
+    """Return the leaves of a tree for which a mask is True, as a dict by name; None if there is no tree.
 
     >>> _selected({"b": False, "w": True}, {"b": 1, "w": 2})
     {'w': 2}
@@ -300,7 +309,10 @@ def _selected(is_selected: Mapping[str, bool], values: PyTree) -> Any:
 
 
 def _require_transforms(transforms: object) -> None:
-    """Raise TypeError unless the argument ``transforms`` of `partition` is a dict of transforms."""
+    """Raise TypeError unless the argument ``transforms`` of `partition` is a dict of transforms.
+
+    Such a dict is ``{"muon": muon(), "adamw": adamw()}``, with a transform for each label.
+    """
     if not isinstance(transforms, dict):
         raise TypeError(
             f"partition: transforms must be a dict with a Transform for each label, found {transforms!r}; write "
@@ -311,7 +323,10 @@ def _require_transforms(transforms: object) -> None:
 
 
 def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[str, Transform]) -> None:
-    """Raise if a parameter has a label without a transform. The label None needs none."""
+    """Raise if a parameter has a label without a transform, such as "adam" if the transforms have only "adamw".
+
+    The label None needs no transform, because its parameters are not updated.
+    """
     for name, label in labels.items():
         if label is not None and label not in transforms:
             raise ValueError(
@@ -321,9 +336,12 @@ def _require_known_labels(labels: Mapping[str, str | None], transforms: Mapping[
 
 
 def _check_labels(choice: _Choice, transforms: Mapping[str, Transform], params: PyTree) -> None:
-    """Raise if labels do not fit the transforms and the parameters; warn of labels that are probably a mistake."""
+    """Raise if labels do not fit the transforms and the parameters; warn of labels that are probably a mistake.
+
+    It is an error if a label has no transform, and a warning if no parameter has the label of a transform.
+    """
     _require_known_labels(choice.value_of, transforms)
-    if choice.routed_labels is not None:
+    if choice.routed_labels is not None:  # labels that record for which shapes they were chosen
         choice.routed_labels.check_shapes(transforms, params)
         choice.routed_labels.warn_of_views(transforms)
     for label in transforms:
@@ -332,7 +350,11 @@ def _check_labels(choice: _Choice, transforms: Mapping[str, Transform], params: 
 
 
 def _warn_of_unused_label(label: str, choice: _Choice) -> None:
-    """Warn that no parameter has a label. The warning counts the other labels, and has the reasons of some of them."""
+    """Warn that a transform does nothing, because no parameter has its label.
+
+    The warning counts the labels in use, such as "'adamw' for 12". If they were chosen by rules, it has the reasons of
+    some of them.
+    """
     count_of = Counter(choice.value_of.values())  # the number of parameters with each label
     counts = ", ".join([f"{used_label!r} for {count}" for used_label, count in count_of.items()])
     message = (
@@ -356,7 +378,11 @@ def mask_patterns(tx: Transform) -> list[NamePatterns]:
 
 
 def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
-    """Return an equal `partition` whose labels are a plain mapping by name, so that it also works on shards."""
+    """Return an equal `partition` whose labels are a plain mapping by name, so that it also works on shards.
+
+    For example, the labels are a function ``lambda params: ...`` that looks at shapes. It is called here with the full
+    shapes, and its result replaces it: ``{"w": "muon", "b": "adamw"}``.
+    """
     choice = _label_chooser(tx.arguments["labels"])(params)
     if choice.routed_labels is None:
         return tx.replace(labels=choice.value_of)
@@ -370,6 +396,7 @@ def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
     labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).value_of
     transforms = tx.arguments["transforms"]
     names = {name for name, label in labels.items() if label is None}
+    # A transform in the partition may be, or contain, another partition with the label None.
     for label, params_of_label in _leaves_by_label(labels, transforms, params).items():
         names |= left_out(transforms[label], params_of_label)
     return names
