@@ -32,7 +32,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def public_name(value: Any) -> str:
-    """Return the dotted name of a function or class for checkpoints, which must not change if muonfx moves its code.
+    """Return the dotted name by which checkpoints identify a function or class, also if muonfx moves its code later.
 
     A function of muonfx is therefore named without submodules.
 
@@ -49,7 +49,7 @@ def public_name(value: Any) -> str:
     module = getattr(value, "__module__", None)
     if not module:  # as for some functions that are written in C
         return str(name)
-    if module in _SCRIPTS:
+    if module in _SCRIPTS:  # "__main__" would be another name if the same file is imported
         module = _name_of_script(module)
     elif module.partition(".")[0] == _PACKAGE:
         module = _PACKAGE
@@ -109,7 +109,10 @@ def _is_public_dataclass(value: object) -> bool:
 
 
 def _text_of_function(function: Any, convert: Callable[[Any], str]) -> str:
-    """Return the public name of a function or class; the code too for a lambda, and the object for a method."""
+    """Return a function or class as text for the fingerprint: its public name, such as "muonfx.momentum".
+
+    The text of a lambda also has its code, and that of a method the object to which the method belongs.
+    """
     if inspect.ismethod(function):  # bound to an object, which may matter for its result
         return f"{public_name(function.__func__)} of {convert(function.__self__)}"
     if inspect.isfunction(function) and function.__name__ == "<lambda>":  # all lambdas of one scope share a name
@@ -118,6 +121,7 @@ def _text_of_function(function: Any, convert: Callable[[Any], str]) -> str:
 
 
 def _text_of_mapping(mapping: Mapping[Any, Any], convert: Callable[[Any], str]) -> str:
+    """Return a mapping as text for the fingerprint: ``{"w": "muon"}`` as "{'w':'muon'}"."""
     items = zip(_plain_keys(mapping), mapping.values(), strict=True)
     pairs = [f"{convert(key)}:{convert(value)}" for key, value in items]
     # The order of a dict is kept, since it may matter, for example for patterns over parameter names.
@@ -127,6 +131,7 @@ def _text_of_mapping(mapping: Mapping[Any, Any], convert: Callable[[Any], str]) 
 
 
 def _text_of_partial(partial: functools.partial[Any], convert: Callable[[Any], str]) -> str:
+    """Return a partial as text for the fingerprint: "partial(module.f,1)" for ``partial(f, 1)``."""
     texts = [convert(partial.func), *map(convert, partial.args)]
     for name, value in sorted(partial.keywords.items()):
         texts.append(f"{name}={convert(value)}")
@@ -141,7 +146,8 @@ def without_addresses(text: str) -> str:
 def _plain_keys(mapping: Mapping[Any, Any]) -> list[Any]:
     """Return the keys of a dict as a list. Parameter names lose the prefixes that wrappers add, such as "_orig_mod.".
 
-    So the fingerprint is the same for a compiled and an uncompiled model.
+    Wrappers are ``torch.compile`` and DDP, for example. So the fingerprint is the same for a compiled and an uncompiled
+    model.
 
     >>> _plain_keys({"_orig_mod.fc.weight": "muon"})
     ['fc.weight']
@@ -156,9 +162,13 @@ def _plain_keys(mapping: Mapping[Any, Any]) -> list[Any]:
 
 
 def _text_of_code(code: CodeType) -> str:
+    """Return the code of a lambda as text: its bytecode, the names that it reads, and its constants.
+
+    Two lambdas in one function have the same name, and differ in this text.
+    """
     constants: list[str] = []
     for constant in code.co_consts:
-        convert = _text_of_code if inspect.iscode(constant) else text_of
+        convert = _text_of_code if inspect.iscode(constant) else text_of  # a function within the lambda is a constant
         constants.append(convert(constant))
     return f"[{code.co_code.hex()}|{','.join(code.co_names)}|{','.join(constants)}]"
 
@@ -179,7 +189,7 @@ def code_of_value(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):  # "nan" and "inf" are no Python code
         return f"float({str(value)!r})"
     if type(value) is tuple:
-        comma = "," if len(value) == 1 else ""
+        comma = "," if len(value) == 1 else ""  # (1,) is a tuple, and (1) a number
         return f"({', '.join(map(code_of_value, value))}{comma})"
     if type(value) is list:
         return f"[{', '.join(map(code_of_value, value))}]"
@@ -191,7 +201,7 @@ def code_of_value(value: object) -> str:
     code_in = getattr(value, "code_in", None)
     if callable(code_in):  # a predicate, which is named in the module `routing`
         return str(code_in("routing."))
-    return repr(value)
+    return repr(value)  # such as a string, a dtype or a transform, whose repr is code
 
 
 def _name_in_package(value: Any) -> str:
@@ -224,7 +234,7 @@ def same(a: Any, b: Any) -> bool:
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):  # `a == b` would be a tensor
         return a.dtype == b.dtype and bool(torch.equal(a, b))
-    if type(a) is not type(b):
+    if type(a) is not type(b):  # 1 and 1.0 would print as different code
         return False
     if type(a) in (tuple, list):
         return len(a) == len(b) and all(map(same, a, b))

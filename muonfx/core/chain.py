@@ -20,7 +20,10 @@ ORDER_IS_CHECKED = "order_is_checked"
 
 
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
-    """Return a dict from name to member if a transform is a `chain`; otherwise return None."""
+    """Return a dict from name to member if a transform is a `chain`; otherwise return None.
+
+    For ``chain(momentum(), scale(-0.1))``, it is ``{"momentum": momentum(...), "scale": scale(factor=-0.1)}``.
+    """
     if not tx.declaration.combinator.in_sequence:
         return None
     return dict(zip(part_names(tx), tx.children, strict=True))
@@ -137,6 +140,7 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
         """Return the sum of the outputs of all transforms for the same updates, and the states by name."""
+        # The sums are in a flat list, in the order of the leaves of the updates.
         _, treedef = tree.flatten(updates)
         sums: list[PyTree] = [None] * treedef.num_leaves  # of the outputs so far, for each leaf
         new_state: dict[str, PyTree] = {}
@@ -156,5 +160,5 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
         return b
     if b is None:
         return a
-    wide = wide_dtype(a.dtype, b.dtype)
+    wide = wide_dtype(a.dtype, b.dtype)  # fp32 for two bf16 updates, so that their sum is rounded once
     return (a.to(wide) + b.to(wide)).to(a.dtype)

@@ -46,7 +46,9 @@ class Differences(NamedTuple):
 
 
 def differences_of_chains(saved_chain: str, chain: str) -> Differences:
-    """Return texts about the arguments that differ between the code of two chains.
+    """Compare the chain that saved a state with the one that loads it: return texts about arguments that differ.
+
+    Both are given as Python code, as ``repr`` returns it.
 
     >>> differences = differences_of_chains("momentum(decay=0.9)", "momentum(decay=0.5, nesterov=False)")
     >>> differences.numbers
@@ -65,15 +67,16 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
     for path in dict.fromkeys([*saved_values, *values]):  # all arguments of either chain, each once
         saved_value = saved_values.get(path, _NOT_SET)
         value = values.get(path, _NOT_SET)
-        if saved_value.head == value.head:
+        if saved_value.head == value.head:  # equal, or calls of one function, whose arguments have paths of their own
             continue
         # The argument that contains this one. If it is another function, say, its own text reports the difference.
-        outer = path[:-1]
+        outer = path[:-1]  # (".momentum",) for (".momentum", ".decay")
         has_same_outer = saved_values.get(outer, _NOT_SET).head == values.get(outer, _NOT_SET).head
         if path and not has_same_outer:
             continue
         shown_path = "".join(path).removeprefix(".") or "the chain"
         text = f"{shown_path}: {saved_value.code:.{_LONGEST}} in the checkpoint, {value.code:.{_LONGEST}} here"
+        # Numbers, such as a learning rate, are reported apart, because fingerprints ignore them.
         if _is_number(path, saved_value) and _is_number(path, value):
             numbers.append(text)
         else:
@@ -110,17 +113,18 @@ def _add_value(path: ArgumentPath, node: ast.expr, values: dict[ArgumentPath, _V
     """
     code = ast.unparse(node)
     if isinstance(node, ast.Dict):
-        values[path] = _Value("{...}", code)
+        values[path] = _Value("{...}", code)  # the dict itself, and then each of its items
         for key, item in zip(node.keys, node.values, strict=True):
             _add_value((*path, _level_of_key(key, item)), item, values)
     elif isinstance(node, ast.Call) and not _NUMBER.fullmatch(code):  # float("inf") is a call, but a number
         values[path] = _Value(f"{ast.unparse(node.func)}(...)", code)
+        # Positional arguments first: the name of one may need a suffix, such as ".scale_2".
         for index, argument in enumerate(node.args):
             argument_path = _path_of_positional(path, node, index, values)
             _add_value(argument_path, argument, values)
         for keyword in node.keywords:
             _add_value((*path, f".{keyword.arg}"), keyword.value, values)
-    else:
+    else:  # a number, a string or a list, which is compared as a whole
         values[path] = _Value(code, code)
 
 
@@ -162,11 +166,12 @@ def _path_of_positional(
 
 
 def _first_difference(saved_chain: str, chain: str) -> str:
-    """Return a text with the part of each code around the first character that differs.
+    """Return a text with the part of each code around the first character that differs, up to 200 characters of it.
 
     It is used if no single argument can be reported, for example if the code has another order or cannot be parsed.
     """
     common_text = os.path.commonprefix([saved_chain, chain])  # noqa: RUF071 - of characters, not of paths
+    # Half of the part is before the difference.
     start = max(0, len(common_text) - _LONGEST // 2)
     end = start + _LONGEST
     return f"...{saved_chain[start:end]}... in the checkpoint, ...{chain[start:end]}... here"

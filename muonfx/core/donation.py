@@ -56,12 +56,13 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
     The caller of a step donates updates or a state: it promises not to use them again. Two tied weights, for example,
     may have one gradient tensor. Return ``(donate, updates, state)``, in which nothing is donated while tracing.
     """
-    if not (donate.updates or donate.state):
+    if not (donate.updates or donate.state):  # nothing will be overwritten
         return donate, updates, state
     if functorch_is_active() or is_traced():  # the memory of traced tensors cannot be compared
         return NOTHING, updates, state
     update_leaves = tree.leaves(updates)
-    # Indices in one list of all leaves: the updates come first, then the state, then the parameters.
+    # Indices in one list of all leaves: the updates come first, then the state, then the parameters. With 2 updates,
+    # the index 3 is the second leaf of the state. Parameters are compared too, since a gradient may share their memory.
     shared = _sharing([*update_leaves, *tree.leaves(state), *tree.leaves(params)])
     if shared and donate.updates:
         updates = _with_clones(updates, shared, start=0)
@@ -71,7 +72,10 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
 
 
 def copied_where_shared(params: list[Any], updates: list[Any]) -> list[Any]:
-    """Return the list ``params`` with clones of the tensors that share memory with a tensor of either list."""
+    """Return the list ``params`` with clones of the tensors that share memory with a tensor of either list.
+
+    The result can then be overwritten one by one. If an update is a view of a parameter, the parameter is cloned.
+    """
     leaves = [*params, *updates]
     is_tracing = functorch_is_active() or is_traced()  # memory cannot be compared then
     find_shared = _repeated if is_tracing else _sharing
@@ -79,7 +83,10 @@ def copied_where_shared(params: list[Any], updates: list[Any]) -> list[Any]:
 
 
 def _with_clones(values: PyTree, shared: set[int], *, start: int) -> PyTree:
-    """Return a tree with clones of the leaves whose indices, counted from ``start``, are in ``shared``."""
+    """Return a tree with clones of the leaves whose indices, counted from ``start``, are in ``shared``.
+
+    With ``start=2`` and ``shared={0, 3}``, the leaf 1 of the tree is cloned: its index is 2 + 1.
+    """
     leaves, treedef = tree.flatten(values)
     for index, leaf in enumerate(leaves):
         if start + index in shared:
@@ -100,7 +107,7 @@ def _repeated(leaves: Sequence[Any]) -> set[int]:
         if not isinstance(leaf, Tensor):
             continue
         first_index = first_index_of.setdefault(leaf, index)
-        if first_index != index:
+        if first_index != index:  # the tensor was seen before
             repeated |= {first_index, index}
     return repeated
 
@@ -120,11 +127,16 @@ def _sharing(leaves: Sequence[Any]) -> set[int]:
             leaf_indices.append(index)
     if not PLAIN.issuperset(map(type, tensors)):  # a DTensor, for example, has its memory in its local tensor
         tensors = list(map(_plain_tensor, tensors))
+    # `sharing` returns positions in the list of tensors, which are converted to indices of leaves.
     return {leaf_indices[position] for position in sharing(tensors)}
 
 
 def _plain_tensor(leaf: Tensor) -> Tensor:
-    """Return the plain tensor that stores the elements of a leaf, such as the local tensor of a DTensor."""
+    """Return the plain tensor that stores the elements of a leaf, such as the local tensor of a DTensor.
+
+    The method ``__tensor_flatten__`` of such a class returns the names of the attributes that hold its tensors.
+    """
+    # The tensor of the first attribute may be a wrapper again.
     while type(leaf) not in PLAIN and hasattr(leaf, "__tensor_flatten__"):
         inner: Any = leaf
         leaf = getattr(inner, inner.__tensor_flatten__()[0][0])

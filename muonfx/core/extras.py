@@ -18,11 +18,15 @@ InitAndUpdate = tuple[Callable[[PyTree], PyTree], Callable[..., tuple[PyTree, Py
 
 
 def sum_over_leaves(scalars: PyTree) -> Tensor:
-    """Return the sum of a tree of equally shaped tensors, such as one squared norm for each leaf."""
+    """Return the sum of a tree of equally shaped tensors, such as one squared norm for each leaf.
+
+    >>> sum_over_leaves({"w": torch.tensor(4.0), "b": torch.tensor(1.0)})
+    tensor(5.)
+    """
     leaves = list(tree.tensors(scalars))
     if not leaves:
         return torch.zeros((), dtype=torch.float32, device=tree.device_of(scalars))
-    device = leaves[0].device
+    device = leaves[0].device  # leaves may be on several devices, which one sum cannot mix
     return torch.stack([scalar.to(device) for scalar in leaves], dim=-1).sum(-1)
 
 
@@ -88,7 +92,7 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
     named = frozenset(names)
-    understood: frozenset[str] | None = named - _OUR_EXTRAS
+    understood: frozenset[str] | None = named - _OUR_EXTRAS  # without those that muonfx itself supplies
     # Add the extra arguments that it forwards.
     if takes_all and calls_none:
         understood = None  # any name
@@ -124,7 +128,10 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
 
 
 def check_values_of_extras(transforms: Iterable[Any], extras: Mapping[str, Any]) -> None:
-    """Raise if one of several transforms cannot use the value of an extra argument, such as ``max_logits``."""
+    """Raise if one of several transforms cannot use the value of an extra argument, such as ``max_logits``.
+
+    Each transform may declare a function ``check_extras``, which raises for a wrong value. Here it is called.
+    """
     if not extras or torch.compiler.is_compiling():  # a trace has no values to check
         return
     for tx in transforms:

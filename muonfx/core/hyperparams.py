@@ -41,7 +41,10 @@ def hyperparams(tx: Recorded) -> dict[str, float | Tensor]:
 
 
 def _check_recorded(owner: str, tx: object) -> None:
-    """Raise unless ``tx`` is a transform or schedule. ``owner`` is the name of the public function, for the error."""
+    """Raise unless ``tx`` is a transform or schedule. ``owner`` is the name of the public function, for the error.
+
+    Common mistakes are an optimizer, and a factory without a call: ``momentum`` in place of ``momentum()``.
+    """
     if isinstance(tx, Recorded):
         return
     name = getattr(tx, "__name__", type(tx).__name__)  # of a factory that was not called, for example
@@ -72,7 +75,7 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     if unknown:
         advice = did_you_mean(unknown[0], numbers)
         raise KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(numbers) or 'none'}")
-    new_numbers = {**numbers, **changes}  # in the order of `numbers`
+    new_numbers = {**numbers, **changes}  # in the order of `numbers`, which `with_numbers` requires
     return with_numbers(tx, iter(new_numbers.values()))
 
 
@@ -111,6 +114,7 @@ def stack(transforms: Sequence[R]) -> R:
                 "in numeric arguments only"
             )
         rows.append([_tensor(leaf) for leaf in leaves])
+    # A column has one number of all transforms, such as the learning rates [0.1, 0.2].
     return tree.unflatten(treedef, [torch.stack(column) for column in zip(*rows, strict=True)])
 
 
@@ -147,6 +151,7 @@ def check_numbers(value: Recorded) -> None:
     for _, inner in walk(value):
         for name, types in sorted(inner.factory.definition.plain.items()):
             number = inner.arguments[name]
+            # Only arguments that are annotated as numbers; `ndim` is 0 for a 0-d tensor.
             if "float" in types and isinstance(number, Tensor) and number.ndim:
                 raise ValueError(
                     f"{inner.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "

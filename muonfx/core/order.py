@@ -42,9 +42,10 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
 
 
 def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Placed]]:
-    """Return the pairs of transforms in two different members of a chain, the earlier first, to check their order.
+    """Return all pairs (earlier, later) of transforms in two different members of a chain, to check their order.
 
-    A transform without a declared position may be followed by any other, so it is only the later one of a pair.
+    A chain of a, b and c has the pairs (a, b), (a, c) and (b, c), if a and b declare positions. A
+    transform without a declared position may be followed by any other, so it is only the later one of a pair.
     """
     positioned = [_positioned(name, member) for name, member in members.items()]
     pairs: list[tuple[_Placed, _Placed]] = []
@@ -96,7 +97,8 @@ def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
         return ""
     if tx.position == "observer":  # such as a recorder of metrics, which may run at every call
         return ""
-    # The parameters are not known here, so the transform runs on an example.
+    # A call with updates of zero shows the effect. The parameters are not known here, so the transform runs on an
+    # example.
     params = {"w": torch.ones(2, 2)}
     zeros = {"w": torch.zeros(2, 2)}
     try:
@@ -126,6 +128,7 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
     ``member`` is the name of the chain member. A wrapper or chain without a position of its own is left out.
     """
     positioned: list[_Placed] = []
+    # The transforms within this one belong to the same member of the chain.
     for child in tx.children:
         positioned += _positioned(member, child)
     position = tx.position
@@ -138,8 +141,8 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
 def _error(earlier: _Placed, later: _Placed) -> str:
     """Return an error message if the order of two transforms in a chain is wrong, else an empty string.
 
-    Each has a declared position relative to the learning rate, such as "before_learning_rate" for weight decay that is
-    added to the gradient.
+    A wrong order is, for example, weight decay of the gradient after the learning rate. Each has a declared position
+    relative to the learning rate, such as "before_learning_rate" for weight decay that is added to the gradient.
     """
     if earlier.position == later.position == "learning_rate":
         return (
@@ -164,7 +167,10 @@ def _error(earlier: _Placed, later: _Placed) -> str:
 
 
 def _warning(earlier: _Placed, later: _Placed) -> str:
-    """Return a warning if the order of two transforms in a chain is probably a mistake, else an empty string."""
+    """Return a warning if the order of two transforms in a chain is probably a mistake, else an empty string.
+
+    For example, a learning rate before a transform whose updates have a fixed size, such as Muon's, has no effect.
+    """
     if earlier.position == "learning_rate" and later.position == "sets_size":
         return (
             f"the learning rate in {earlier.member!r} comes before {later.tx.name}, whose updates do not depend on the "
@@ -180,7 +186,10 @@ def _warning(earlier: _Placed, later: _Placed) -> str:
 
 
 def signs(tx: Transform) -> frozenset[int]:
-    """Return the possible signs of updates relative to the gradient: a set of 1 (same), -1 (reversed), 0 (unknown)."""
+    """Return the possible signs of updates relative to the gradient: a set of 1 (same), -1 (reversed), 0 (unknown).
+
+    A learning rate reverses the sign, since its updates are added to the parameters.
+    """
     return combine_signs(tx, map(signs, tx.children))
 
 
@@ -190,7 +199,7 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
     Signs in sequence multiply: a chain of transforms with the signs {1} and {-1} has the sign {-1}. A `partition` of
     them has the signs {1, -1}, since the updates of a wrapper may come from any transform that it calls.
     """
-    own_signs = frozenset({_sign_without_inner(tx)})
+    own_signs = frozenset({_sign_without_inner(tx)})  # {-1} for a learning rate
     if tx.declaration.combinator.in_sequence:  # a chain: every member acts on the updates
         signs_of_chain = own_signs
         for member_signs in inner:
@@ -214,7 +223,10 @@ def _products(signs: frozenset[int], factors: frozenset[int]) -> frozenset[int]:
 
 
 def _sign_without_inner(tx: Transform) -> int:
-    """Return -1 if a transform itself reverses the sign of updates, 1 if it keeps the sign, and 0 if unknown."""
+    """Return -1 if a transform itself reverses the sign of updates, 1 if it keeps the sign, and 0 if unknown.
+
+    The position that its author has declared implies the sign. The transforms that it calls are not considered.
+    """
     position = tx.position
     if position in ("learning_rate", "turns"):  # "turns" is declared by a negative scale, for example
         return -1

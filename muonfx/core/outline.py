@@ -22,7 +22,10 @@ def outline(tx: Any) -> Report:
 
 
 def _row(tx: Any, title: str) -> Row:
-    """Return the row of a transform with a title, such as "inner: momentum", and the rows of those that it calls."""
+    """Return the row of a transform in the table of `outline`, and under it the rows of the transforms that it calls.
+
+    ``title`` is the text of its first cell, such as "inner: momentum".
+    """
     inner_rows: list[Row] = []
     for name, part in zip(part_names(tx), tx.parts, strict=True):
         if _is_transform(part):  # else it is a number or a schedule
@@ -56,6 +59,7 @@ def _shown_arguments(tx: Any) -> Iterator[str]:
         value = tx.arguments[name]
         if any(map(_is_transform, tx._parts_in(name))):
             continue
+        # Numbers are always shown; a flag or a dtype is shown if it was changed.
         if isinstance(value, float | Tensor) or not same(value, parameter.default):
             yield f"{name}={_written(value)}"
 
@@ -72,6 +76,7 @@ def _written(value: object) -> str:
         return f"{value:.6g}"
     if isinstance(value, Mapping) and len(value) > 2:
         return f"{len(value)} entries"
+    # Code, cut to 40 characters: the name of a function, else a repr such as "bfloat16".
     if inspect.isroutine(value) or inspect.isclass(value):
         text = str(getattr(value, "__name__", value))
     else:

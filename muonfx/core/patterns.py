@@ -61,7 +61,7 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
 
 
 def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
-    """Report each group of globs of a pattern that selects no parameter, by a warning or an error.
+    """Find mistakes in globs: report each group of globs that selects no parameter, by a warning or an error.
 
     A glob is, for example, ``*.bias``. In a group of globs, at least one must match one of the parameter names.
     """
@@ -74,6 +74,7 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
         if not matches:
             _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
             continue
+        # Some patterns are tried in order. After "*.weight", a second pattern "head.weight" is never used.
         if pattern.first_counts and matches <= matched_before:  # earlier groups have taken all its names
             shown_matches = format_list(sorted(matches), shown_name)
             problem = f"matches only names that an earlier pattern matches, and the first counts: {shown_matches}"
@@ -87,6 +88,7 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 
 def _advice(globs: tuple[str, ...], names: list[str]) -> str:
     """Return the parameter names that are close to some globs, such as "close: 'h.qkv'"; if none is, list all."""
+    # "*.qvk" is compared without "*." to the names, of which "h.qkv" is close.
     close: list[str] = []
     for glob in globs:
         for name in close_names(glob.strip("*."), names):
@@ -98,7 +100,10 @@ def _advice(globs: tuple[str, ...], names: list[str]) -> str:
 
 
 def _report(pattern: NamePatterns, globs: tuple[str, ...], problem: str) -> None:
-    """Raise ValueError for a group of globs of a required pattern; warn for any other."""
+    """Raise ValueError for a group of globs of a required pattern; warn for any other.
+
+    ``problem`` is the end of the sentence: "view: '*.qvk'" is followed by "matches none of the 1 parameters".
+    """
     conjunction = " or " if pattern.required else " and "
     message = f"{pattern.argument}: {conjunction.join(map(repr, globs))} {problem}"
     if pattern.required:

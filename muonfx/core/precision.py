@@ -18,12 +18,13 @@ from muonfx.polar import quack
 def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
     """Return a dict from the name of each transform to the dtype of its matrix products, such as "bfloat16".
 
-    Transforms without matrix products are left out.
+    For Muon's chain, it may be ``{"orthogonalize": "bfloat16"}``. Transforms without matrix products are left out.
     """
     # For float64 parameters, "auto" is float64. For all others it is one dtype.
     param_dtype = torch.float64 if set(param_dtypes) == {torch.float64} else torch.float32
     name_of_dtype: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
+        # A transform of matrices declares a function that returns the dtype for parameters of a dtype on a device.
         rounds_to = inner.declaration.matrices.rounds_to
         if rounds_to is not None:
             product_dtype = rounds_to(inner, param_dtype, device)

@@ -85,6 +85,7 @@ class Schedule(Recorded):
 
     def __call__(self, count: int | Tensor) -> Any:
         """Return the value at step ``count``; the first is 0. An int gives a float, a 0-d tensor gives a 0-d tensor."""
+        # The function of the step receives a floating-point tensor, on the device of the count.
         device = count.device if isinstance(count, Tensor) else torch.device("cpu")
         step = new_number(count, device)
         value = self._as_tensor(on_device_of(self._built, step), step)
@@ -151,7 +152,10 @@ def constant_schedule(value: Scalar) -> ScheduleFunction:
 
 
 def _fraction(count: Tensor, steps: int) -> Tensor:
-    """Return ``count / steps``, limited to [0, 1]; 1 if ``steps`` is 0."""
+    """Return the share of ``steps`` that is over at step ``count``, limited to [0, 1]: 0.25 at step 1 of 4.
+
+    It is 1 if ``steps`` is 0.
+    """
     return (count / steps).clamp(0.0, 1.0) if steps else torch.ones_like(count)
 
 
@@ -307,6 +311,7 @@ def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor
     def value(count: Tensor) -> Tensor:
         """Return the value at step ``count`` of the last schedule that has begun, which counts from its boundary."""
         result = schedules[0](count)
+        # Each schedule replaces the value of the one before from its boundary on. All are evaluated, without a branch.
         for boundary, following in zip(boundaries, schedules[1:], strict=True):
             # Before its boundary, the schedule could overflow, and inf * 0 in its derivative would be NaN: use step 0.
             following_count = (count - boundary).clamp(min=0)
@@ -328,9 +333,10 @@ class ScheduledState(NamedTuple):
 def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
     """Return the functions ``(init, update)`` of a transform that has schedules among its arguments.
 
-    Their state counts the steps. Each update evaluates the schedules at the current step and calls ``build``. This
-    receives a dict from argument name to number, such as ``{"learning_rate": tensor(0.1)}``, and returns
-    ``(init, update)`` for these numbers.
+    ``scale(linear_schedule(1.0, 0.0, 4))``, for example, is built as ``scale(1.0)`` at step 0, and as ``scale(0.75)``
+    at step 1. The state counts the steps. Each update evaluates the schedules at the current step and calls ``build``.
+    This receives a dict from argument name to number, such as ``{"learning_rate": tensor(0.1)}``, and returns ``(init,
+    update)`` for these numbers.
     """
 
     def build_at(count: Tensor) -> InitAndUpdate:

@@ -44,9 +44,11 @@ class OwnNumbers:
 
         ``key`` is this name without the labels of partitions: "momentum".
         """
+        # The numbers under their long names, which begin with the name of the transform: "muon.momentum.decay".
         own_numbers = _own_numbers(tx)  # such as ["decay"]
         names = [joined_name(name, argument) for argument in own_numbers]
         keys = [joined_name(key, argument) for argument in own_numbers]
+        # The short keys of the author, such as "betas", with the long names of the arguments: ("adam.b1", "adam.b2").
         short_names: dict[str, str | tuple[str, ...]] = {}
         for short_name, declared in tx.declaration.short_names.items():  # {"eps": "eps", "betas": ("b1", "b2")}
             arguments = (declared,) if isinstance(declared, str) else declared
@@ -141,7 +143,7 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
     The arguments are fields of `Visit`. For ``cautious(momentum())``, the inner visit has the name "cautious.inner". It
     has no path to its state, since the wrapper may store this state in any form.
     """
-    resolved = tx.resolve(params)
+    resolved = tx.resolve(params)  # choices that depend on names and shapes are made now
     is_partition = resolved.factory is partition
     arguments: list[str] = []  # the names of the inner transforms, such as "inner", or the members of a chain
     for argument, part in zip(part_names(resolved), resolved.parts, strict=True):
@@ -200,7 +202,11 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
 
 
 def _placeholder_paths(state: PyTree) -> dict[int, Path]:
-    """Return the path of each `Placeholder` in a state, by the number of its inner transform."""
+    """Find where a wrapper stores the states of its inner transforms: return a dict from their numbers to paths.
+
+    The state was made with a `Placeholder`, which has the number, in place of each inner state. The state
+    ``{"a": Placeholder(0)}`` gives ``{0: ("a",)}``.
+    """
     path_of: dict[int, Path] = {}
     for leaf, path in zip(tree.leaves(state), tree.paths(state), strict=True):
         if isinstance(leaf, Placeholder):
@@ -218,7 +224,7 @@ def is_wrapper(tx: Transform) -> bool:
     combinator = tx.declaration.combinator
     if not tx.children or combinator.in_sequence:  # it calls none, or is a chain
         return False
-    if combinator.own_locality is Locality.TREE:
+    if combinator.own_locality is Locality.TREE:  # it reads all leaves, which is allowed if it only sums over them
         return sums_over_leaves(tx)
     return combinator.own_locality is Locality.ELEMENT
 
@@ -307,7 +313,8 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
 def resolve_within(tx: Transform, params: PyTree) -> Transform:
     """Make each choice of a transform that depends on the names and shapes of parameters, and return the result.
 
-    The result can update some of the leaves, with None for all others, or shards of them.
+    For example, a mask by name replaces the condition "has two dims", which shards could not evaluate. The result can
+    update some of the leaves, with None for all others, or shards of them.
     """
     return fixed(root_visit(tx, params))
 
@@ -322,7 +329,7 @@ def fixed(visited: Visit) -> Transform:
 
 def with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transform:
     """Return a transform that calls other transforms, given in the order of ``tx.children``; ``tx`` if none differs."""
-    if all(map(operator.is_, inner_transforms, tx.children)):
+    if all(map(operator.is_, inner_transforms, tx.children)):  # the same objects
         return tx
     member_names = chain_entries(tx)
     if member_names is None:
@@ -331,8 +338,12 @@ def with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transfor
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:
-    """Return a chain of members whose order a chain has checked before, without checking it again."""
+    """Return a chain of members whose order a chain has checked before, without checking it again.
+
+    A second check would repeat the warnings of the first.
+    """
     factory: Any = chain
     recorded = Transform._record(factory, *members.items())
+    # Set before the chain is prepared, which runs its constructor, where the order would be checked.
     recorded.structure.memory[ORDER_IS_CHECKED] = True
     return prepared(recorded)
