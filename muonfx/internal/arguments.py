@@ -32,10 +32,11 @@ _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 
 
 def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
-    """Return the names of the types that an annotation allows; none if values should not be checked against it.
+    """Read an annotation, such as ``float | None``: return the names of the types that it allows.
 
-    An annotation is checked if at least one member of the union is bool, int, float, str or a ``Literal``. Quoted
-    annotations are evaluated with ``names`` as globals, and are not checked if this fails.
+    The result is empty if values should not be checked against it. An annotation is checked if at least one member of
+    the union is bool, int, float, str or a ``Literal``. Quoted annotations are evaluated with ``names`` as globals, and
+    are not checked if this fails.
 
     >>> sorted(accepted_types("float | None", {})), sorted(accepted_types(Literal["auto"], {}))
     (['None', 'float'], ["'auto'"])
@@ -47,12 +48,13 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
             annotation = eval(annotation, dict(names))
         except Exception:  # for example, a type that is imported for type checkers only
             return frozenset()
+    # The members of a union, such as float and None; any other annotation is its own only member.
     members = (annotation,)
     if get_origin(annotation) in (Union, UnionType):
         members = get_args(annotation)
     type_names: set[str] = set()
     for member in members:
-        if get_origin(member) is Literal:
+        if get_origin(member) is Literal:  # its strings in quotes, which names of types do not have
             type_names.update(map(repr, get_args(member)))
         else:
             name = getattr(member, "__name__", str(member))
@@ -68,7 +70,7 @@ def _is_literal(type_name: str) -> bool:
 
 
 def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]) -> Any:
-    """Return the value of an argument if its type is allowed, else raise an error.
+    """Check the type of an argument: return the value if its type is allowed, else raise an error with advice.
 
     Numbers of NumPy and of other libraries become int or float. ``owner`` is the name of the function, and
     ``type_names`` are the allowed types, from `accepted_types`.
@@ -80,6 +82,7 @@ def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]
     value = _python_number(value, type_names)
     if not type_names or _is_one_of(value, type_names):
         return value
+    # From here on, the type is wrong, and the message is put together.
     quoted_choices = sorted(filter(_is_literal, type_names))  # the strings that are accepted, such as "'auto'"
     choices = [choice.strip("'\"") for choice in quoted_choices]
     message = f"{owner}: {name} must be {_words_for(type_names)}, found {short_repr(value)}"
@@ -90,7 +93,11 @@ def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]
 
 
 def _python_number(value: Any, type_names: frozenset[str]) -> Any:
-    """Return a number, such as ``numpy.float32(0.5)``, as an int or float that is allowed; other values unchanged."""
+    """Return a number of another library, such as ``numpy.float32(0.5)``, as a Python number, here 0.5.
+
+    Other values are returned unchanged, and so are numbers of a type that the argument does not allow.
+    """
+    # A bool is an int in Python and must not become 1. A tensor is accepted as a number as it is.
     if isinstance(value, bool | Tensor):
         return value
     # An integer stays an int, also for an argument that is annotated with float.
@@ -108,6 +115,7 @@ def _words_for(type_names: frozenset[str]) -> str:
         """Sort plain types before others, and None last."""
         return name == "None", _is_other_type(name), name
 
+    # The key is a tuple of bools, and False comes before True.
     words: list[str] = []
     for name in sorted(type_names, key=order):
         if name == "Tensor" and "float" in type_names:  # the words for float are "a number or a 0-d tensor"
@@ -139,6 +147,7 @@ def _advice_for(value: Any, type_names: frozenset[str], choices: list[str]) -> s
         return advice
     if isinstance(value, str):  # perhaps a misspelt choice
         return did_you_mean(value, choices)
+    # A factory is a function that returns a schedule or a dtype. It was passed without a call.
     if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):  # such as int8 without ()
         return f": call it, as in {value.__name__}()"
     if "float" in type_names:
@@ -152,7 +161,10 @@ def _is_factory(value: Any) -> bool:
 
 
 def _advice_for_number(value: Any) -> str:
-    """Return what to do about a model, a scheduler or another object in place of a number, such as a learning rate."""
+    """Return what to do about a model, a scheduler or another object in place of a number, such as a learning rate.
+
+    In ``muon(model)``, for example, the model is in the place of the learning rate. "" if nothing is known.
+    """
     if isinstance(value, nn.Module | Iterator):  # a model, or the generator model.parameters()
         return (
             ": a transform has no parameters; give them to muonfx.Muon(model), to "
@@ -183,7 +195,7 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
     """
     if isinstance(value, str):  # any string, or only certain ones, whose names have quotes
         return "str" in type_names or repr(value) in type_names
-    for kind, accepting_names in _ACCEPTED_AS:
+    for kind, accepting_names in _ACCEPTED_AS:  # such as int, which is accepted as "int" and "float"
         if isinstance(value, kind):
             return not type_names.isdisjoint(accepting_names)
     if is_symbolic(value):  # in place of a number, while a compiler traces
@@ -243,11 +255,13 @@ def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]
     >>> close_names("atn.q", ["blocks.0.attn.q", "blocks.0.mlp.up"])
     ['blocks.0.attn.q']
     """
-    # Compare `wrong` with all parts of names that have as many components as it has.
+    # Compare `wrong` with all parts of names that have as many components as it has. "atn.q" has two, so the parts of
+    # "blocks.0.attn.q" are "blocks.0", "0.attn" and "attn.q".
     length = wrong.count(level) + 1
     name_with_part: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
         components = name.lower().split(level)
+        # A name of fewer components is compared as a whole.
         for start in range(max(1, len(components) - length + 1)):
             part = level.join(components[start : start + length])
             name_with_part.setdefault(part, name)
@@ -289,6 +303,7 @@ def _code_with_argument(names: list[str], known: list[str]) -> str:
     >>> _code_with_argument(["steps"], ["orthogonalize"])
     'orthogonalize=muonfx.orthogonalize(steps=...)'
     """
+    # A row of the table: an argument, the arguments of the object that it takes, and the code with a hole for a name.
     for argument, inner_arguments, code in ARGUMENTS_OF_PARTS:
         if argument not in known:
             continue
@@ -313,20 +328,24 @@ def bind(
         return signature.bind(*args, **kwargs)
     except TypeError as error:
         problem = str(error)
+    # The call does not fit the signature. The rest writes the error.
     parameters = dict(signature.parameters)
     parameters.pop("self", None)  # of a method
     # A clearer text than Python's for an unknown name.
     unknown = [name for name in kwargs if name not in parameters]
     takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if unknown and not takes_any_name:
-        unused = [name for name in parameters if name not in kwargs]
+        unused = [name for name in parameters if name not in kwargs]  # one of these may have been meant
         problem = f"there is no argument {unknown[0]!r}{hint(unknown[0], unused)}"
     accepted = ", ".join(map(_shown_parameter, parameters.values())) or "no arguments"
     raise TypeError(f"{owner}: {problem}; {owner} takes {accepted}")
 
 
 def _shown_parameter(parameter: inspect.Parameter) -> str:
-    """Return a parameter for a list of arguments: "params", "lr=" if by name only, "*transforms" or "**options"."""
+    """Return a parameter as it is shown in the list of arguments of a function in an error.
+
+    It is "params", "lr=" if it is passed by name only, "*transforms" or "**options".
+    """
     if parameter.kind is parameter.KEYWORD_ONLY:
         return f"{parameter.name}="
     return str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
@@ -378,7 +397,10 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _zero_dim(owner: str, name: str, value: Tensor) -> Tensor:
-    """Return a tensor of one element as a 0-d tensor. Raise ValueError for any other tensor with dims."""
+    """Return a tensor of one element as a 0-d tensor. Raise ValueError for any other tensor with dims.
+
+    ``tensor([0.1])`` becomes ``tensor(0.1)``. ``tensor([0.1, 0.2])`` raises, because one number is expected.
+    """
     if value.ndim == 0:
         return value
     if value.numel() != 1:
@@ -390,7 +412,11 @@ def _zero_dim(owner: str, name: str, value: Tensor) -> Tensor:
 
 
 def plain_fields(dataclass: type[T]) -> type[T]:
-    """Decorate a dataclass so that the types of its bool, int, float and str fields are checked when it is built."""
+    """Decorate a dataclass so that the types of its bool, int, float and str fields are checked when it is built.
+
+    For a field ``steps: int``, the value "5" raises. The dataclass must define ``__post_init__``, which is called
+    first.
+    """
     types_of_field = accepted_types_of(inspect.signature(dataclass).parameters, dataclass)
     post_init = vars(dataclass)["__post_init__"]
 
@@ -407,7 +433,7 @@ def plain_fields(dataclass: type[T]) -> type[T]:
 def accepted_types_of(
     parameters: Mapping[str, inspect.Parameter], function: Callable[..., object]
 ) -> dict[str, frozenset[str]]:
-    """Return a dict from each parameter of a function or class to the names of its allowed types.
+    """Read the annotations of a function or class: return the names of the allowed types of each parameter.
 
     For ``rate: float = 0.1`` it has ``{"rate": {"float"}}``. A parameter without names is not checked. Such are
     ``*args``, ``**kwargs``, and a parameter whose default has another type than its annotation.
@@ -422,6 +448,7 @@ def accepted_types_of(
         types_of_parameter[name] = frozenset()
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
+        # If the default does not fit the annotation, the annotation is no rule, and nothing is checked.
         type_names = accepted_types(parameter.annotation, names)
         if parameter.default is parameter.empty or _is_one_of(parameter.default, type_names):
             types_of_parameter[name] = type_names

@@ -53,6 +53,7 @@ class Table:
         w       12
         b        3
         """
+        # A row is a list of texts. The width of a column is that of its longest text.
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)
@@ -60,14 +61,18 @@ class Table:
         columns = zip_longest(*rows, fillvalue="")  # a row may have fewer cells than others
         widths = [max(map(len, column)) for column in columns]
         lines = [self._aligned(cells, widths) for cells in rows]
-        if foot:  # below a line
+        if foot:  # below a line, after the head and the body
             lines.insert(1 + len(body), "-" * max(map(len, lines)))
         if self.title:
             lines.insert(0, printable(self.title))
         return "\n".join(lines)
 
     def _aligned(self, cells: Sequence[str], widths: Sequence[int]) -> str:
-        """Return one line of text in which each cell has the width of its column."""
+        """Return one line of text in which each cell is filled with spaces to the width of its column.
+
+        The cells ``["w", "12"]`` and the widths ``[4, 4]`` give "w       12" if the second column is aligned right:
+        two spaces are between columns.
+        """
         padded: list[str] = []
         for column, (cell, width) in enumerate(zip(cells, widths, strict=False)):
             if column in self.right:
@@ -77,7 +82,10 @@ class Table:
         return "  ".join(padded).rstrip()
 
     def to_html(self) -> str:
-        """Return the table as HTML without CSS. Child rows are indented by spaces, as in plain text."""
+        """Return the table as HTML without CSS. Child rows are indented by spaces, as in plain text.
+
+        The parts of ``<table>`` are in the order of the HTML standard: caption, head, body and foot.
+        """
         text = ""
         if self.title:
             text += f"<caption>{_escaped(self.title)}</caption>"
@@ -99,6 +107,7 @@ class Table:
         row = ""
         indent = "&nbsp;&nbsp;" * depth
         for column, cell in enumerate(cells):
+            # The style of the report aligns cells of this class right.
             css_class = ' class="mfx-right"' if column in self.right else ""
             row += f"<{tag}{css_class}>{indent}{_escaped(cell)}</{tag}>"
             indent = ""  # only the first cell
@@ -112,7 +121,7 @@ def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[
     [(0, ('muon',)), (1, ('scale',))]
     """
     for row in rows:
-        if isinstance(row, Row):
+        if isinstance(row, Row):  # else it is a list of cells, which has no child rows
             yield depth, row.cells
             yield from walk(row.children, depth + 1)
         else:

@@ -30,19 +30,21 @@ def new_names(
     ({'layers/0/w': 'blocks/0/w', 'head': 'head'}, [])
     """
     target_of, problems = _checked_entries(rename)
+    # "layers/0/*" is more exact than "layers/*", and is applied in its place where both match.
     most_exact_first = sorted(target_of, key=_exactness, reverse=True)
-    new_name_of = dict(names)
+    new_name_of = dict(names)  # without a matching entry, the name without prefixes
     used_patterns: set[str] = set()
     for saved_name, name in names.items():
         for pattern in most_exact_first:
             target = target_of[pattern]
             new_name = _new_name(name, pattern, target, level)
-            if new_name is None:
+            if new_name is None:  # perhaps the entry has the prefix of a wrapper, such as "module."
                 new_name = _new_name(saved_name, pattern, target, level)
             if new_name is not None:
                 used_patterns.add(pattern)
                 new_name_of[saved_name] = new_name
                 break  # only the most exact entry that matches is applied
+    # An entry that has renamed nothing is probably misspelt.
     all_names = [*names.values(), *names]
     for pattern in sorted(target_of.keys() - used_patterns):
         problems.append(_unused(pattern, all_names, level, what))
@@ -50,12 +52,18 @@ def new_names(
 
 
 def _exactness(pattern: str) -> tuple[int, bool]:
-    """Return a key that sorts patterns: the most exact has most characters other than ``*``, then no ``*`` at all."""
+    """Return a key that sorts patterns: the most exact has most characters other than ``*``, then no ``*`` at all.
+
+    >>> _exactness("layers/0/*") > _exactness("layers/*"), _exactness("head") > _exactness("head*")
+    (True, True)
+    """
     return len(pattern.replace("*", "")), "*" not in pattern
 
 
 def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
     """Return the entries of ``rename`` that have as many ``*`` in the new name as in the old; and a text about others.
+
+    Each ``*`` of a new name is replaced by the text that the ``*`` of the old name matches, so the numbers must agree.
 
     >>> _checked_entries({"layers/*": "blocks/*", "head*": "out"})
     ({'layers/*': 'blocks/*'}, ["'head*' and 'out' must have the same number of '*'"])
@@ -116,10 +124,12 @@ def _new_name_by_stars(name: str, pattern: str, target: str) -> str | None:
 
     For the name "layers/0/w", the pattern "layers/*/w" and the target "blocks/*/weight", it is "blocks/0/weight".
     """
+    # A regular expression with a group for each star: "layers/(.*)/w".
     expression = re.escape(pattern).replace(r"\*", "(.*)")
     match = re.fullmatch(expression, name, re.DOTALL)
     if match is None:
         return None
+    # Put the matched texts between the parts of the target: "blocks/" + "0" + "/weight".
     new_name, *texts_after_stars = target.split("*")
     for matched_text, text in zip(match.groups(), texts_after_stars, strict=True):
         new_name += matched_text + text
@@ -138,7 +148,7 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
     # Sorted by path, then by parameter. With one prefix more or less, both lists have one order.
     extra_names = sorted([name.rpartition("/") for name in extra])  # [("trace", "/", "fc.weight")]
     missing_names = sorted([name.rpartition("/") for name in missing])
-    if len(extra_names) != len(missing_names):
+    if len(extra_names) != len(missing_names):  # the names differ by more than a prefix
         return {}
     renaming: dict[str, str] = {}
     changes_of_prefix: set[tuple[str, str]] = set()
@@ -151,7 +161,7 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
         prefix, new_prefix = change
         changes_of_prefix.add(change)
         renaming[f"{path}{slash}{prefix}*"] = f"{path}{slash}{new_prefix}*"
-    if len(changes_of_prefix) != 1:
+    if len(changes_of_prefix) != 1:  # there are no names, or they lose different prefixes
         return {}
     return renaming
 

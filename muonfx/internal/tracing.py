@@ -104,7 +104,8 @@ def is_traced(*numbers: float) -> bool:
 def fixed(number: Number) -> Number:
     """Return a symbolic number as a Python number, others unchanged. A traced graph is valid for this value only.
 
-    With dynamic shapes, a compiler replaces ``x.shape[0]`` by a symbol, which has a value but represents any size.
+    If a tensor has 4 rows while a compiler traces, ``fixed(x.shape[0])`` is 4. With dynamic shapes, a compiler replaces
+    ``x.shape[0]`` by a symbol, which has a value but represents any size.
     """
     if not is_traced(number):
         return number

@@ -35,7 +35,8 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         components = [component for component in name.split(".") if component not in WRAPPERS]
         plain_name_of[name] = ".".join(components) or name
-    # A model may use the name "module" itself, so it is removed only if all names begin with it.
+    # A model may use the name "module" itself, so it is removed only if all names begin with it. Repeat, since a model
+    # may be wrapped twice: "module.module.fc.weight".
     while plain_name_of and all(map(_has_prefix, plain_name_of.values())):
         for name, plain_name in plain_name_of.items():
             plain_name_of[name] = plain_name.removeprefix(_PREFIX)
