@@ -86,6 +86,8 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
     ):
         """Pass the updates through the transforms in order. Return the last updates, and the states by name.
 
+        For ``chain(scale(0.5), scale(2.0))``, an update of 1.0 becomes 0.5, and then 1.0 again.
+
         ``donate`` says whether the caller promises not to use the updates or the state again. Their memory may then be
         overwritten, and so may the output of one transform by the next.
         """

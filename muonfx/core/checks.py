@@ -388,6 +388,7 @@ def _check_shapes(updates: PyTree, update_leaves: Sequence[Any], param_leaves: S
     An update of shape (2,) for a parameter of shape (3,) raises, and so does an update for a parameter of None.
     """
     for index, (update, param) in enumerate(zip(update_leaves, param_leaves, strict=True)):
+        # The usual cases. A leaf that does not fit is named in the error.
         if update is None or (param is not None and update.shape == param.shape):
             continue
         name = shown_name(tree.names(updates)[index])

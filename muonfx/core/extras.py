@@ -155,7 +155,7 @@ def _unknown(outermost: Any, name: str) -> TypeError:
     For ``update(..., values=loss)`` of a transform that reads "value", it is "...: found the extra argument values=
     (did you mean 'value'?), expected only value=: leave it out, since no transform reads it".
     """
-    understood = sorted(outermost.extras.understood)
+    understood = sorted(outermost.extras.understood)  # a misspelt name is probably one of these
     expected = "no extra argument"
     if understood:
         expected = f"only {'= or '.join(understood)}="

@@ -49,6 +49,7 @@ def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Pla
     """
     positioned = [_positioned(name, member) for name, member in members.items()]
     pairs: list[tuple[_Placed, _Placed]] = []
+    # Transforms within one member are not paired: if it is a chain itself, it has checked them.
     for earlier_member, later_member in itertools.combinations(positioned, 2):
         for earlier in earlier_member:
             if earlier.position is not None:

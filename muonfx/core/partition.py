@@ -392,7 +392,10 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
 
 
 def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
-    """Return the names that a `partition` does not update: the label is None, or its transform leaves them out."""
+    """Return the names that a `partition` does not update: the label is None, or its transform leaves them out.
+
+    For the labels ``{"w": "muon", "b": None}``, the result is ``{"b"}``.
+    """
     labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).value_of
     transforms = tx.arguments["transforms"]
     names = {name for name, label in labels.items() if label is None}
@@ -466,7 +469,10 @@ def partition(
     def update(
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
-        """Run each transform on the leaves of its group, which it receives as a flat dict by name."""
+        """Run each transform on the leaves of its group, which it receives as a flat dict by name.
+
+        With the labels ``{"w": "muon", "b": "adamw"}``, the transform "muon" receives ``{"w": ...}`` only.
+        """
         label_of = choose_labels.for_step(updates, params)  # by parameter name
         _require_known_labels(label_of, transforms)
         updates_of = _leaves_by_label(label_of, transforms, updates)  # {"muon": {"w": ...}, "adamw": {"b": ...}}
@@ -527,7 +533,11 @@ def masked(
         return inner.functions.init(_selected(is_selected, params))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Run the inner transform on the selected leaves. Return the other updates unchanged."""
+        """Run the inner transform on the selected leaves. Return the other updates unchanged.
+
+        With the mask ``{"w": True, "b": False}``, the inner transform receives ``{"w": ...}``, and "b" is returned as
+        it is.
+        """
         is_selected = choose.for_step(updates, params)  # by parameter name
         selected_updates = _selected(is_selected, updates)
         selected_params = _selected(is_selected, params)

@@ -261,6 +261,7 @@ def warmup_stable_decay_schedule(
     """
     checks.whole_number("decay_steps", decay_steps)
     _within(warmup_steps + decay_steps, total_steps, "warmup_steps + decay_steps")
+    # Three schedules in sequence. The decay begins so that it ends at step `total_steps`.
     warmup = linear_schedule(start, peak, warmup_steps)
     decay = linear_schedule(peak, end, decay_steps)
     return joined([warmup, constant_schedule(peak), decay], [warmup_steps, total_steps - decay_steps])
@@ -306,7 +307,11 @@ def join_schedules(schedules: list[Schedule], boundaries: list[int]):
 
 
 def joined(schedules: list[Schedule], boundaries: list[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function of the step that evaluates several schedules in sequence. Arguments are not checked."""
+    """Return a function of the step that evaluates several schedules in sequence. Arguments are not checked.
+
+    With the boundary 5, the first schedule gives the value of the steps 0 to 4. At step 7, the second gives its value
+    at its own step 2.
+    """
 
     def value(count: Tensor) -> Tensor:
         """Return the value at step ``count`` of the last schedule that has begun, which counts from its boundary."""

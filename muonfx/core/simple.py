@@ -69,6 +69,7 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None):
         out = function(updates, params)
+        # The function of a user may have left out a leaf, or returned another container.
         check_structure("stateless: the updates that the function returns", out, "the updates given to it", updates)
         return out, state
 

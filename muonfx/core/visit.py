@@ -260,7 +260,7 @@ def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], 
     """
 
     def init(params: PyTree) -> PyTree:
-        record(index, params)
+        record(index, params)  # the wrapper has called this `init` with the parameters of the inner transform
         if replaced:
             return Placeholder(index)
         return tx.functions.init(params)

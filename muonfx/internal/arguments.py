@@ -384,7 +384,7 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
         """Call the function with checked arguments. A tensor of one element becomes 0-d where a number is accepted."""
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
-            type_names = types_of[name]
+            type_names = types_of[name]  # such as {"float"}
             if not type_names:  # an argument that is not checked
                 continue
             checked_value = check_plain(owner, name, value, type_names)

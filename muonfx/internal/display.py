@@ -134,6 +134,7 @@ def _lines(rows: Sequence[Row | Sequence[str]], depth: int | None) -> list[list[
     >>> _lines([Row(("muon", "MATRIX"), children=(Row(("scale", "ELEMENT")),))], depth=None)
     [['muon', 'MATRIX'], ['  scale', 'ELEMENT']]
     """
+    # A level is 0 for the rows of the table, 1 for their child rows, and so on.
     lines: list[list[str]] = []
     for level, cells in walk(rows):
         if depth is None or level <= depth:
@@ -189,6 +190,7 @@ class Report(Shown):
 
     def to_html(self) -> str:
         """Return the report as an HTML fragment with its own CSS, which affects nothing outside it."""
+        # A table becomes <table>, and text becomes a paragraph with its line breaks.
         body = ""
         for item in self.parts:
             if isinstance(item, Table):

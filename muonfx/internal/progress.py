@@ -28,13 +28,14 @@ def reporting(progress: bool | Report) -> Generator[Report]:
     ...     report("muon: law 1 of 58, empty_trees_are_taken")
     muon: law 1 of 58, empty_trees_are_taken
     """
+    # Four cases: a function of the caller, no progress, a terminal, and a file or notebook.
     if callable(progress):
         yield progress
     elif not progress:
         yield lambda line: None
     elif sys.stderr.isatty():
         yield _replace_line
-        _replace_line("")
+        _replace_line("")  # erase the last line
     else:
         yield _EveryFewSeconds().report
 

@@ -75,6 +75,7 @@ def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
     for pattern, target in rename.items():
         if not isinstance(pattern, str) or not isinstance(target, str):
             raise TypeError(f"rename must map strings to strings, found {pattern!r}: {target!r}")
+        # Else a text that a star matches would have no place in the new name, or a star no text.
         if pattern.count("*") == target.count("*"):
             target_of[pattern] = target
         else:
@@ -88,6 +89,7 @@ def _unused(pattern: str, names: Sequence[str], level: str, what: str) -> str:
     >>> _unused("layer/*", ["layers/0/w"], level="/", what="leaf")
     "'layer/*' matches no leaf in the checkpoint, close: 'layers/0/w': correct or remove it"
     """
+    # It matches names, but for each of them another entry was applied.
     if any(_matches(name, pattern, level) for name in names):
         return f"{pattern!r} has no effect, because more exact entries rename the same names: remove it"
     similar_names = close_names(pattern.strip("*" + level), names, level)

@@ -56,8 +56,9 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
 
 def outside_autocast(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call a function with autocast off, because autocast changes the dtype of matrix products and sums."""
-    if not autocast_is_on():
+    if not autocast_is_on():  # the usual case
         return function(*args, **kwargs)
+    # Turn it off for the first type of device for which it is on.
     for device_type in _AUTOCAST_DEVICES:
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):

@@ -461,7 +461,7 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     A stack should fit a CPU's cache: 256 matrices of 32 x 32 elements, or 64 of 64 x 64. A large tensor is always
     computed alone, because torch sums it in several threads, and so in another order than within a stack.
     """
-    largest = max([x.numel() for x in tensors])
+    largest = max([x.numel() for x in tensors])  # one tensor of each argument, such as a gradient and a momentum
     if largest >= _SMALL:
         return 1
     for x in tensors:
@@ -508,7 +508,10 @@ def _squares_fit_into_fp64(x: Tensor) -> bool:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Return the 2-norm of one tensor as a 0-d tensor, in fp64 if the device supports it, without overflow."""
+    """Return the 2-norm of one tensor as a 0-d tensor, in fp64 if the device supports it, without overflow.
+
+    The 2-norm is the square root of the sum of squares: 5 for the elements 3 and 4.
+    """
     if _squares_fit_into_fp64(x):  # the usual case
         return torch.linalg.vector_norm(x, dtype=torch.float64)
     if x.numel() == 0:
@@ -543,7 +546,8 @@ def _peak(x: Tensor) -> Tensor:
 
 def scalar_like(number: Scalar, x: Tensor) -> Tensor:
     """Convert a number to a 0-d tensor with the dtype and device of ``x``, to use both in one formula."""
-    # Torch divides a Python number by a tensor as number times reciprocal, and promotes the dtype of a 0-d tensor. With
+    # Why not leave the number as it is: torch divides a Python number by a tensor as number times reciprocal, and
+    # promotes the dtype of a 0-d tensor. With
     # tensors of one dtype as operands, a Python number and a 0-d tensor give the same bits.
     if isinstance(number, Tensor):
         return number.to(dtype=x.dtype, device=x.device)

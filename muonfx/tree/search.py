@@ -105,7 +105,7 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
     In ``{"momentum": {"w": 1}}``, "w" is at the path ("momentum", "w").
     """
     matches = _find(tree, where)
-    if len(matches) == 1:
+    if len(matches) == 1:  # else the error lists the paths that match, or similar ones
         return matches[0]
     if not matches:
         raise _no_match(tree, where)
