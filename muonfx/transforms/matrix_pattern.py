@@ -133,11 +133,11 @@ class Pattern:
         # 1. Give each axis a dim of its own, and cut the axis that is divided by "+" into its parts, here q and k.
         lengths_of_parts = list(axes.part_sizes.values())
         parts = tensor.reshape(axes.sizes).split(lengths_of_parts, dim=axes.divided)
-        part_of_name = dict(zip(axes.part_sizes, parts, strict=True))
+        part_of_name = dict(zip(axes.part_sizes, parts, strict=True))  # {"q": rows 0 to 1, "k": rows 2 to 4}
         # 2. Bring the axes of each part into the order of its result, and merge those in parentheses, as in "(h d)".
         stacks: list[Tensor] = []
         for result in results:
-            part = part_of_name[axes.part_of(result)]
+            part = part_of_name[axes.part_of(result)]  # the result ``in k`` needs the part k
             stacks.append(part.permute(axes.order_of(result)).reshape(axes.shape_of(result)))
         return stacks
 
@@ -151,7 +151,8 @@ class Pattern:
         # 1. Give each axis of a stack a dim of its own, and bring these dims into their order in the tensor.
         part_of_name: dict[str, Tensor] = {}
         for result, stack in zip(results, matrices, strict=True):
-            order = axes.order_of(result)
+            order = axes.order_of(result)  # [1, 0] for ``in k``: dim 0 of the stack is the axis 1 of the tensor
+            # The permutation that undoes it: for each axis of the tensor, the dim of the stack that holds it.
             inverse_order = sorted(range(len(order)), key=order.__getitem__)
             part = stack.reshape(axes.sizes_of(result)).permute(inverse_order)
             part_of_name[axes.part_of(result)] = part
@@ -173,20 +174,21 @@ class Pattern:
     def is_stack(self) -> bool:
         """True if the tensor is a stack of matrices, as in ``"e out in -> e out in"``, and each can be updated alone.
 
-        All dims before the last two must be batch dims of every result. A dim with several axes, such as ``(e h)``,
-        does not count as a batch dim.
+        All dims before the last two must be batch dims of every result: dims before its rows and columns. A dim with
+        several axes, such as ``(e h)``, does not count as a batch dim. ``"out in -> out in"`` has no dim before the
+        last two. It is a single matrix, so the result is False.
         """
-        leading_names: set[str] = set()
+        leading_names: set[str] = set()  # of the dims before the last two: {"e"}
         for dim in self.dims[:-2]:
             names = _names_of_dim(dim)
-            if len(names) > 1:
+            if len(names) > 1:  # as in ``(e h) out in``
                 return False
             leading_names.update(names)
         for result in self.results:
             batch_names = _names(result[:-2])  # the names before the rows and the columns
-            if not leading_names.issubset(batch_names):
+            if not leading_names.issubset(batch_names):  # as in ``e out in -> (e out) in``: one matrix, not a stack
                 return False
-        return len(leading_names) > 0
+        return len(leading_names) > 0  # without such a dim, the tensor is one matrix
 
     @property
     def flattens_more_dims(self) -> bool:
@@ -201,11 +203,14 @@ class Pattern:
 
         It is True for ``"in out -> out in"``.
         """
-        rows, columns = self.results[0][-2:]
+        rows, columns = self.results[0][-2:]  # the names ("out",) and ("in",), which are in the dims 1 and 0
         return self._first_dim_of(rows) > self._first_dim_of(columns)
 
     def _first_dim_of(self, group: Group) -> int:
-        """Return the index of the first dim of the tensor that contains one of these names."""
+        """Return the index of the first dim left of the arrow that contains one of these names.
+
+        For ("out",) in ``in out -> out in``, it is 1.
+        """
         index = 0
         while set(group).isdisjoint(_names_of_dim(self.dims[index])):
             index += 1
@@ -271,6 +276,7 @@ class Pattern:
         Raises:
             ValueError: the shape does not fit the pattern.
         """
+        # 1. Give each dim of the tensor its dim of the pattern, so that both have the same number of dims.
         # Name the dims that ``...`` includes "dim_0", "dim_1" and so on. With too few dims, the number is negative,
         # there are no names, and the check below raises an error.
         number_of_dot_dims = len(shape) - (len(self.dims) - 1)
@@ -286,22 +292,24 @@ class Pattern:
                 f"found {len(shape)} dims, expected {len(dims)} for the pattern {self.text!r}: write one name or "
                 "parentheses for each dim left of the arrow, or '...' for any number of dims"
             )
+        # 2. Find the size of each axis: (heads=8 d) of size 32 has the axes heads of size 8 and d of size 4.
         axes: list[_SizedAxis] = []
         for index, dim in enumerate(dims):
             axes += self._sized_axes(dim, index, shape[index])
         return axes, [_with_dots(result, dot_names) for result in self.results]
 
     def _sized_axes(self, dim: Dim, index: int, size: int) -> list[_SizedAxis]:
-        """Return the axes of the dim with this index and size. At most one part has no size, as `parse` checks.
+        """Return the axes in one dim of the tensor with their sizes, of which the pattern may leave one out.
 
-        For the dim ``(heads=2 (k + v=5))`` of size 16, their part sizes are ``{"heads": 2}`` and ``{"k": 3, "v": 5}``:
-        the axis ``(k + v=5)`` has the size 16 / 2 = 8, and k the size 8 - 5 = 3.
+        ``index`` is the index of the dim. At most one part of it has no size in the pattern, as `parse` checks. For the
+        dim ``(heads=2 (k + v=5))`` of size 16, the part sizes of its axes are ``{"heads": 2}`` and ``{"k": 3, "v":
+        5}``: the axis ``(k + v=5)`` has the size 16 / 2 = 8, and k the size 8 - 5 = 3.
         """
         # The length of the axis that has the part without a size: the size of the dim, divided by all other axes.
         size_left = size
         for axis in dim:
             if all(part.size is not None for part in axis):
-                size_left //= _known_size(axis)
+                size_left //= _known_size(axis)  # rounded if it does not divide; a check below raises then
         # Give that part what the other parts of its axis leave.
         sized_axes: list[_SizedAxis] = []
         for axis in dim:
@@ -310,7 +318,7 @@ class Pattern:
                 part_size = part.size
                 if part_size is None:
                     part_size = size_left - _known_size(axis)
-                if part_size < 0:
+                if part_size < 0:  # as in ``(k + v=5)`` of size 4
                     raise self._wrong_size(dim, size)
                 part_sizes[part.name] = part_size
             sized_axes.append(_SizedAxis(index, part_sizes))
@@ -356,12 +364,12 @@ def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Gro
     """
     unique_results: list[list[Group]] = []
     for result in results:
-        groups: list[Group] = []
+        groups: list[Group] = []  # the names in each dim of this result
         for group in result:
             remaining_names = tuple([name for name in group if name not in names])
-            if remaining_names:
+            if remaining_names:  # ``(h k)`` becomes ``k``, and ``h`` is left out
                 groups.append(remaining_names)
-        if groups not in unique_results:
+        if groups not in unique_results:  # ``q h in, k h in`` without q and k is ``h in``, once
             unique_results.append(groups)
     return unique_results
 
@@ -373,9 +381,10 @@ def _pattern_of_units(rows: list[_SizedAxis], columns: list[_SizedAxis], results
 
 
 def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
-    """Write out ``...`` in a result. ``dot_names`` are the names of the dims that it includes.
+    """Replace ``...`` in a result by the names of the dims for which it is short: ``dot_names``.
 
-    With two such dims, ``... out in`` becomes ``dim_0 dim_1 out in``, and ``out (...)`` becomes ``out (dim_0 dim_1)``.
+    A result is the pattern of a stack of matrices, whose last two dims are the rows and columns of a matrix. With two
+    such dims, ``... out in`` becomes ``dim_0 dim_1 out in``, and ``out (...)`` becomes ``out (dim_0 dim_1)``.
     """
     groups: list[Group] = []  # the names in each dim of the result
     for group in result[:-2]:
@@ -383,7 +392,7 @@ def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
             groups += [(name,) for name in dot_names]
         else:
             groups.append(_group_with_dots(group, dot_names))
-    for group in result[-2:]:
+    for group in result[-2:]:  # rows and columns stay one dim each, so all names are put into that dim
         groups.append(_group_with_dots(group, dot_names))
     return groups
 
@@ -407,12 +416,13 @@ def parse(text: str) -> Pattern:
     >>> stack.shape
     torch.Size([3, 32, 32])
     """
-    sides = text.split("->")
+    sides = text.split("->")  # the dims of the tensor, and the dims of its matrices
     if len(sides) != 2:
         raise ValueError(
             f"{text!r} has {len(sides) - 1} arrows, expected one: write the dims of the parameter, '->' and the dims "
             "of its matrices, as in '(qkv=3 out) in -> qkv out in'"
         )
+    # The functions below raise `_Malformed` without the text of the whole pattern, which is added here.
     try:
         dims = tuple(map(_dim, _items(sides[0])))
         results = tuple(map(_result, sides[1].split(",")))
@@ -434,6 +444,7 @@ _Item = str | list["_Item"]
 def _items(text: str) -> list[_Item]:
     """Parse one side of a pattern into nested lists: ``(h=8 d) in`` becomes ``[["h=8", "d"], "in"]``."""
     # A stack of lists: the one of the whole side, and one for each parenthesis that is not closed yet.
+    # After "(h=8 d" it is ``[[], ["h=8", "d"]]``.
     open_lists: list[list[_Item]] = [[]]
     position = 0
     while text[position:].strip():
@@ -444,35 +455,36 @@ def _items(text: str) -> list[_Item]:
                 "spaces separate axes, and commas only results"
             )
         position = token.end()
-        if token[1] == "(":
+        if token[1] == "(":  # token[1] is the token without the spaces before it
             open_lists.append([])
-        elif token[1] == ")":
+        elif token[1] == ")":  # the innermost list is complete: it becomes an item of the list around it
             closed_list = open_lists.pop()
-            if not open_lists:
+            if not open_lists:  # the list of the whole side was closed, as in "a) b"
                 raise _Malformed("a closing parenthesis has no opening one")
             open_lists[-1].append(closed_list)
         else:
-            open_lists[-1].append(token[1].replace(" ", ""))
+            open_lists[-1].append(token[1].replace(" ", ""))  # "h = 8" is the same as "h=8"
     if len(open_lists) > 1:
         raise _Malformed("an opening parenthesis has no closing one")
     return open_lists[0]
 
 
 def _dim(item: _Item) -> Dim:
-    """Return the axes in one dim of the tensor, outermost first. An axis is a tuple of the parts that it contains.
+    """Convert one dim left of the arrow from names to axes, outermost first. An axis is a tuple of its parts.
 
-    With A for ``Part("a")`` and so on, the four possible forms are::
+    An ``item`` is a name, or the list of the names within parentheses. With A for ``Part("a")`` and so on, the four
+    possible forms are::
 
         a               item "a"                        ((A,),)          one axis
         (a b)           item ["a", "b"]                 ((A,), (B,))     two axes
         (a + b)         item ["a", "+", "b"]            ((A, B),)        one axis with two parts
         (a (b + c))     item ["a", ["b", "+", "c"]]     ((A,), (B, C))   two axes, the second with two parts
     """
-    if isinstance(item, str):
+    if isinstance(item, str):  # the form ``a``
         return ((_part(item),),)
-    if "+" in item:
+    if "+" in item:  # the form ``(a + b)``
         return (_divided_axis(item),)
-    axes: list[Axis] = []
+    axes: list[Axis] = []  # the forms ``(a b)`` and ``(a (b + c))``
     for axis_item in item:
         if isinstance(axis_item, list):
             axes.append(_divided_axis(axis_item))
@@ -483,8 +495,8 @@ def _dim(item: _Item) -> Dim:
 
 def _divided_axis(items: list[_Item]) -> Axis:
     """Return the parts of an axis: ``k=3`` and ``v=5`` for the items ``["k=3", "+", "v=5"]``."""
-    parts = items[::2]
-    signs = items[1::2]
+    parts = items[::2]  # the items 0, 2, ... must be names
+    signs = items[1::2]  # and the items between them plus signs
     if len(parts) < 2 or signs != ["+"] * (len(parts) - 1):
         raise _Malformed("parentheses within parentheses hold parts with '+' between them, as in (heads (k + v))")
     return tuple(map(_part, parts))
@@ -503,9 +515,12 @@ def _part(item: _Item) -> Part:
 
 
 def _result(text: str) -> tuple[Group, ...]:
-    """Parse a result, the names in each of its dims: ``h (k d) in`` becomes ``(("h",), ("k", "d"), ("in",))``."""
+    """Parse the text of a result, such as ``h (k d) in``, into the names in each of its dims.
+
+    These are ``(("h",), ("k", "d"), ("in",))``. A result is the pattern of one stack of matrices, right of the arrow.
+    """
     items = _items(text)
-    rows_and_columns = items[-2:]
+    rows_and_columns = items[-2:]  # neither may be a bare ``...`` or empty parentheses
     if len(items) < 2 or _DOTS in rows_and_columns or [] in rows_and_columns:
         raise _Malformed(
             f"the result {text.strip()!r} must end with two dims, the rows and the columns of a matrix: write each as "
@@ -516,12 +531,12 @@ def _result(text: str) -> tuple[Group, ...]:
 
 def _group(item: _Item) -> Group:
     """Return the names in one dim of a result: ("a", "b") for ``(a b)``, and ("a",) for ``a``. Sizes are an error."""
-    items = item
+    items = item  # the list of the names in parentheses
     if isinstance(item, str):
         items = [item]
     names: list[str] = []
     for name_with_size in items:
-        part = _part(name_with_size)
+        part = _part(name_with_size)  # reads sizes too, for a clear error
         if part.size is not None:
             raise _Malformed(
                 "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
@@ -541,6 +556,7 @@ def _check_dims(dims: Sequence[Dim]) -> None:
             if name in names:
                 raise _Malformed(f"{name!r} occurs twice on the left")
             names.add(name)
+    # Then the sizes within each dim: None for a name without a size, so [8, None] for ``(heads=8 d)``.
     for dim in dims:
         sizes = [part.size for part in _parts(dim)]
         if 0 in sizes:
@@ -559,9 +575,9 @@ def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> N
     The left side ``(h=8 (k=128 + v=64)) in`` has the parts k and v. It requires a result with the names h, k and in,
     and one with h, v and in, both in any order. Without such parts, one result must have all names.
     """
-    plain_names, part_names = _plain_and_part_names(dims)
+    plain_names, part_names = _plain_and_part_names(dims)  # ["h", "in"] and ["k", "v"]
     # A list of names for each result, in sorted order, since a result may have them in any order.
-    expected_names: list[list[str]] = []
+    expected_names: list[list[str]] = []  # [["h", "in", "k"], ["h", "in", "v"]]
     for part in part_names:
         expected_names.append(sorted([*plain_names, part]))
     if not part_names:  # no axis is divided
@@ -580,9 +596,9 @@ def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
     plain_names: list[str] = []
     part_names: list[str] = []
     for axis in chain.from_iterable(dims):
-        if len(axis) == 1:
+        if len(axis) == 1:  # a plain axis has one part, itself
             plain_names.append(axis[0].name)
-        elif part_names:
+        elif part_names:  # an earlier axis has parts too
             raise _Malformed("several axes are divided by '+'; expected at most one")
         else:
             part_names = [part.name for part in axis]
