@@ -72,7 +72,10 @@ class MatrixView:
     _parsed: ClassVar[Mapping[str | None, Pattern]]
 
     def __post_init__(self) -> None:
-        """Parse the patterns of a new view, such as "in out -> out in". Raise an error if one of them is malformed."""
+        """Parse the patterns of a new view, such as "in out -> out in". Raise an error if one of them is malformed.
+
+        ``pattern`` is one text for all parameters, a mapping from globs to texts, or None.
+        """
         texts: list[object] = []
         if isinstance(self.pattern, Mapping):
             # Copy it, so that later changes by the caller have no effect. The class is frozen: no plain assignment.
@@ -81,7 +84,7 @@ class MatrixView:
         elif self.pattern is not None:
             texts.append(self.pattern)
         parsed = {text: _parse(text) for text in texts}
-        object.__setattr__(self, "_parsed", parsed)  # here, since a tracer would parse at every call
+        object.__setattr__(self, "_parsed", parsed)  # now, since a tracer would parse at every call
 
     def __repr__(self) -> str:
         return "MatrixView()" if self.pattern is None else f"MatrixView({self.pattern!r})"
@@ -127,7 +130,9 @@ class MatrixView:
         if not more or isinstance(self.pattern, str):  # a single pattern applies to all parameters already
             return self
         if isinstance(more, str):
-            more = {"*": more}
+            more = {"*": more}  # for all names
+        # The first glob that matches a name applies. So the patterns of this view are first in the dict, and
+        # `setdefault` keeps its pattern if both have the same glob.
         patterns = dict(self.pattern or {})
         for glob, text in more.items():
             patterns.setdefault(glob, text)
@@ -135,7 +140,7 @@ class MatrixView:
 
 
 def _parse(text: object) -> Pattern:
-    """Parse a pattern such as "(qkv=3 out) in -> qkv out in"; errors name `MatrixView`."""
+    """Parse a pattern such as "(qkv=3 out) in -> qkv out in"; errors name `MatrixView`, the class of the argument."""
     if not isinstance(text, str):
         raise TypeError(
             f"MatrixView: found {text!r}, expected a pattern such as '(qkv=3 out) in -> qkv out in', or a "
@@ -184,7 +189,7 @@ class Matrices:
         """The positions of the tensors in the tree: ``present.pick`` returns the leaves of another tree there."""
         self.leaves: list[Tensor] = self.present.pick(values)
         """The tensors, in the order of the tree."""
-        self.names = [""] * len(self.leaves)
+        self.names = [""] * len(self.leaves)  # without names, a single pattern or None applies to all tensors
         if named or isinstance(view.pattern, Mapping):
             self.names = self.present.names()
         self._view = view
@@ -205,9 +210,10 @@ class Matrices:
     def join(self, stacks: list[Tensor], like: list[Tensor]) -> list[Tensor]:
         """Undo `split`: join the stacks of all tensors into tensors with the shapes of the tensors ``like``.
 
-        Three stacks for query, key and value become one tensor again.
+        For a fused weight of 12 rows, with the pattern ``"(q=4 + k=4 + v=4) in -> q in, k in, v in"``, three stacks
+        of 4 rows each become one tensor of 12 rows again.
         """
-        if self._are_matrices(like):
+        if self._are_matrices(like):  # each stack is a whole tensor
             return stacks
         leaves: list[Tensor] = []
         for pattern, stacks_of_leaf, leaf in zip(self._patterns, self.grouped(stacks), like, strict=True):
@@ -222,17 +228,17 @@ class Matrices:
         return self._view.pattern is None and all(leaf.ndim == 2 for leaf in leaves)
 
     def grouped(self, stacks: list[Tensor]) -> list[list[Tensor]]:
-        """Return for each tensor the list of its stacks, from a flat list of the stacks of all tensors.
+        """Turn a flat list of the stacks of all tensors into a list with the stacks of each tensor.
 
         Take two tensors, the first one with the pattern ``"(q + k) in -> q in, k in"``, and the second one without a
         pattern. The list ``[q, k, weight]`` becomes ``[[q, k], [weight]]``.
         """
         stacks_of_tensors: list[list[Tensor]] = []
-        start = 0
+        start = 0  # the index of the first stack of the next tensor
         for pattern in self._patterns:
             number_of_stacks = 1  # without a pattern, a tensor is one matrix
             if pattern is not None:
-                number_of_stacks = len(pattern.results)
+                number_of_stacks = len(pattern.results)  # the terms right of the arrow: 2 for "q in, k in"
             stacks_of_tensors.append(stacks[start : start + number_of_stacks])
             start += number_of_stacks
         return stacks_of_tensors
@@ -243,15 +249,16 @@ class Matrices:
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:
-    """Split a tensor by a pattern: return a list with a stack of matrices for each term right of the arrow.
+    """Split a parameter into its matrices: return a stack of matrices for each term right of the pattern's arrow.
 
-    A stack has the shape (..., rows, columns). Without a pattern, all dims after the first are flattened to one matrix.
+    A stack has the shape (..., rows, columns). Without a pattern, all dims after the first are flattened to one matrix:
+    a convolution of shape (8, 4, 3, 3) becomes one matrix of shape (8, 36).
 
     Raises:
         ValueError: the tensor has fewer than two dims, or its shape does not fit the pattern; the message contains
             its ``name``.
     """
-    if pattern is None:
+    if pattern is None:  # the tensor is one matrix
         if leaf.ndim < 2:
             raise ValueError(
                 f"{name!r} has shape {tuple(leaf.shape)}, expected at least two dims: give vectors and scalars another "
@@ -259,6 +266,7 @@ def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:
             )
         if leaf.ndim == 2:
             return [leaf]
+        # A product, not -1, which is ambiguous for an empty tensor.
         return [leaf.reshape(leaf.shape[0], prod(leaf.shape[1:]))]
     try:
         return pattern.split(leaf)
