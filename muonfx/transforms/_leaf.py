@@ -138,7 +138,7 @@ class Leaf:
             raise TypeError(f"leafwise: {name} writes in place here; use the form that returns a new tensor")
         # If this class has a method of the name, such as Leaf.sqrt, it records one call on the list of all leaves.
         method = getattr(cls, name, None)
-        if method is not None and args and isinstance(args[0], Leaf):
+        if method is not None and args and isinstance(args[0], Leaf):  # not torch.mul(2.0, x): 2.0 has no such method
             return method(*args, **kwargs)
         # Any other function, such as torch.where, is called once for each leaf.
         return record_for_each(function, *args, **kwargs)
@@ -148,7 +148,7 @@ class Leaf:
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
-        method: Callable[..., Tensor] | None = getattr(Tensor, name, None)
+        method: Callable[..., Tensor] | None = getattr(Tensor, name, None)  # Tensor.abs for ``u.abs()``
         if not callable(method) or name.startswith("__"):
             raise AttributeError(f"leafwise: a step runs for all leaves at once, so a leaf has no {name}; {_TRANSFORM}")
         if name.endswith("_"):
@@ -246,8 +246,9 @@ def _record_on_lists(
 ) -> Leaf:
     """Record an operation of a step, such as ``u + m``, that can run as one call on all leaves. Return a placeholder.
 
-    With two leaves, ``ew.add([u1, u2], [m1, m2])`` is called later. If that is not possible, ``for_one_leaf`` is
-    called for each leaf instead: ``u1 + m1`` and ``u2 + m2``.
+    Nothing is computed yet, and the placeholder represents the later result. With two leaves, ``ew.add([u1, u2], [m1,
+    m2])`` is called later. If that is not possible, ``for_one_leaf`` is called for each leaf instead: ``u1 + m1`` and
+    ``u2 + m2``.
 
     Args:
         function: a function of lists of tensors, such as ``ew.add``.
@@ -270,7 +271,7 @@ def has_shape_of_leaf(value: Leaf) -> bool:
 
     It may have any shape, and its dtype may be complex. All other values have the shapes of the leaves.
     """
-    operation = value.operation
+    operation = value.operation  # the one that computes the value; None for an operand of the step
     return operation is None or not operation.is_for_each
 
 
@@ -289,8 +290,9 @@ def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Le
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a call of a torch function that runs later, once for each leaf. Return a placeholder for the results.
 
-    In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are placeholders: the arguments at the positions ``[0, 2]``.
-    The other arguments are recorded as ``[None, 0.0, None]``. Later, the tensors of each leaf replace None.
+    A placeholder (`Leaf`) represents one tensor for each leaf. In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are
+    placeholders: the arguments at the positions ``[0, 2]``. The other arguments are recorded as ``[None, 0.0, None]``.
+    Later, the tensors of each leaf replace None.
     """
     flat_args, treedef = tree.flatten((args, kwargs))  # arguments may be nested, as in torch.stack([x, y])
     positions = [position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)]
@@ -298,6 +300,7 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
     for position in positions:
         flat_args[position] = None  # a placeholder refers to its record, so the record would refer to itself
 
+    # Later, `call` receives a list with the tensors of all leaves for each placeholder.
     call = functools.partial(_call_for_each, function, treedef, flat_args, positions)
     indices = [operand.index for operand in operands]
     operation = Operation(call, indices, flat_args, overwrites=None)
@@ -311,7 +314,7 @@ def _call_for_each(
     positions: list[int],
     *lists: list[Tensor],
 ) -> list[Tensor]:
-    """Call a torch function once for each leaf, and return its results.
+    """Call a torch function once for each leaf, and return its results, as recorded by `record_for_each`.
 
     For two leaves and the recorded call ``torch.where(mask, 0.0, u)``, call ``torch.where(mask_1, 0.0, u_1)`` and
     ``torch.where(mask_2, 0.0, u_2)``.
@@ -325,9 +328,10 @@ def _call_for_each(
     """
     results: list[Tensor] = []
     for tensors_of_leaf in zip(*lists, strict=True):
-        leaf_args = [*flat_args]
+        leaf_args = [*flat_args]  # a copy, in which the tensors of this leaf replace None: [mask_1, 0.0, u_1]
         for position, tensor in zip(positions, tensors_of_leaf, strict=True):
             leaf_args[position] = tensor
+        # Nested as they were in the recorded call.
         positional, named = tree.unflatten(treedef, leaf_args)
         result = function(*positional, **named)
         if not isinstance(result, Tensor):
@@ -366,10 +370,11 @@ class Plan(NamedTuple):
     def of(cls, record: Sequence[Operation | None], outputs: Sequence[Leaf]) -> Plan:
         """Select the operations of a record that the outputs need, and count how often each value is used.
 
-        In the record ``[None, None, mul(1), add(2, 0)]``, an output with the index 2 needs only ``mul(1)``.
+        In the record ``[None, None, mul(1), add(2, 0)]``, the numbers in parentheses are the indices of the operands.
+        An output with the index 2 needs only ``mul(1)``. The uses are then ``[0, 1, 1, 0]``.
         """
         uses = [0] * len(record)
-        for output in outputs:
+        for output in outputs:  # to be returned is a use too
             uses[output.index] += 1
         operations: list[tuple[int, Operation]] = []
         # Backwards, since an operation is needed if an output or a later operation uses its result.

@@ -310,20 +310,23 @@ def leafwise(
         raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
 
     def decorate(constructor: Callable[..., StateAndStep]) -> Callable[..., Transform]:
-        """Return the factory of transforms: `muonfx.transform` with functions that call the constructor.
+        """Return the factory of transforms: a function like the constructor that returns a transform.
 
-        `muonfx.transform` calls both functions with the arguments of the new transform, which are the constructor's.
+        A constructor is the function under the decorator, such as ``def momentum(decay=0.95): ... return state, step``.
+        `muonfx.transform` makes the factory. For ``momentum(0.9)``, it calls both functions below with the argument
+        0.9, and they pass it on to the constructor.
         """
 
         @functools.wraps(constructor)
         def init_and_update(*args: object, **kwargs: object) -> InitAndUpdate:
+            # A formula is what the constructor returns, the state and the step, with the code that runs the step.
             return _formula(constructor, reads_params, *args, **kwargs).functions()
 
         def locality_of_transform(*args: object, **kwargs: object) -> Locality:
             return _formula(constructor, reads_params, *args, **kwargs).locality_of_transform(locality)
 
         as_transform = transform(
-            locality=locality_of_transform,
+            locality=locality_of_transform,  # how much of a leaf an element of the result depends on
             reads_params=reads_params if callable(reads_params) else bool(reads_params),
             position=position,
             short_names=short_names,
@@ -343,15 +346,16 @@ def _formula(
     *args: object,
     **kwargs: object,
 ) -> _Formula:
-    """Call a constructor with its arguments, and return the state and the step that it declares.
+    """Call a constructor with its arguments, and return the state and the step that it declares, ready to run.
 
     A constructor is the function under the decorator, such as ``def momentum(decay=0.95): ... return state, step``.
     Raise TypeError if it returns anything else.
     """
     if callable(reads_params):  # whether the step receives the parameters depends on the arguments
         reads_params = reads_params(*args, **kwargs)
-    returned = constructor(*args, **kwargs)
+    returned = constructor(*args, **kwargs)  # such as (MomentumState(Slot()), step)
     name = constructor.__name__
+    # The state may contain one tensor for each leaf (a Slot), and counts or numbers that all leaves share.
     state, step = state_and_step(f"{name}: a leafwise", returned, (Slot, StepCount, Number), reads_params)
     return _Formula(name, state, step, reads_params)
 
@@ -359,10 +363,10 @@ def _formula(
 def state_and_step(
     caller: str, returned: object, types: tuple[type, ...], reads_params: ReadsParams
 ) -> tuple[PyTree, Step]:
-    """Return the state and the step that a constructor returned. Raise TypeError if they are not as declared.
+    """Check that a constructor has returned a state and a step, and return them. Raise TypeError if it has not.
 
     A constructor is the function under `leafwise` or `matrixwise`. It returns a pair such as
-    ``(MomentumState(trace=Slot()), step)``.
+    ``(MomentumState(trace=Slot()), step)``: a declaration of the state, and a function that computes one update.
 
     Args:
         caller: the beginning of errors: the names of the constructor and its decorator, "momentum: a leafwise".
@@ -370,12 +374,14 @@ def state_and_step(
         types: the types of the items that the state may contain, such as `Slot`.
         reads_params: whether the step receives the parameters, as a slot that starts at the parameters requires.
     """
+    # Exactly a tuple: a NamedTuple of two items is a state without a step.
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
         raise TypeError(f"{caller} constructor returns a state and a step, found {returned!r}")
-    for name, item in tree.named_leaves(returned[0]):
+    for name, item in tree.named_leaves(returned[0]):  # the items of the state, such as "trace" and its slot
         if not isinstance(item, types):
             type_names = " and ".join([expected.__name__ for expected in types])
             raise TypeError(f"{caller} constructor returns a state of {type_names}, found {item!r} at {name!r}")
+        # Without reads_params, `init` may receive sharded parameters whose values are NaN.
         starts_at_params = isinstance(item, Slot) and item.start == "params"
         if starts_at_params and not reads_params:
             raise TypeError(
@@ -396,6 +402,7 @@ def _extra_names(step: Step) -> tuple[str, ...]:
     code = getattr(step, "__code__", None)
     if code is None:  # not a Python function
         return ()
+    # In ``co_varnames``, keyword-only arguments follow directly after all positional arguments.
     first = code.co_argcount
     return code.co_varnames[first : first + code.co_kwonlyargcount]
 
@@ -434,7 +441,7 @@ class _Formula:
                 self._fields.append(SharedNumber(declared_field))
 
     def functions(self) -> InitAndUpdate:
-        """Return ``init`` and ``update`` of the transform.
+        """Return ``init`` and ``update`` of the transform, with the extra arguments of the step in the signature.
 
         A step may have extra arguments, as ``value`` in ``def step(u, s, *, value)``. `Transform` reads the names of
         extra arguments from the signature of ``update``. The function below has ``**extras`` in place of the names, so
@@ -444,11 +451,12 @@ class _Formula:
         def update(
             updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
         ) -> tuple[PyTree, PyTree]:
-            step_extras = {name: extras[name] for name in self._extra_names}
+            step_extras = {name: extras[name] for name in self._extra_names}  # {"value": ...}
             return self._run(updates, state, params, donate, step_extras)
 
         if not torch.compiler.is_compiling():  # the signature was read when the transform was created
             signature = inspect.signature(update)
+            # All parameters but the last one, ``**extras``, and then a keyword-only parameter for each name.
             *parameters, _extras = signature.parameters.values()
             parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._extra_names]
             update.__signature__ = signature.replace(parameters=parameters)
@@ -464,7 +472,7 @@ class _Formula:
         for declared in tree.leaves(self._declared):
             is_quantized = isinstance(declared, Slot) and isinstance(declared.dtype, QuantizedDtype)
             if is_quantized:  # the elements of a block share a scale
-                locality = max(locality, Locality.LEAF)
+                locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
         if "sum_over_leaves" not in self._extra_names:
             return locality
         if locality is not Locality.ELEMENT:
@@ -519,7 +527,8 @@ class _Formula:
 
         For a few small leaves, recording takes longer than the rest of an update.
         """
-        # A compiled graph that reads the saved step would be compiled again when it changes, so this comes first.
+        # `_saved_step` is not read while torch.compile traces: the graph would depend on it, and be compiled again when
+        # it changes.
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and self._saved_step is not None:
             return self._saved_step
@@ -539,7 +548,9 @@ class _Formula:
         A placeholder (`Leaf`) takes the place of one tensor for each leaf: the update, a field of the state such as
         ``trace``, the parameter. A number that all leaves share, such as a step count, is passed as its 0-d tensor.
         """
-        # Each placeholder appends itself to the record, and so does each result of an operation on placeholders.
+        # Each placeholder appends itself to the record, and so does each result of an operation on placeholders. So the
+        # order of the lines below numbers the values: the update is 0, then the fields with one follow, and the
+        # parameter is the last.
         record: list[Operation | None] = []
         update = Leaf(record)
         fields: list[Any] = []
@@ -550,7 +561,7 @@ class _Formula:
             step_args.append(Leaf(record))
 
         new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
-        if not isinstance(new_update, Leaf):
+        if not isinstance(new_update, Leaf):  # such as a tensor or 0.0, which does not depend on the update
             update_type = type(new_update).__name__
             raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
         new_fields = self._new_fields(containers, fields, new_state)
@@ -563,28 +574,34 @@ class _Formula:
     def _operands(self, updates: PyTree, old_fields: list[PyTree], params: PyTree, donate: Donation) -> Values:
         """Return the operands of the step: the updates, each field with a tensor for each leaf, and the parameters.
 
-        Each is a list with the tensors of all leaves that have a gradient. An operand may be overwritten if the caller
+        They are added in the order of the placeholders in `_call_step`, since both are found by their number. Each is a
+        list with the tensors of all leaves that have a gradient. An operand may be overwritten if the caller
         has donated it (``donate``), or if it is a copy already.
         """
         present = Present(updates)  # the leaves that have a gradient
         values = Values(present)
         values.add_operand(present.pick(updates), may_write=donate.updates)
         for field, old_field in zip(self._fields, old_fields, strict=True):
-            if isinstance(field, SharedNumber):  # the step reads the number itself when it is recorded
+            if isinstance(field, SharedNumber):  # one number for all leaves: the step has read it when it was recorded
                 continue
             may_write = donate.state or field.reads_copies  # quantized state is decoded to copies
             values.add_operand(field.read(present, old_field), may_write=may_write)
         if self._reads_params:
             params = params_for(self._name, params)
-            if self._reads_params == "updated":
+            if self._reads_params == "updated":  # the parameters after this update, as for `ema_params`
                 params = apply_updates(params, updates)
             values.add_operand(present.pick(params), may_write=False)
         return values
 
     def _new_fields(self, containers: Structure, fields: list[Any], new_state: object) -> list[Any]:
-        """Return the fields of the state that a step returned. Raise TypeError unless it has the declared form.
+        """Return a list of the fields of the state that a step returned: ``[m]`` for ``MomentumState(m)``.
 
-        For ``MomentumState(m)``, the list is ``[m]``. ``fields`` are the fields that the step received.
+        Raise TypeError unless the state has the declared form.
+
+        Args:
+            containers: the form: the NamedTuple, dict or tuple of the declared state.
+            fields: the fields that the step received.
+            new_state: the state that it returned.
         """
         try:
             new_fields = tree.subtrees(containers, new_state)
@@ -599,7 +616,7 @@ class _Formula:
                     f"{self._name}: the step returns a {type(new_field).__name__} for {name!r} of its state, declared "
                     f"as {declared!r}"
                 )
-            if new_field is field and isinstance(new_field, Tensor):
+            if new_field is field and isinstance(new_field, Tensor):  # a number returned unchanged
                 self._require_no_step_count(index)
         return new_fields
 
@@ -627,7 +644,7 @@ class _Formula:
         """
         if output.index == operand.index:  # the step has returned the field as it is
             return old_field
-        values.check(operand, output, f"{self._name}: the step returns a state")
+        values.check(operand, output, f"{self._name}: the step returns a state")  # its shapes
         new_tensors = values.take(output.index)
         old_tensors = values.operands[operand.index]
         # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were cast,
@@ -658,9 +675,9 @@ def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.d
     bf16 for all updates and fp32 for all momenta, the result is one dtype for all leaves.
     """
     all_dtypes: set[torch.dtype] = set()
-    for tensors in lists:
+    for tensors in lists:  # the tensors of one operand
         dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1:
+        if len(dtypes) > 1:  # such as updates in bf16 for some leaves and in fp32 for others
             return _compute_dtype_of_each(lists)
         all_dtypes |= dtypes
     return ew.wide_dtype(*all_dtypes)  # the usual case, which takes no call for each leaf
@@ -676,7 +693,11 @@ def _compute_dtype_of_each(lists: Sequence[list[Tensor]]) -> list[torch.dtype]:
 
 
 def _require_one_shape(leaf: object) -> None:
-    """Raise an error if the argument of ``sum_over_leaves`` is no placeholder, or has the shapes of the leaves."""
+    """Raise an error if the argument of ``sum_over_leaves`` in a step cannot be added up over all leaves.
+
+    It must be a placeholder (`Leaf`) for a value of one shape, as in ``sum_over_leaves((u * u).sum())``. ``u * u`` has
+    the shape of each leaf, so it is an error.
+    """
     if not isinstance(leaf, Leaf):
         raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
     if has_shape_of_leaf(leaf):
@@ -697,7 +718,7 @@ class Values:
         self.present = present
         """The leaves that have a gradient."""
         self.operands: list[list[Tensor]] = []
-        """The operands of the step in their own dtypes."""
+        """The operands of the step in their own dtypes: ``[[u1, u2], [m1, m2]]`` for two leaves and a momentum."""
         self._computed: dict[int, list[Tensor]] = {}
         """The results so far, and the operands that have been read, in the compute dtype."""
         self._may_write: dict[int, bool] = {}
@@ -715,10 +736,11 @@ class Values:
     def run(self, plan: Plan, *, overwrite: bool) -> None:
         """Run the operations of a plan, each on the lists of all leaves, and store their results.
 
-        With ``overwrite``, a result may take the storage of an operand after its last use. A result that nothing reads
-        any more is then freed.
+        For two leaves, the plan of ``s.trace * 0.9 + u`` calls ``mul([m1, m2], 0.9)`` and then ``add`` on the two lists
+        of results and updates. With ``overwrite``, a result may take the storage of an operand after its last use. A
+        result that nothing reads any more is then freed.
         """
-        self._remaining_uses = dict(enumerate(plan.uses))
+        self._remaining_uses = dict(enumerate(plan.uses))  # {number of a value: how many will still read it}
         with ew.unrecorded(*self.operands, plan.scalars):  # autograd records nothing, unless it must
             for index, operation in plan.operations:
                 if index not in self._computed:  # else a sum over leaves has needed it already
@@ -738,6 +760,7 @@ class Values:
         def sum_of(leaf: Leaf) -> Tensor:
             """Run the operations that the placeholder needs, such as ``u * u`` and ``sum``, and return the sum."""
             _require_one_shape(leaf)
+            # The step is still running: only the operations that this placeholder needs are computed.
             plan = Plan.of(leaf.record, [leaf])
             self.run(plan, overwrite=False)  # the rest of the step may read every value
             value_of_each_leaf = self.read(leaf.index)
@@ -746,10 +769,13 @@ class Values:
         return sum_of
 
     def read(self, index: int) -> list[Tensor]:
-        """Return the tensors of a value in the compute dtype, which is fp32 or wider."""
-        if index in self._computed:
+        """Return the tensors of a value, one for each leaf, in the compute dtype, which is fp32 or wider.
+
+        ``index`` is the number of the value. The values with the first numbers are the operands of the step: 0 is the
+        update. They are converted when they are read for the first time, for example from bf16.
+        """
+        if index in self._computed:  # a result, or an operand that has been read before
             return self._computed[index]
-        # It is an operand that is read for the first time, such as the updates in bf16.
         if self._dtypes is None:
             self._dtypes = _compute_dtypes(self.operands)
         self._computed[index] = ew.cast(self.operands[index], self._dtypes)
@@ -766,7 +792,8 @@ class Values:
     def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
         """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; return its results.
 
-        With ``overwrite``, the results take the storage of an operand that nothing else needs.
+        With ``overwrite``, the results take the storage of an operand that nothing else needs: that of ``[u1, u2]``, if
+        no later operation reads the updates, and the caller permits it.
         """
         lists = [self.read(index) for index in operation.operands]
         if operation.overwrites is None:  # a torch function that is called for each leaf
@@ -774,7 +801,7 @@ class Values:
                 self._may_write[index] = False  # the result may be a view of it
             return operation.function(*lists)
         target = operation.operands[operation.overwrites]  # the operand that the function can overwrite
-        is_last_use = self._remaining_uses[target] == 1
+        is_last_use = self._remaining_uses[target] == 1  # this one, which has not been counted yet
         reuse = overwrite and is_last_use and self._may_write[target]
         if reuse:
             self._may_write[target] = False  # its storage becomes the result's
@@ -784,11 +811,14 @@ class Values:
         """Count one use of each of these values, and forget results that nothing reads any more."""
         for index in operands:
             self._remaining_uses[index] -= 1
+            # The first numbers are the operands of the step, which `was_cast` and `take` read again.
             if not self._remaining_uses[index] and index >= len(self.operands):
                 del self._computed[index]
 
     def check(self, operand: Leaf, output: Leaf, beginning: str) -> None:
         """Raise an error if a value that the step returns is complex, or has another shape than its leaf.
+
+        A step that returns ``u.sum()`` in place of an update ``u`` of shape (2,) is such an error.
 
         Args:
             operand: the placeholder that the step received, such as ``s.trace``.
@@ -815,17 +845,18 @@ class Values:
         self._may_write[operand] = False
 
     def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
-        """Return the tensors of a value that the step returns; no other output and no caller has them.
+        """Return the tensors of a value that the step returns, such that no other output and no caller has them.
 
-        For a step that returns the same value as update and as state, the first output gets the tensors, and the other
-        one a copy. The copy is written into the operand ``copy_into`` if nothing else needs its storage.
+        ``index`` is the number of the value. For a step that returns the same value as update and as state, the first
+        output gets the tensors, and the other one a copy. The copy is written into the operand ``copy_into`` if nothing
+        else needs its storage.
         """
         tensors = self.read(index)
-        if self._may_write[index]:  # nothing else needs them
+        if self._may_write[index]:  # nothing else needs them: they are returned without a copy
             self._may_write[index] = False  # a further output that is this value receives a copy
             return tensors
         if copy_into is not None:
             is_free = self._may_write[copy_into] and self._remaining_uses[copy_into] == 0
-            if is_free:
+            if is_free:  # its storage takes the copy, so no memory is allocated
                 return ew.copy(tensors, into=self.read(copy_into))
         return ew.clone(tensors)
