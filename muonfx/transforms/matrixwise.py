@@ -76,9 +76,9 @@ def on_stacks(
         units = pattern.independent(shapes[name])
         if units is None or (only_matrices and not units.are_matrices):
             continue
-        pattern_of_units[escape(name)] = units.pattern
+        pattern_of_units[escape(name)] = units.pattern  # escaped, since a name may contain "*" or "["
         shape_of_units[name] = units.shape
-    if not shape_of_units:
+    if not shape_of_units:  # every parameter must be updated as a whole
         return tx, {}
     new_view = MatrixView(pattern_of_units).extended(view.pattern)  # parameters without units keep their pattern
     return tx.replace(view=new_view), shape_of_units
@@ -96,7 +96,8 @@ def name_patterns(tx: Transform) -> list[NamePatterns]:
 def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
     """Return a function for the cost of a parameter: the cost of one of its matrices, summed over all of them.
 
-    It is the option ``cost`` of `MatrixWork`, by which parameters are distributed over ranks.
+    For 8 heads of shape (64, 512), it is 8 times ``of_matrix(64, 512, dtype)``. The function is the option ``cost`` of
+    `MatrixWork`, by which parameters are distributed over ranks.
 
     Args:
         view: divides a parameter into matrices.
@@ -108,7 +109,7 @@ def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
         total = 0.0
         for stack in Matrices(view, {name: leaf}, named=True).stacks:
             rows, columns = stack.shape[-2:]
-            number_of_matrices = prod(stack.shape[:-2])
+            number_of_matrices = prod(stack.shape[:-2])  # of all batch dims; 1 without any
             total += number_of_matrices * of_matrix(rows, columns, dtype)
         return total
 
@@ -167,7 +168,7 @@ class MatrixSlot:
         Take 8 heads with a key and a value each, whose states have the shapes (8, 3, 3) and (8, 2, 2). They are stored
         as one tensor of shape (8, 9 + 4), which is divided again here.
         """
-        if len(matrices) == 1:
+        if len(matrices) == 1:  # the state of a single stack is stored as it is
             return [stored]
         batch_dims = _shared_dims(matrices)  # 1: the dim of the heads
         shapes = [self._shape_of_state(stack) for stack in matrices]
@@ -267,7 +268,11 @@ def matrixwise(
     """
 
     def decorate(constructor: Callable[..., StateAndMatrixStep]) -> Callable[..., Transform]:
-        """Return the factory of transforms: `muonfx.transform` with a function that calls the constructor."""
+        """Return the factory of transforms: a function like the constructor that returns a transform.
+
+        A constructor is the function under the decorator, which returns a state and a step: ``def f(decay, *, view):
+        ... return state, step``. `muonfx.transform` makes the factory, and calls `init_and_update` with its arguments.
+        """
         default_view = _default_view(constructor)
 
         @functools.wraps(constructor)
@@ -278,7 +283,7 @@ def matrixwise(
             formula = _MatrixFormula(name, view, state, step, reads_params)
             return formula.init, formula.update
 
-        cost_of_leaf = None
+        cost_of_leaf = None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
         if cost is not None:
             cost_of_leaf = functools.partial(_cost_of_leaf, cost)
         as_transform = transform(
@@ -297,7 +302,11 @@ def matrixwise(
 
 
 def _default_view(constructor: Callable[..., StateAndMatrixStep]) -> MatrixView:
-    """Return the default of a constructor's argument ``view``. Raise TypeError if it has no such argument."""
+    """Return the default of a constructor's argument ``view``, by which a parameter is divided into matrices.
+
+    For ``def f(decay, *, view: MatrixView = MatrixView())``, it is ``MatrixView()``. Raise TypeError without such an
+    argument.
+    """
     parameters = inspect.signature(constructor).parameters
     if "view" not in parameters or not isinstance(parameters["view"].default, MatrixView):
         raise TypeError(
@@ -374,6 +383,7 @@ class MatrixStates:
             dtype = state_dtype(slot.dtype, leaf.dtype)
             states: list[Tensor] = []
             for stack in stacks_of_leaf:
+                # For example zeros of shape (8, 1, 1), for a stack of 8 heads.
                 start = slot.start(stack.contiguous())
                 states.append(slot.rounded(start, dtype))
             states_of_leaves.append(slot.join(states, stacks_of_leaf))
@@ -400,7 +410,15 @@ class _MatrixFormula:
     def __init__(
         self, name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], reads_params: bool
     ) -> None:
-        """Prepare each field of the declared state, such as ``{"norm": MatrixSlot()}``. ``name`` is for errors."""
+        """Prepare each field of the declared state, such as ``{"norm": MatrixSlot()}``.
+
+        Args:
+            name: the name of the transform, for errors.
+            view: divides a parameter into matrices.
+            declared: the state, with a slot in place of each tensor.
+            step: computes the new update and the new state of a stack of matrices.
+            reads_params: whether the step receives the parameters too.
+        """
         self._name = name
         self._view = view
         self._declared = declared
@@ -409,7 +427,7 @@ class _MatrixFormula:
         self._fields: list[_SlotStates | MatrixStates] = []
         """The fields of the state in order."""
         for name_of_field, slot in tree.named_leaves(declared):
-            if isinstance(slot, Slot):
+            if isinstance(slot, Slot):  # a tensor in the shape of the parameter; a MatrixSlot has a shape of its own
                 self._fields.append(_SlotStates(slot, name_of_field))
             else:
                 self._fields.append(MatrixStates(slot))
@@ -458,7 +476,7 @@ class _MatrixFormula:
         """
         number_of_fields = len(self._fields)
         old_fields = fields_and_params[:number_of_fields]
-        if update.numel() == 0:
+        if update.numel() == 0:  # a matrix without elements has nothing to compute
             return ew.clone([update, *old_fields])
 
         # Call the step with all operands in one dtype: the widest of them, at least fp32.
@@ -483,7 +501,8 @@ class _MatrixFormula:
     def _checked(self, result: Tensor, old_value: Tensor, others: Sequence[Tensor]) -> Tensor:
         """Return a result of the step after a check of its shape: the shape of the old value that it replaces.
 
-        If it is one of the tensors ``others``, return a copy. No later write into one of them can change the other.
+        If it is one of the tensors ``others``, return a copy. No later write into one of them can change the other. In
+        ``return m, {"trace": m}``, for example, the update and the state are one tensor, and the state becomes a copy.
         """
         if result.shape != old_value.shape:
             raise ValueError(
