@@ -85,8 +85,8 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     require_transform("accumulate: inner", inner)
 
     def init(params: PyTree) -> AccumulateState:
-        """Return sums of zero, with both counts in CPU memory."""
-        host = "meta" if device_of(params).type == "meta" else "cpu"
+        """Return sums of zero, with both counts in CPU memory, where Python can read them without a sync."""
+        host = "meta" if device_of(params).type == "meta" else "cpu"  # on the meta device, nothing is computed
         number = len(tree.leaves(params))
         return AccumulateState(
             torch.zeros((), dtype=torch.int64, device=host),
@@ -122,10 +122,13 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         donate: Donation,
         extras: dict[str, object],
     ):
-        """Run `update` after its checks."""
+        """Add the gradients, decide if this micro-batch is the last one of its group, and return the result for it.
+
+        At the last micro-batch, the inner transform runs. At all others, the updates are zero.
+        """
         accumulated = _add_gradients(updates, state, donate)
         is_last = boundary
-        if is_last is None:
+        if is_last is None:  # no argument: with ``every=4``, the fourth micro-batch is the last
             is_last = accumulated.count >= every
         outcomes = _Outcomes(inner, updates, updated_leaves=updates, mean=mean, params=params, extras=extras)
         if isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last)):
@@ -166,7 +169,7 @@ def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) ->
     wide_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
     new_sums = ew.store(wide_sums, old_sums, reuse=donate.state)
 
-    # One more gradient for each leaf that has one.
+    # One more gradient for each leaf that has one, in the order of ``seen``: [1, 0].
     leaves = tree.leaves(updates)
     has_gradient = [leaves[index] is not None for index in _indices_by_path(updates)]
     seen_now = torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
@@ -190,24 +193,25 @@ def _indices_by_path(updates: PyTree) -> list[int]:
         # ("blocks", 0) becomes [("str", "blocks"), ("int", 0)], because Python cannot compare an int with a string.
         key = [(type(entry).__name__, entry) for entry in path]
         keys_and_indices.append((key, index))
-    sorted_by_path = sorted(keys_and_indices)
+    sorted_by_path = sorted(keys_and_indices)  # by the keys, which differ, so indices are never compared
     return [index for _, index in sorted_by_path]
 
 
 def _ever_seen(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:
     """Return a tree with a tensor for each parameter that had a gradient in any micro-batch so far, and else None.
 
-    The tensor only shows a shape and a dtype. It is the gradient of the last micro-batch. If that is None, it is the
-    parameter, or its sum if no parameters were given. Take the last gradients ``{"a": g, "b": None}``, and 2 gradients
-    of "a" and 1 of "b" so far. The result is ``{"a": g, "b": params["b"]}``.
+    It shows which parameters get an update at the end of the group of micro-batches. The tensor only shows a shape and
+    a dtype. It is the gradient of the last micro-batch. If that is None, it is the parameter, or its sum if no
+    parameters were given. Take the last gradients ``{"a": g, "b": None}``, and 2 gradients of "a" and 1 of "b" so far.
+    The result is ``{"a": g, "b": params["b"]}``.
     """
     leaves, treedef = tree.flatten(updates)
-    if all(leaf is not None for leaf in leaves):
+    if all(leaf is not None for leaf in leaves):  # the usual case: every parameter has a gradient now
         return updates
     stand_ins = tree.leaves(accumulated.sums if params is None else params)
     counts = accumulated.seen.tolist()  # sorted by path, and on the CPU, so tolist() does not sync
     for index, count in zip(_indices_by_path(updates), counts, strict=True):
-        if leaves[index] is None and count > 0:
+        if leaves[index] is None and count > 0:  # no gradient now, but in an earlier micro-batch
             leaves[index] = stand_ins[index]
     return tree.unflatten(treedef, leaves)
 
@@ -233,7 +237,8 @@ class _Outcomes(NamedTuple):
     def step(self, accumulated: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
         """Run the inner transform on the accumulated gradients, and start new sums.
 
-        Return its updates, and a state with counts and sums of zero.
+        Return its updates, and a state with counts and sums of zero. For the sum 4.0 of 2 micro-batches, the inner
+        transform receives the mean 2.0.
         """
         # The gradient of the whole group of micro-batches: the mean, or the sum, in the dtype of the gradients.
         present = Present(self.updated_leaves)  # the leaves that get an update
@@ -242,7 +247,7 @@ class _Outcomes(NamedTuple):
             number = accumulated.count.to(torch.float64)
             wide_gradients = [total / _scalar_for(number, total) for total in sums]
         else:
-            wide_gradients = ew.clone(sums)
+            wide_gradients = ew.clone(sums)  # copies, which the inner transform may overwrite
         gradients = present.fill(ew.cast_like(wide_gradients, present.pick(self.updated_leaves)))
 
         donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
@@ -273,8 +278,9 @@ class _Outcomes(NamedTuple):
     def _cond(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
         """Return the result of `step` if ``is_last`` is True, else of `wait`. A compiled graph decides when it runs.
 
-        ``torch.cond`` passes plain tensors to both functions and requires tensors as results. So the state is flattened
-        to a list, and both functions return their tensors without leaves of None.
+        `step` is a real update, and `wait` an update of zero. ``torch.cond`` passes plain tensors to both functions and
+        requires tensors as results. So the state is flattened to a list, and both functions return their tensors
+        without leaves of None.
         """
         leaves, treedef = tree.flatten(accumulated)
 

@@ -122,7 +122,7 @@ def _plain(x: Tensor) -> Tensor:
     Raise NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences (nested).
     """
     x = x.detach()  # first, because `torch.func` wraps the result
-    while is_wrapped(x):
+    while is_wrapped(x):  # once for each `torch.func.grad` around the call
         if _C._functorch.is_batchedtensor(x):
             raise NotImplementedError(
                 "max_logits: found a tensor batched by torch.func.vmap, expected one without: heads of several models "
@@ -157,9 +157,10 @@ class _Collector(TorchFunctionMode):
     ) -> Any:
         """Call a torch function, and store the logits if it is ``scaled_dot_product_attention`` in a module.
 
-        Torch calls this method for each function while the mode is active.
+        Torch calls this method for each function while the mode is active. The result of the function does not change.
         """
         kwargs = kwargs or {}
+        # Only calls within an observed module have a name under which the logits can be stored.
         if self._running and func is F.scaled_dot_product_attention:
             self.add(_logits_of_call(*args, **kwargs))
         return func(*args, **kwargs)
@@ -209,7 +210,8 @@ def _logits_of_call(
 ) -> Tensor:
     """Return the largest logit of each head in one call of torch's ``scaled_dot_product_attention``.
 
-    The arguments are those of the call. Values and dropout have no effect on logits, so they are not used.
+    A logit is the scaled product of a query and a key. The arguments are those of the call. Values and dropout have no
+    effect on logits, so they are not used.
     """
     return max_logits(query, key, attn_mask, is_causal=is_causal, **options)
 
@@ -270,14 +272,15 @@ def collect_max_logits(
 def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     """Return the modules of a model whose names match a glob such as "*.attn", by name. None: all modules.
 
-    Raise ValueError if no name matches, or if a module is compiled.
+    For "*.attn", the result is a dict such as ``{"layers.0.attn": module, "layers.1.attn": module}``. Raise ValueError
+    if no name matches, or if a module is compiled.
     """
     _require_uncompiled(model)
     modules = _modules_by_plain_name(model)
     if pattern is None:
         return modules
     matching = {name: module for name, module in modules.items() if matches(name, pattern)}
-    if not matching:
+    if not matching:  # probably a spelling mistake
         known = ", ".join(map(repr, modules))
         raise ValueError(f"collect_max_logits: {pattern!r} matches none of the modules {known}")
     return matching
@@ -300,10 +303,12 @@ def _modules_by_plain_name(model: nn.Module) -> dict[str, nn.Module]:
     """
     modules = dict(model.named_modules())
     # `unwrapped` takes names of parameters, so it receives the name that a parameter of each module would have.
+    # The model itself has the name "", and is added below.
     parameter_name_of = {name: f"{name}.weight" for name in modules if name}
     plain_name_of = unwrapped(parameter_name_of.values())  # {"module.attn.weight": "attn.weight"}
     plain_modules = {"": model}
     for name, parameter_name in parameter_name_of.items():
+        # In two steps: the wrapped model itself has the plain name "weight", without a dot.
         plain_name = plain_name_of[parameter_name].removesuffix("weight").removesuffix(".")
         plain_modules[plain_name] = modules[name]
     return plain_modules
@@ -360,9 +365,10 @@ def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | N
         >>> mfx.attention.reduce_max_logits({"attn": torch.tensor([3.0])})
         {'attn': tensor([3.])}
     """
-    if not logits or not dist.is_available() or not dist.is_initialized():
+    if not logits or not dist.is_available() or not dist.is_initialized():  # a single process
         return dict(logits)
     names = sorted(logits)  # the same order on all ranks
+    # Concatenate the vectors of all modules, so that one all-reduce is enough, and split the result again.
     logits_of_modules = [logits[name] for name in names]
     dtype = wide_dtype(*[most.dtype for most in logits_of_modules])
     sizes = list(map(len, logits_of_modules))

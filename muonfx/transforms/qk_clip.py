@@ -30,7 +30,7 @@ _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 
 
 def _is_span(rows: object) -> bool:
-    """Return True for a tuple (first, end) of ints with 0 <= first < end."""
+    """Return True for a range of rows: a tuple (first, end) of ints with 0 <= first < end, such as (0, 64)."""
     if not isinstance(rows, tuple) or len(rows) != 2 or not all(isinstance(row, int) for row in rows):
         return False
     first, end = rows
@@ -85,10 +85,14 @@ class AttentionHeads:
     axis: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers of heads and the ranges of rows."""
+        """Check the numbers of heads and the ranges of rows.
+
+        8 query heads and 2 key heads are valid: 4 query heads share a key. A range is a pair such as (0, 64), whose end
+        is exclusive.
+        """
         checks.positive_int("AttentionHeads: heads", self.heads)
         checks.positive_int("AttentionHeads: key_heads", self.keys)
-        if self.heads % self.keys:
+        if self.heads % self.keys:  # each key head must be shared by equally many query heads
             raise ValueError(
                 f"AttentionHeads: heads must be a multiple of key_heads, found {self.heads} and {self.keys}"
             )
@@ -113,7 +117,7 @@ class AttentionHeads:
         They are a tuple for the queries, such as ``("*.attn.q_proj", "*.attn.q_proj.weight", ...)``, and one for the
         keys. Fused weights have both, so there is a single tuple.
         """
-        prefixes: list[str] = []
+        prefixes: list[str] = []  # the beginning of a parameter's name: the glob of its module and a dot
         if self.module:
             prefixes.append(f"{self.module}.")
         if matches("", self.module):  # the model itself, whose name is "", is an attention module
@@ -134,6 +138,7 @@ class AttentionHeads:
         """
         module = ""
         roles: list[str] = []
+        # A fused weight has one name for both, such as "qkv", so it is found twice and has both roles.
         for projection, role in ((self.query, "query"), (self.key, "key")):
             for ending in _ENDINGS:  # such as ".weight" and ".bias"
                 prefix = _module_before(name, projection + ending)
@@ -143,10 +148,11 @@ class AttentionHeads:
         return module, tuple(roles)
 
     def places(self, name: str, size: int, roles: tuple[str, ...], device: torch.device | str) -> Tensor:
-        """Return for each row of a query or key weight the position of its factor in the vector of `_factors`.
+        """Return for each row of a query or key weight the position of its factor in a vector of all factors.
 
-        With 2 heads, the positions in that vector are: 0 and 1 for the queries, 2 and 3 for the keys, 4 and 5 for the
-        rotary queries, and 6 for all other rows, whose factor is 1. A key weight of 6 rows gives [2, 2, 2, 3, 3, 3].
+        `qk_clip` multiplies the rows of a head by a factor; `_factors` computes the vector. With 2 heads, the positions
+        in that vector are: 0 and 1 for the queries, 2 and 3 for the keys, 4 and 5 for the rotary queries, and 6 for all
+        other rows, whose factor is 1. A key weight of 6 rows gives [2, 2, 2, 3, 3, 3].
 
         Args:
             name: the name of the weight, for errors.
@@ -159,11 +165,12 @@ class AttentionHeads:
         first_rotary = first_key + self.keys
         unchanged = first_rotary + self.heads
 
-        positions = torch.full((size,), unchanged, device=device)
+        positions = torch.full((size,), unchanged, device=device)  # first of all, no row changes
         if "query" in roles:
             # A view of the positions with a row for each head, into which `_fill_rows` writes.
             query_blocks = self._blocks(name, positions, 0, self.heads, [self.query_dims, self.rotary_dims])
             _fill_rows(query_blocks, self.query_dims, first_factor=0)
+            # Afterwards, because the rotary rows are a part of the rows above if ``query_dims`` is None.
             if self.rotary_dims is not None:
                 _fill_rows(query_blocks, self.rotary_dims, first_factor=first_rotary)
         if "key" in roles:
@@ -187,7 +194,7 @@ class AttentionHeads:
         Raises:
             ValueError: the rows are not equal blocks, one for each head, that contain the declared ranges of rows.
         """
-        is_fused = self.query == self.key and spans[0] is None
+        is_fused = self.query == self.key and spans[0] is None  # with ranges, each block holds query and key of a head
         all_heads = heads
         if is_fused:
             all_heads = self.heads + self.keys + self.keys  # of queries, of keys, and as many of values
@@ -227,8 +234,8 @@ def _fill_rows(blocks: Tensor, span: Span | None, first_factor: int) -> None:
     if span is None:
         span = (0, rows)
     first, end = span
-    position_of_head = torch.arange(first_factor, first_factor + heads, device=blocks.device)
-    blocks[:, first:end] = position_of_head.unsqueeze(1)
+    position_of_head = torch.arange(first_factor, first_factor + heads, device=blocks.device)  # [2, 3]
+    blocks[:, first:end] = position_of_head.unsqueeze(1)  # [[2], [3]], repeated for the rows of each head
 
 
 class _Member(NamedTuple):
@@ -254,7 +261,7 @@ class _Member(NamedTuple):
                 "correct axis="
             )
         indices = self.heads.places(self.name, shape[axis], self.roles, device)
-        broadcast_shape = [1] * len(shape)
+        broadcast_shape = [1] * len(shape)  # for a weight of shape (6, 4): [6, 1] after the next line
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
 
@@ -273,7 +280,7 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
     The items are `AttentionHeads`. After `_resolve` they are `_Member`: the parameters that hold queries or keys.
     """
     items: Any = heads
-    if type(heads) is not tuple:
+    if type(heads) is not tuple:  # a single item
         items = (heads,)
     for item in items:
         if not isinstance(item, AttentionHeads | _Member):
@@ -298,6 +305,7 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
     for name, plain_name in plain_names.items():
         if leaves[name] is None:  # it is not updated, as a frozen quantized weight
             continue
+        # None for a parameter that holds neither queries nor keys, such as "attn.o_proj.weight".
         member = _first_member(attentions, name, plain_name, tuple(leaves[name].shape))
         if member is not None:
             members.append(member)
@@ -338,11 +346,12 @@ def _first_member(
 ) -> _Member | None:
     """Return a parameter with the first `AttentionHeads` that matches its plain name; None if it has no query or key.
 
-    For "attn.q_proj.weight", the module is "attn", and the roles are ("query",).
+    For "attn.q_proj.weight", the module is "attn", and the roles are ("query",). A plain name has no prefixes of
+    wrappers, such as "module." of DDP.
     """
     for attention in attentions:
         module, roles = attention.module_of(plain_name)
-        if roles:
+        if roles:  # the parameter holds queries, keys or both
             return _Member(name, module, attention, roles, shape)
     return None
 
@@ -356,13 +365,14 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 def _patterns(tx: Transform) -> list[NamePatterns]:
     """Return the globs of all `AttentionHeads`, for the check that each of them matches a parameter.
 
-    A group has alternative globs, for the weight and the bias of a projection, of which one must match.
+    A group has alternative globs, for the weight and the bias of a projection, of which one must match:
+    ``("*.attn.q_proj", "*.attn.q_proj.weight", "*.attn.q_proj.bias", ...)``.
     """
     groups: list[tuple[str, ...]] = []
     for item in _as_tuple(tx.arguments["heads"]):
         if isinstance(item, AttentionHeads):
             groups += item.patterns()
-    if not groups:
+    if not groups:  # the parameters have been found already, by `_resolve`, or there are no heads
         return []
     return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]
 
@@ -503,6 +513,7 @@ def _check_pairs(members: list[_Member]) -> None:
 
 def _missing_role(member: _Member, role: str) -> ValueError:
     """Return an error for a parameter whose module has no parameter with the other role, "query" or "key"."""
+    # For "attn.q_proj.weight" without keys, the role is "key", and the missing name is "attn.k_proj".
     projection = getattr(member.heads, role)  # such as "k_proj"
     missing_name = f"{member.module}.{projection}" if member.module else projection
     return ValueError(
@@ -515,8 +526,9 @@ def _missing_role(member: _Member, role: str) -> ValueError:
 def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
     """Return a list with the largest logits (query heads,) of each attention module, from the argument ``max_logits``.
 
-    The argument is a dict such as ``{"layers.0.attn": tensor([400.0, 30.0])}``. The list has one item for each module
-    of the members, in their order. Raise an error if an entry is missing or has another type or shape.
+    A logit is the product of a query and a key. The argument is a dict such as ``{"layers.0.attn": tensor([400.0,
+    30.0])}``. The list has one item for each module of the members, in their order. Raise an error if an entry is
+    missing or has another type or shape.
     """
     if not isinstance(max_logits, Mapping):
         raise TypeError(
@@ -535,7 +547,10 @@ def _logits(members: list[_Member], max_logits: object) -> list[Tensor]:
 
 
 def _logits_error(module: str, size: int, all_logits: Mapping[str, object]) -> ValueError:
-    """Return an error about the logits of a module, which are missing or no real tensor of shape (size,)."""
+    """Return an error about the logits of a module, which are missing or no real tensor of shape (size,).
+
+    The description of the entry that was found is "one of (4,)" for a tensor of this shape.
+    """
     logits = all_logits.get(module)
     if module not in all_logits:
         description = f"none{did_you_mean(module, all_logits)}"
@@ -557,16 +572,16 @@ def _gamma(s: Tensor, tau: float | Tensor) -> Tensor:
 
 
 def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Tensor) -> dict[str, Tensor]:
-    """Return for each module the vector of its factors, as `_factors` describes it.
+    """Return for each attention module the vector of the factors by which its weights are multiplied.
 
-    ``gamma`` has the factor of the logits of each query head, of one module after another. For two modules with 2 heads
-    each, its first two items belong to the first module.
+    `_factors` describes the vector. ``gamma`` has the factor of the logits of each query head, of one module after
+    another. For two modules with 2 heads each, its first two items belong to the first module.
     """
     heads_of_module = {member.module: member.heads for member in members}
     factors: dict[str, Tensor] = {}
     first_head = 0
     for module, heads in heads_of_module.items():
-        gamma_of_module = gamma.narrow(0, first_head, heads.heads)
+        gamma_of_module = gamma.narrow(0, first_head, heads.heads)  # gamma[first_head : first_head + number of heads]
         factors[module] = _factors(gamma_of_module, heads.keys, alpha)
         first_head += heads.heads
     return factors
@@ -585,10 +600,10 @@ def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
         alpha: the exponent of gamma for the queries.
     """
     gamma_by_key = gamma.unflatten(0, (keys, -1))  # (key heads, query heads that share one)
-    largest_gamma = gamma_by_key.amax(dim=1)
+    largest_gamma = gamma_by_key.amax(dim=1)  # the factor of the head that is scaled least, so no query grows
     exponent = ew.scalar_like(1.0 - alpha, gamma)
     key = torch.pow(largest_gamma, exponent)
-    query = gamma_by_key / key.unsqueeze(1)
+    query = gamma_by_key / key.unsqueeze(1)  # so that query times key is gamma
     rotary_query = gamma  # its key, which all heads share, is not scaled
     other_rows = gamma.new_ones(1)
     return torch.cat([query.flatten(), key, rotary_query, other_rows])
@@ -603,6 +618,6 @@ def _scaled(update: Tensor, weight: Tensor, one_minus_factor: Tensor) -> Tensor:
     u = update.to(wide)
     w = weight.to(wide)
     one_minus_f = one_minus_factor.to(wide)
-    # f (w + u) - w, written as u + (1 - f) (-w - u) to keep the digits of a small u.
+    # The update must be f (w + u) - w. It is written as u + (1 - f) (-w - u), which keeps the digits of a small u.
     scaled = torch.lerp(u, -w, one_minus_f)
     return torch.where(one_minus_f == 0, u, scaled).to(update.dtype)
