@@ -33,15 +33,15 @@ class Book:
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
         """Round each magnitude at random to the level below or above it; return the index of this level.
 
-        Between the levels 0.2 and 0.3, a magnitude of 0.23 becomes 0.3 with a probability of 0.3, else 0.2. So the mean
-        is preserved. ``noise`` is uniform in [0, 1).
+        Levels are the magnitudes that codes represent. Between the levels 0.2 and 0.3, a magnitude of 0.23 becomes 0.3
+        with a probability of 0.3, else 0.2. So the mean is preserved. ``noise`` is uniform in [0, 1).
         """
         levels = table(self.levels, magnitudes.device)
         index = torch.bucketize(magnitudes, levels, right=True) - 1  # of the largest level that is not above
         index = index.clamp(0, len(self.levels) - 2)  # the largest level has none above it
         low = _look_up(levels, index)
         high = _look_up(levels, index + 1)
-        fraction = (magnitudes - low) / (high - low)
+        fraction = (magnitudes - low) / (high - low)  # 0.3 for the magnitude 0.23
         rounds_up = noise < fraction
         return index + rounds_up.to(torch.int64)
 
@@ -63,8 +63,9 @@ class Book:
         if not self.signed:
             smallest_level = self.levels[1]  # above zero
             magnitudes = torch.where(present, magnitudes.clamp(min=smallest_level), magnitudes)
+            # Now no element that is present can get the code 0.
         codes = self.nearest(magnitudes) if noise is None else self.between(magnitudes, noise)
-        if self.signed:
+        if self.signed:  # the codes so far are those of magnitudes
             codes = torch.where(fractions < 0, -codes, codes)
         return codes.to(self.dtype)
 
@@ -76,7 +77,7 @@ class Listed(Book):
     def nearest(self, magnitudes: Tensor) -> Tensor:
         """Return the index of the level nearest to each magnitude; a midpoint is rounded to the lower level."""
         levels = table(self.levels, magnitudes.device)
-        return torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)
+        return torch.bucketize(magnitudes, (levels[1:] + levels[:-1]) / 2)  # the boundaries are the midpoints
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Decode 8-bit codes to fp32 numbers: look up the level of each code in a table.
@@ -114,7 +115,10 @@ class Scaled(Book):
         return codes.round()
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round each magnitude stochastically to the level below or above it; return the code of this level."""
+        """Round each magnitude stochastically to the level below or above it; return the code of this level.
+
+        The codes of an integer type are the indices of the levels. Those of a float type are not.
+        """
         index = super().between(magnitudes, noise)
         if not self.dtype.is_floating_point:
             return index
@@ -139,7 +143,11 @@ def _square(x: Tensor, times: int) -> Tensor:
 
 
 def grid(*, signed: bool) -> Scaled:
-    """Return the "linear" codebook of `int8`: signed levels ``k / 127``, or unsigned levels ``(k / 255)**4``."""
+    """Return the "linear" codebook of `int8`: signed levels ``k / 127``, or unsigned levels ``(k / 255)**4``.
+
+    A codebook contains the levels, the magnitudes from 0 to 1 that 8-bit codes represent. The signed code 64 is
+    64 / 127, and -64 is the negative number.
+    """
     # Second moments of a block span many orders of magnitude. On log-normal blocks of 2048 with a standard deviation
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).
     dtype = torch.uint8
@@ -149,13 +157,16 @@ def grid(*, signed: bool) -> Scaled:
         dtype = torch.int8
         largest_code = 127
         roots = 0
-    fractions = torch.arange(largest_code + 1, dtype=torch.float32, device="cpu") / largest_code
+    fractions = torch.arange(largest_code + 1, dtype=torch.float32, device="cpu") / largest_code  # from 0 to 1
     levels = _square(fractions, roots)
     return Scaled(signed, dtype, tuple(levels.tolist()), largest_code, roots)
 
 
 def dynamic(*, signed: bool) -> Listed:
-    """Return the "dynamic" codebook of `int8`, from Dettmers et al. (arXiv 2110.02861), with both -1 and 1."""
+    """Return the "dynamic" codebook of `int8`, from Dettmers et al. (arXiv 2110.02861), with both -1 and 1.
+
+    A codebook contains the levels, the magnitudes from 0 to 1 that 8-bit codes represent. These are denser near zero.
+    """
     dtype = torch.uint8
     bits = 7
     if signed:
@@ -165,7 +176,7 @@ def dynamic(*, signed: bool) -> Listed:
     # the decade into cells of equal size, and a level is the middle of a cell.
     levels: list[float] = []
     for zeros in range(bits + 1):
-        cells = 2 ** (bits - zeros)
+        cells = 2 ** (bits - zeros)  # each leading zero leaves one bit less
         for cell in range(cells):
             middle = (cell + 0.5) / cells
             levels.append(10.0**-zeros * (0.1 + 0.9 * middle))
@@ -180,16 +191,17 @@ FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def float8(format: str, *, signed: bool) -> Scaled:
-    """Return the codebook of the 8-bit float type "e4m3" or "e5m2".
+    """Return the codebook of the 8-bit float type "e4m3" or "e5m2": the magnitudes that its numbers represent.
 
-    The unsigned codebook of "e4m3", for second moments, stores the square roots of magnitudes, for a wider range.
+    They are its finite numbers, divided by the largest one, so they are from 0 to 1. The unsigned codebook of "e4m3",
+    for second moments, stores the square roots of magnitudes, for a wider range.
     """
     dtype = FLOAT8[format]
     roots = 0
     if format == "e4m3" and not signed:
         roots = 1  # the number of square roots that are taken before a magnitude is stored
     bits = torch.arange(128, dtype=torch.uint8, device="cpu")  # of all numbers that are not negative
-    numbers = bits.view(dtype).to(torch.float32)
+    numbers = bits.view(dtype).to(torch.float32)  # the same bits, read as floats
     largest = torch.finfo(dtype).max
     fractions = numbers[numbers.isfinite()] / largest
     levels = _square(fractions, roots)
@@ -210,6 +222,7 @@ def table(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     The vector is cached. It is not while torch traces or in inference mode, because such a tensor must not be used
     elsewhere.
     """
+    # A tensor that is made during tracing belongs to the trace.
     is_traced = torch.compiler.is_compiling() or functorch_is_active() or _get_current_dispatch_mode() is not None
     if is_traced or torch.is_inference_mode_enabled():
         return torch.tensor(numbers, dtype=torch.float32, device=device)

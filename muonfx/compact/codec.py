@@ -35,9 +35,12 @@ class Codec:
         return prod(shape) < self.min_size
 
     def zeros(self, param: Tensor) -> Encoded:
-        """Return a tensor of zeros in eight bits, with the shape and device of a parameter."""
+        """Return a tensor of zeros in eight bits, with the shape and device of a parameter.
+
+        A parameter of 5000 elements in blocks of 2048 has 5000 codes and 3 scales, one for each block.
+        """
         dtype = self.book.dtype
-        blocks = -(-param.numel() // self.block)  # rounded up
+        blocks = -(-param.numel() // self.block)  # rounded up: the last block may have fewer elements
         if self.keeps(param.shape):  # too small to encode: fp32 values without scales
             dtype = torch.float32
             blocks = 0
@@ -81,8 +84,8 @@ class Codec:
 def _rows(x: Tensor, block: int) -> Tensor:
     """Return the elements of a tensor as a matrix with one block in each row, padded with zeros."""
     flat = x.reshape(-1)
-    width = max(1, min(block, flat.shape[0]))
-    missing = -flat.shape[0] % width
+    width = max(1, min(block, flat.shape[0]))  # a tensor of less than one block is one row
+    missing = -flat.shape[0] % width  # up to the next multiple: 3 for 5 elements in rows of 4
     if missing:
         flat = torch.nn.functional.pad(flat, (0, missing))
     return flat.reshape(-1, width)

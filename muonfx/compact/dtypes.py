@@ -63,8 +63,15 @@ _BOOKS: dict[str, tuple[Book, Book]] = {
 def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) -> Resolved:
     """Check the arguments of `int8` or `fp8`; return a codec for signed and one for unsigned tensors, and the seed.
 
-    A codec encodes and decodes tensors. The levels of its codes are in ``_BOOKS[book]``, where ``book`` is a name such
-    as "linear". The seed is None for rounding to nearest.
+    A codec encodes tensors in eight bits and decodes them. The numbers that its codes represent are in
+    ``_BOOKS[book]``, where ``book`` is a name such as "linear". The seed is None for rounding to nearest.
+
+    Args:
+        book: the name of the codebook: a ``code`` of `int8` or a ``format`` of `fp8`.
+        block: the number of elements that share a scale.
+        min_size: tensors of fewer elements are stored in fp32.
+        stochastic: round at random, such that the mean is preserved.
+        seed: the seed of this rounding.
     """
     checks.positive_int("block", block)
     checks.whole_number("min_size", min_size)

@@ -27,14 +27,15 @@ _SALT = 0x5BD1E995  # the same, of any bits
 
 
 def uniform(key: Tensor, number: int) -> Tensor:
-    """Return a vector of ``number`` pseudo-random fp32 values in [0, 1), as a pure function of the key.
+    """Return a vector of ``number`` pseudo-random fp32 values in [0, 1), which depend on the key only.
 
-    Each value is a hash of the key and of the position in the vector, as in Salmon et al., "Parallel random numbers: as
-    easy as 1, 2, 3" (SC 2011). The key is a nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
+    The same key gives the same values on every device, so runs are reproducible. Each value is a hash of the key and of
+    the position in the vector, as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The key is
+    a nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
     """
     low_bits = key & _MASK  # 32 of the 64 bits
     high_bits = key >> 32
-    key_hash = _mix(_mix(low_bits) ^ high_bits)
+    key_hash = _mix(_mix(low_bits) ^ high_bits)  # depends on all bits of the key
     position = torch.arange(number, dtype=torch.int64, device=key.device)
     # The first round hashes key_hash + position. These sums of two keys may overlap, and the vectors would then have
     # equal parts. The second round, with two more hashes of the key, makes them differ.

@@ -55,6 +55,7 @@ class QuantizedTrees:
         For ``{"w": w}``, the state has the trees ``{"w": codes of w}`` and ``{"w": scales of w}``. If rounding is
         stochastic, it also has a seed for each parameter.
         """
+        # Both take a parameter, and return its codes and scales.
         encode = self.codec.zeros if self.start == "zeros" else self.codec.encode
         present = Present(params)
         encoded = list(map(encode, present.pick(params)))  # pairs of codes and scales
@@ -63,6 +64,7 @@ class QuantizedTrees:
         scale_tree = present.fill([leaf.scales for leaf in encoded])
         if self.seed is None:  # rounding is to nearest
             return QuantizedState(code_tree, scale_tree)
+        # A seed is a hash of the seed of the dtype, the name of this tree, such as "mu", and the name of the parameter.
         keys = keys_of(f"{self.seed}/{self.role}", present.names(), codes)
         return KeyedQuantizedState(code_tree, scale_tree, present.fill(keys))
 
@@ -83,12 +85,13 @@ class QuantizedTrees:
     ) -> QuantizedState | KeyedQuantizedState:
         """Return ``state`` with new ``values`` encoded in eight bits, one for each position in ``present``.
 
-        The leaves of ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
+        ``values`` are fp32 tensors, such as the new momentum of each parameter that has a gradient. The leaves of
+        ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
         """
         keys: list[Tensor | None] = [None] * len(values)  # without a seed, `encode` rounds to nearest
         if isinstance(state, KeyedQuantizedState):
             keys = present.pick(state.keys)
-        encoded = list(map(self.codec.encode, values, keys))
+        encoded = list(map(self.codec.encode, values, keys))  # pairs of codes and scales
         codes = present.fill([leaf.codes for leaf in encoded], state.codes)
         scales = present.fill([leaf.scales for leaf in encoded], state.scales)
         if not isinstance(state, KeyedQuantizedState):
