@@ -46,10 +46,10 @@ def check_not_negative(argument: str, value: object) -> None:
 
     The transforms check their numbers too, but under their own names: ``adamw_lr`` is "learning_rate" there.
     """
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping):  # {"embedding": 0.3}: the name in an error is "adamw_lr['embedding']"
         for role, number in value.items():
             check_not_negative(f"{argument}[{role!r}]", number)
-    elif isinstance(value, int | float):
+    elif isinstance(value, int | float):  # schedules and tensors are left to the transforms
         at_least(argument, value, 0.0)
 
 
@@ -66,13 +66,13 @@ def with_views(tx: Transform, labels: Labels) -> Transform:
     in"`` for "attn.qkv". The `orthogonalize` in a chain then divides this parameter too. A pattern that it has already
     for a parameter stays.
     """
-    if not labels.views:
+    if not labels.views:  # every parameter is one matrix
         return tx
     tx = tx.with_children([with_views(part, labels) for part in tx.children])  # the members of a chain
     view = tx.arguments.get("view")
     if not isinstance(view, MatrixView):  # it takes none
         return tx
-    return tx.replace(view=labels.view(view))
+    return tx.replace(view=labels.view(view))  # its own view, extended by the views of the labels
 
 
 @plain_arguments
@@ -142,7 +142,7 @@ def normuon(
     ['momentum', 'orthogonalize', 'normalize_neurons']
     """
     check_decay("neuron_decay", neuron_decay)
-    view = view_of(orthogonalize)
+    view = view_of(orthogonalize)  # the same matrices in all transforms
     return chain(
         momentum(decay),
         orthogonalize,
@@ -230,7 +230,7 @@ def check_roles(
         ValueError: the keys of a dict are not the labels of AdamW's parameters, or one of them is "muon"; or there is
             no dict, and a label is neither "muon" nor "adamw".
     """
-    # The arguments that are dicts: {"adamw_lr": {"embedding": 0.3, "head": 0.002}}.
+    # 1. The arguments that are dicts: {"adamw_lr": {"embedding": 0.3, "head": 0.002}}.
     numbers_by_role: dict[str, Mapping[str, object]] = {}
     for argument, value in numbers.items():
         if isinstance(value, Mapping):
@@ -239,11 +239,13 @@ def check_roles(
     if not numbers_by_role:  # one number for all parameters of AdamW
         _require_muon_and_adamw(owner, used_labels, next(iter(numbers)))
         return None
+    # 2. The roles that each dict must have: all labels but Muon's, which is "hidden" here.
     first_argument = next(iter(numbers_by_role))
     roles = list(numbers_by_role[first_argument])
     expected_roles = used_labels or set(roles)  # if the labels are unknown, all dicts must have the same roles
     if "muon" in expected_roles:  # AdamW would train these parameters, because Muon's label is "hidden" here
         raise _muon_is_no_role(owner, first_argument)
+    # 3. Check the roles and the numbers of each dict.
     for argument, number_of_role in numbers_by_role.items():
         _require_roles(owner, argument, list(number_of_role), expected_roles - {"hidden"})
         for role, value in number_of_role.items():
@@ -254,11 +256,12 @@ def check_roles(
 def _used_labels(labels: object) -> set[str] | None:
     """Return the set of labels that parameters have, such as ``{"muon", "adamw"}``; None if it is not known yet.
 
-    It is unknown for a function of the parameters and for a tree of labels.
+    For ``{"fc.weight": "muon", "fc.bias": "adamw", "frozen": None}``, it is ``{"muon", "adamw"}``. It is unknown for a
+    function of the parameters and for a tree of labels.
     """
     if labels is default_labels or labels is default_labels_by_name:
         return {"muon", "adamw"}
-    if not isinstance(labels, Mapping):
+    if not isinstance(labels, Mapping):  # a function, or a tree that is no dict
         return None
     used_labels: set[str] = set()
     for label in labels.values():
@@ -291,6 +294,7 @@ def _require_roles(owner: str, argument: str, roles: list[str], expected_roles: 
     """Raise ValueError unless ``argument``, a dict from role to number, has a number for each expected role."""
     if set(roles) == expected_roles:
         return
+    # All below is for the error: a hint for each role that may be misspelled, and one for a head that is tied.
     missing_roles = expected_roles.difference(roles)
     hints = [did_you_mean(role, missing_roles) for role in roles if role not in expected_roles]
     note = ""
