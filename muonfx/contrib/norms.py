@@ -108,7 +108,7 @@ def normalize_leaves():
         >>> mfx.contrib.normalize_leaves().update({"b": torch.tensor([3e-30, -3e-30])}, mfx.core.EmptyState())[0]
         {'b': tensor([ 1., -1.])}
     """
-    divide_by_rms = functools.partial(_to_unit_rms, dim=(-1,))
+    divide_by_rms = functools.partial(_to_unit_rms, dim=(-1,))  # `of_leaves` passes flattened leaves
     return of_leaves(divide_by_rms)
 
 
@@ -117,14 +117,17 @@ def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
 
 
 def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Divide a tensor by its root mean square over the dims ``dim``: [3, -3] becomes [1, -1]. Zeros stay zero."""
-    if x.numel() == 0:
+    """Divide a tensor by its root mean square over the dims ``dim``: [3, -3] becomes [1, -1]. Zeros stay zero.
+
+    With ``dim=(-1,)``, each row of a matrix is divided by its own root mean square.
+    """
+    if x.numel() == 0:  # the mean of no elements would be NaN
         return x
     wide = x.to(ew.wide_dtype(x.dtype))
     # Scale by exact powers of two before squaring, so that no square overflows or underflows.
     small = wide * unit_power(wide, dim)
     mean_square = small.square().mean(dim, keepdim=True)
-    positive = torch.where(mean_square == 0, 1.0, mean_square)
+    positive = torch.where(mean_square == 0, 1.0, mean_square)  # zeros are divided by 1, not by 0
     unit = small * positive.rsqrt()
     return unit.to(x.dtype)
 
@@ -199,6 +202,7 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
     """
 
     def step(u: Tensor, s: WeightNormsState, p: Tensor):
+        # The new weight p + u is scaled to the norm at `init`, s.radius. A weight of zero cannot be scaled.
         new_norm = norm(p + u)
         is_free = (new_norm == 0) | (s.radius == 0)  # a weight that is or was zero
         return _with_norm(u, p, new_norm, s.radius, is_free), s
@@ -237,7 +241,7 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
     def step(u: Tensor, s: EmptyState, p: Tensor):
         u_norm = norm(u)
         least_norm = floor * norm(p)
-        is_small = (u_norm > 0) & (u_norm < least_norm)
+        is_small = (u_norm > 0) & (u_norm < least_norm)  # an update of zero has no direction to scale up
         factor = divide_unless(~is_small, least_norm, u_norm, otherwise=1.0)
         return u * factor, s
 
@@ -276,6 +280,7 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
     inward = checks.at_least("inward", inward, 0.0)
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
+        """Keep only a fraction of the change of the norm: from 5 to 10 becomes from 5 to 7.5 for ``outward=0.5``."""
         old_norm = norm(p)
         new_norm = norm(p + u)
         change = new_norm - old_norm
@@ -292,7 +297,8 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
 def _with_norm(u: Tensor, p: Tensor, new_norm: Tensor, radius: Tensor, is_free: Tensor) -> Tensor:
     """Return the update after which the weight has the norm ``radius``: ``radius (p + u) / new_norm - p``.
 
-    ``new_norm`` is the norm of ``p + u``. Where ``is_free``, the result is ``u``.
+    ``p`` is the weight, ``u`` its update, and ``new_norm`` is the norm of ``p + u``. Where ``is_free``, the result is
+    ``u``.
     """
     ratio = divide_unless(is_free, radius, new_norm, otherwise=1.0)
     new_p = (p + u) * ratio
@@ -306,11 +312,14 @@ def square_zeros(matrix: Tensor, side: int) -> Tensor:
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """Return the Frobenius norms of a stack of matrices, as (..., 1, 1) in fp32 or wider, without overflow."""
+    """Return the Frobenius norms of a stack of matrices, as (..., 1, 1) in fp32 or wider, without overflow.
+
+    The matrix [[3, 4]] has the norm [[5]].
+    """
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
         return wide.new_zeros((*matrix.shape[:-2], 1, 1))
     power = unit_power(wide)  # a power of two by which the squares are of usual size
     squares = (wide * power).square()
     sum_of_squares = squares.sum((-2, -1), keepdim=True)
-    return ew.safe_sqrt(sum_of_squares) / power
+    return ew.safe_sqrt(sum_of_squares) / power  # `safe_sqrt` has a finite derivative at 0

@@ -64,7 +64,7 @@ def _corrected(copy: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
     An element of the parameter should be the rounded element of the copy: 1.0 for 1.001. If it is not, another function
     has changed it, for example by loading weights, and the copy starts again from it. ``reuse`` overwrites the copy.
     """
-    param = as_start(param)
+    param = as_start(param)  # detached from autograd, unless derivatives pass through the state
     is_rounded_copy = copy.to(param.dtype) == param
     corrected = torch.where(is_rounded_copy, copy, param.to(copy.dtype))
     if reuse:
@@ -129,7 +129,10 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         donate: Donation = NOTHING,
         **extras: object,
     ):
-        """Update the master copy by the inner transform; return the steps of the parameters to its rounded values."""
+        """Update the master copy by the inner transform; return the steps of the parameters to its rounded values.
+
+        The master copy is the state: the parameters in higher precision. The model's parameters are rounded from it.
+        """
         params = params_for("master_params", params)
         present = Present(updates)  # the leaves that have a gradient
         # Where a parameter was changed elsewhere, for example by loading weights, its copy starts again from it.
@@ -149,6 +152,7 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
             **extras,
         )
         new_master = apply_updates(master, inner_updates, donate=donate.state)
+        # Each parameter plus its step is exactly the rounded copy.
         out = tree.map(_step_to_rounded, inner_updates, new_master, params)
         return out, MasterParamsState(new_master, inner_state)
 

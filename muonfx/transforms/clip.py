@@ -104,7 +104,10 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     def update(
         updates: PyTree, state: EmptyState, params: PyTree = None, *, sum_over_leaves: Sum, donate: Donation = NOTHING
     ):
-        """Multiply all updates by min(1, max_norm / norm). A norm of NaN makes the factor NaN."""
+        """Multiply all updates by min(1, max_norm / norm). A norm of NaN makes the factor NaN.
+
+        For a bound of 1 and a tree whose norm is 5, the factor is 0.2.
+        """
         present = Present(updates)  # the leaves that have a gradient
         leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
@@ -151,7 +154,8 @@ def norm_of_squares(total: Tensor) -> Tensor:
 def squares_of_leaves(updates: PyTree) -> PyTree:
     """Return for each leaf a tensor of shape (2,): the square of its norm, and of a small multiple of the norm.
 
-    Sums of the first squares give the norm of the tree, unless they overflow. The second squares are for that case.
+    For the leaf [3.0, 4.0], the first item is 25. Sums of the first squares give the norm of the tree, unless they
+    overflow. The second squares are for that case.
     """
     present = Present(updates)  # the leaves that have a gradient
     norms = ew.norms(present.pick(updates))
@@ -159,7 +163,7 @@ def squares_of_leaves(updates: PyTree) -> PyTree:
     if len(devices_and_dtypes) == 1 and not torch.compiler.is_compiling():
         squares = _squares(torch.stack(norms)).unbind()  # three kernel launches in all, not per leaf
     else:
-        squares = list(map(_squares, norms))
+        squares = list(map(_squares, norms))  # leaves on several devices cannot be stacked
     return present.fill(squares)
 
 

@@ -38,8 +38,9 @@ def _init_and_update(
 ) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a weight decay: the update u of a weight w becomes ``u + sign * decay * w``.
 
-    ``sign`` is 1 to add the decay before the learning rate, and -1 to subtract it after the learning rate. ``caution``
-    leaves out the decay of elements in which it opposes the update.
+    For u = 1.0, w = 2.0 and a decay of 0.1, it becomes 1.2. ``sign`` is 1 to add the decay before the learning rate,
+    and -1 to subtract it after the learning rate. ``caution`` leaves out the decay of elements in which it opposes the
+    update.
     """
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
     which_decay = resolve_mask(f"{name}: mask", mask, memory)  # from parameters to a bool for each leaf
@@ -51,7 +52,7 @@ def _init_and_update(
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         """Add ``sign * weight_decay * w`` to the update of each weight w that decays."""
         params = params_for(name, params)
-        if isinstance(weight_decay, float) and weight_decay == 0.0:
+        if isinstance(weight_decay, float) and weight_decay == 0.0:  # nothing to add; a tensor is not read here
             return updates, state
         # Lists of the updates and the weights that decay and have a gradient.
         leaves, treedef = tree.flatten(updates)
@@ -207,9 +208,10 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
             if update.numel() == 0:
                 return update.clone()
             # Compare signs: the product of the values may underflow to zero.
+            # 1 for each element that is kept, and else 0.
             agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
-            share = agrees.to(ew.wide_dtype(update.dtype)).mean()
-            scaled = update * agrees / share.clamp(min=min_share)
+            share = agrees.to(ew.wide_dtype(update.dtype)).mean()  # 0.75 if 3 of 4 elements are kept
+            scaled = update * agrees / share.clamp(min=min_share)  # the clamp bounds updates with few elements
             return scaled.to(update.dtype)
 
         return tree.map(keep, out, updates), state

@@ -96,16 +96,20 @@ def _on_whole_leaves(update: Callable[..., tuple[PyTree, PyTree]]) -> Callable[.
     """
 
     def update_whole_leaves(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
-        return update(updates, state)
+        return update(updates, state)  # the sums are those of one process, because the leaves are whole
 
     return update_whole_leaves
 
 
 def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
-    """Return the functions of a `monitor` that measures the whole tree."""
+    """Return ``init`` and ``update`` of a `monitor` that measures all leaves together.
+
+    With ``name="grad"`` and the metric "norm", the state after the update ``{"w": [3.0, 4.0]}`` is ``{"grad/norm":
+    5.0}``.
+    """
 
     def init(params: PyTree) -> MonitorState:
-        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
+        zero = torch.zeros((), dtype=torch.float32, device=device_of(params))  # until the first measurement
         return MonitorState({f"{name}/{metric}": zero.clone() for metric in metrics})
 
     def update(
@@ -117,6 +121,7 @@ def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
         donate: Donation = NOTHING,
     ):
         """Measure the updates, which are this rank's shards if ``sum_over_leaves`` adds up over ranks."""
+        # Squares and sizes are added first, over all leaves and ranks: a norm is computed from the sum of squares.
         sums = sum_over_leaves(_sums_of_leaves(updates))
         values: dict[str, Tensor] = {}
         for metric in metrics:
@@ -133,7 +138,11 @@ def _unchanged(values: PyTree) -> PyTree:
 
 
 def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
-    """Return the functions of a `monitor` that measures each leaf separately."""
+    """Return ``init`` and ``update`` of a `monitor` that measures each leaf separately.
+
+    With ``name="grad"`` and the metric "norm", the state after the update ``{"w": [3.0, 4.0]}`` is ``{"grad/norm":
+    {"w": 5.0}}``.
+    """
 
     def init(params: PyTree) -> LeafMonitorState:
         zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
@@ -152,6 +161,7 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
         donate: Donation = NOTHING,
     ):
         """Measure the updates, which are this rank's shards if ``sum_over_shards`` adds up over ranks."""
+        # The sum of each leaf over its shards on all ranks, by name of the leaf.
         sums_of = dict(tree.named_leaves(sum_over_shards(_sums_of_leaves(updates))))
         values: dict[str, dict[str, Tensor]] = {}
         for metric in metrics:
@@ -191,11 +201,11 @@ def _measured(metric: Metric, updates: PyTree, sums: Tensor) -> Tensor:
         return _orthogonality_error(updates)
     if sums.ndim == 0:  # the sum over no leaves, which is 0
         return sums
-    norm = norm_of_squares(sums[:2])
+    norm = norm_of_squares(sums[:2])  # 5 for the leaf [3, 4]
     if metric == "norm":
         return norm
     number_of_elements = sums[2].float()
-    return norm / number_of_elements.clamp(min=1.0).sqrt()
+    return norm / number_of_elements.clamp(min=1.0).sqrt()  # clamped, so that an empty leaf gives 0, not NaN
 
 
 def _orthogonality_error(updates: PyTree) -> Tensor:
@@ -214,13 +224,16 @@ def _orthogonality_error(updates: PyTree) -> Tensor:
 
 
 def _distance_from_orthonormal(u: Tensor) -> Tensor:
-    """Return ``|U U^T - I| / sqrt(r)`` for a leaf as a matrix U whose r rows are its shorter side."""
+    """Return ``|U U^T - I| / sqrt(r)`` for a leaf as a matrix U whose r rows are its shorter side.
+
+    It measures how far the rows are from orthonormal: 0 for an identity matrix I, and 3 for 2 I.
+    """
     # Copy: a product rounds in another way for other strides and addresses of its factors, and those of copies agree.
     copy = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
     matrix = copy.to(ew.wide_dtype(u.dtype))
     if matrix.shape[0] > matrix.shape[1]:
         matrix = matrix.mT
-    gram = matrix @ matrix.mT
+    gram = matrix @ matrix.mT  # the products of all pairs of rows
     r = len(gram)
     identity = torch.eye(r, dtype=gram.dtype, device=gram.device)
     distance = torch.linalg.vector_norm(gram - identity)
@@ -268,7 +281,7 @@ def _values_by_monitor(state: PyTree) -> list[dict[str, Tensor]]:
         # From {"grad/rms": {"w": value}} to {"grad/w/rms": value}.
         values: dict[str, Tensor] = {}
         for key, value_of_leaf in monitor_state.values.items():
-            name, _, metric = key.rpartition("/")
+            name, _, metric = key.rpartition("/")  # at the last slash: the name of a monitor may contain one
             for leaf_name, value in value_of_leaf.items():
                 values[f"{name}/{leaf_name}/{metric}"] = value
         values_by_monitor.append(values)

@@ -39,6 +39,7 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
 
     def apply_to_leaves(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
         flat_leaves = [leaf.reshape(-1) for leaf in leaves]
+        # Equal sizes are enough, because the leaves are flattened: leaves of (2, 3) and (6,) form a stack of (2, 6).
         apply_to_stacks = ew.by_stacks(function)  # stacks small leaves of one size, for fewer calls
         (flat_results,) = apply_to_stacks(flat_leaves)
         return [result.reshape(leaf.shape) for result, leaf in zip(flat_results, leaves, strict=True)]
@@ -47,7 +48,10 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
 
 
 def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
-    """Return a stateless ``init`` and ``update`` that multiply all updates by a number."""
+    """Return a stateless ``init`` and ``update`` that multiply all updates by a number, such as a learning rate of 0.1.
+
+    With ``sign=-1.0``, an update of 2.0 becomes -0.2: it is then added to the parameter to reduce the loss.
+    """
 
     def multiply(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
         # Not `leafwise`: a single product is rounded once in any dtype, so conversions to fp32 would only cost two
@@ -61,11 +65,12 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 def _position_of_factor(factor: object) -> Position | None:
     """Return the position of `scale` in a chain, which depends on whether its factor reverses the sign of updates.
 
-    It is "turns" for -1.0, None for 0.5, and "either_sign" for a tensor or a function, whose sign may change. A
-    schedule has the signs of its numbers: ``linear_schedule(1.0, -1.0, 10)`` has either sign.
+    A chain checks the order of its transforms by their positions. The position is "turns" for -1.0, None for 0.5, and
+    "either_sign" for a tensor or a function, whose sign may change. A schedule has the signs of its numbers:
+    ``linear_schedule(1.0, -1.0, 10)`` has either sign.
     """
     numbers: list[object] = [factor]
-    if isinstance(factor, Schedule):
+    if isinstance(factor, Schedule):  # its arguments, such as 1.0, -1.0 and 10
         numbers = [number for _, number in parts_of(factor)]
     floats = [number for number in numbers if isinstance(number, float)]
     has_negative = any(number < 0 for number in floats)
@@ -73,7 +78,7 @@ def _position_of_factor(factor: object) -> Position | None:
     has_unknown = len(floats) < len(numbers)  # a tensor or a function
     if has_negative and not has_positive:
         return "turns"
-    if has_negative or has_unknown or not floats:
+    if has_negative or has_unknown or not floats:  # both signs, or no number to judge by
         return "either_sign"
     return None
 
@@ -152,7 +157,7 @@ def scale_each(factors: Mapping[str, float]):
     """Multiply each leaf by a number of its own: ``{"w": 2.0}`` doubles the leaf "w".
 
     `scale_by_shape` is replaced by this transform when the shapes of the parameters are known. A rank that has a shard
-    of a leaf does not need to know the shape of the whole leaf then.
+    of a leaf does not need the shape of the whole leaf then.
     """
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -168,22 +173,26 @@ def scale_each(factors: Mapping[str, float]):
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     """Replace `scale_by_shape` by `scale_each`, with a factor for each parameter: ``{"w": 6.4}`` for a side of 1024.
 
-    A parameter that is divided into several stacks of matrices may have several factors. The transform stays then.
+    A rank that has a part of a parameter then needs no whole shape. A parameter that is divided into several stacks of
+    matrices may have several factors. The transform stays then.
     """
     lr_scaling = tx.arguments["lr_scaling"]
     matrices = Matrices(tx.arguments["view"], params, named=True)
     factors: dict[str, float] = {}
     for name, stacks in zip(matrices.names, matrices.grouped(matrices.stacks), strict=True):
-        if len(stacks) > 1:  # such as stacks for query, key and value
+        if len(stacks) > 1:  # such as stacks for query, key and value, which may differ in shape
             return tx
         factors[name] = shape_factor(lr_scaling, stacks[0])
     return scale_each(factors)
 
 
 def shape_factor(lr_scaling: str, matrix: Tensor) -> float:
-    """Return the number by which `scale_by_shape` multiplies the update of a matrix; 1 if the matrix is empty."""
+    """Return the number by which `scale_by_shape` multiplies the update of a matrix; 1 if the matrix is empty.
+
+    For the rule "spectral" and a matrix of 4 rows and 1 column, it is the root of 4 / 1, so 2.
+    """
     rows, columns = matrix.shape[-2:]
-    if rows == 0 or columns == 0:
+    if rows == 0 or columns == 0:  # the rules divide by the number of columns
         return 1.0
     return SHAPE_RULES[lr_scaling](rows, columns)
 
