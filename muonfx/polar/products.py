@@ -88,7 +88,8 @@ class Buffered(Functional):
         self._tall = tall
         self._how = how
         self._small = small
-        # Two batches take turns: `weighted` writes into the spare one, and its argument becomes the spare.
+        # Two batches take turns, since a product cannot be written into its own factor: `weighted` writes into the
+        # spare one, and its argument becomes the spare.
         self._spare = results.empty(x.shape, x.dtype, x.device)
         # Small matrices, (b, n, n).
         self._workspace = workspace
@@ -100,8 +101,12 @@ class Buffered(Functional):
         self._identities: Tensor | None = None
 
     def gram(self, x: Tensor, shift: float) -> Tensor:
-        """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall."""
-        wide = x.mT if self._tall else x
+        """Return `x x^T + shift * I` for each matrix, or `x^T x + shift * I` if the batch is tall.
+
+        It is the smaller of the two: `(n, n)` for a matrix `(n, m)` or `(m, n)` with n <= m. It contains the products
+        of all pairs of rows (columns, if tall).
+        """
+        wide = x.mT if self._tall else x  # a view, not a copy
         # The shift is added within the product, so that the diagonal is rounded after the shift, when it is small.
         identities = None
         if shift != 0:
@@ -124,7 +129,8 @@ class Buffered(Functional):
     def _mirrored(self, how: str, p: Tensor, addend: Tensor | None, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p p^T`, a symmetric matrix, of which only one half is computed.
 
-        `how` is "quack" (quack-kernels on a GPU) or "blocks". The result is in a reused buffer.
+        The other half is its mirror image. `how` is "quack" (quack-kernels on a GPU) or "blocks". The result is in a
+        reused buffer.
         """
         out = self._small_matrices()
         if how == "quack":
@@ -138,13 +144,14 @@ class Buffered(Functional):
 
     def sum(self, a: Tensor, b: Tensor, weight: float) -> Tensor:
         """Return `a + weight * b`, in a buffer that the next call overwrites."""
-        if self._sum is None:
+        if self._sum is None:  # the first call
             self._sum = self._allocate_small(len(a))
         if not _rounds_by_place(a):
             return torch.add(a, b, alpha=weight, out=self._sum)
         # bf16 or fp16 on a CPU: add in fp32 and round once, so that no bit depends on the place of an element.
         if self._wide_sum is None:
             self._wide_sum = self._workspace.empty(self._sum.shape, torch.float32, self._sum.device)
+        # The inner expression is the sum in fp32; the outer copy rounds it.
         return self._sum.copy_(self._wide_sum.copy_(b).mul_(weight).add_(a))
 
     def weighted(self, x: Tensor, q: Shifted) -> Tensor:
@@ -207,14 +214,15 @@ def _add_by_blocks(out: Tensor, p: Tensor, *, beta: float, alpha: float) -> None
     for square, matrix in zip(out.unbind(), p.unbind(), strict=True):
         for start in range(0, n, side):
             end = min(start + side, n)
-            target = square[start:end, :end]  # the computed blocks of these rows
+            target = square[start:end, :end]  # the blocks of these rows up to the diagonal
             rows = matrix[start:end]
             columns = matrix[:end].mT
-            if beta == 0 and alpha == 1:
+            if beta == 0 and alpha == 1:  # the plain product, which does not read `out`
                 torch.mm(rows, columns, out=target)
             else:
                 target.addmm_(rows, columns, beta=beta, alpha=alpha)
-    # For the whole batch at once, since such a copy takes less time than its launch.
+    # Each column of blocks above the diagonal is the transpose of the row of blocks left of the diagonal. For the whole
+    # batch at once, since such a copy takes less time than its launch.
     for start in range(side, n, side):
         end = start + side
         out[:, :start, start:end].copy_(out[:, start:end, :start].mT)
