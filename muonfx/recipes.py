@@ -66,7 +66,7 @@ def with_views(tx: Transform, labels: Labels) -> Transform:
     in"`` for "attn.qkv". The `orthogonalize` in a chain then divides this parameter too. A pattern that it has already
     for a parameter stays.
     """
-    if not labels.views:  # every parameter is one matrix
+    if not labels.views:  # every parameter is one matrix, stored as (out, in)
         return tx
     tx = tx.with_children([with_views(part, labels) for part in tx.children])  # the members of a chain
     view = tx.arguments.get("view")

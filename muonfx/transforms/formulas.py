@@ -17,10 +17,11 @@ def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
     >>> running_average(torch.tensor([1.0]), torch.tensor([1e-9]), decay=0.0)
     tensor([1.0000e-09])
     """
-    # The difference does not contain the digits of a value that is far smaller than the average. They have a weight of
-    # 1 - decay, so below 1/2 the sum starts from the value.
+    # Both forms below are the same formula. They differ in rounding: the difference does not contain the digits of a
+    # value that is far smaller than the average. These digits have a weight of 1 - decay, so for a decay below 1/2 the
+    # sum starts from the value.
     difference = value - average
-    if isinstance(decay, Tensor):
+    if isinstance(decay, Tensor):  # Python cannot branch on its value without a sync, so both are computed
         from_average = average + (1.0 - decay) * difference
         from_value = value - decay * difference
         return torch.where(decay < 0.5, from_value, from_average)
@@ -44,4 +45,5 @@ def divide_unless(undefined: Tensor, numerator: Tensor, denominator: Tensor, oth
     tensor([1.0000, 0.5000])
     """
     safe_denominator = torch.where(undefined, 1.0, denominator)
+    # The quotients at these places are finite, and are replaced now.
     return torch.where(undefined, otherwise, numerator / safe_denominator)

@@ -94,7 +94,11 @@ def momentum(
         return m, MomentumState(m)
 
     def debiased_average(g: Leaf, s: DebiasedMomentumState):
-        """Return m / (1 - decay^t), as Adam does; with Nesterov momentum, m counts for step t + 1, as in NAdam."""
+        """Return m / (1 - decay^t), as Adam does; with Nesterov momentum, m counts for step t + 1, as in NAdam.
+
+        The average m starts at zero, so it is too small at first. After one gradient of 1 with a decay of 0.9, it is
+        0.1, and the division by 1 - 0.9 makes it 1.
+        """
         t = s.count + 1
         m = s.trace.lerp(g, 1.0 - decay)
         correction = bias_correction(decay, t)
@@ -179,7 +183,11 @@ def scale_by_adam(
     eps_root = checks.at_least("eps_root", eps_root, 0.0)
 
     def step(g: Leaf, s: AdamState):
-        """Return Adam's update; the names are as in the docstring of `scale_by_adam`."""
+        """Return Adam's update, (m / c1) / (sqrt(v / c2 + eps_root) + eps), and the new state.
+
+        m and v are the running averages of the gradient g and of its square, and t is the number of this step. Both
+        averages start at zero, which the divisions by c1 and c2 correct.
+        """
         t = s.count + 1
         m = s.mu.lerp(g, 1.0 - b1)
         v = (s.nu * b2).addcmul(g, g, value=1.0 - b2)
@@ -194,11 +202,13 @@ def scale_by_adam(
 
         # sqrt(v / c2 + eps_root) + eps, multiplied by sqrt(c2) to save a pass
         radicand = v
+        # A tensor is added without reading its value. For the number 0, the addition is left out.
         if isinstance(eps_root, Tensor) or eps_root != 0.0:
             radicand = v + eps_root * c2
         root_c2 = c2.sqrt()
         denominator = radicand.sqrt() + eps * root_c2
 
+        # The denominator is sqrt(c2) times as large, so the quotient is multiplied by it.
         out = numerator / denominator * (root_c2 / c1)
         return out, AdamState(count=t, mu=m, nu=v)
 

@@ -76,12 +76,15 @@ def normalize_neurons(
 
     def start(matrix: Tensor) -> Tensor:
         """Return a mean square of zero for each row, (..., rows, 1), or for each column, (..., 1, columns)."""
-        if is_by_columns(matrix):
+        if is_by_columns(matrix):  # the shape of the first row alone: (..., 1, columns)
             return matrix.new_zeros(matrix[..., :1, :].shape)
         return matrix.new_zeros(matrix[..., :1].shape)
 
     def step(u: Tensor, s: NeuronsState):
-        """Normalize the rows of a matrix, or its columns as the rows of its transpose."""
+        """Normalize the rows of a matrix, or its columns as the rows of its transpose; return it and the new state.
+
+        The state is the running mean square of each row, or of each column.
+        """
         if is_by_columns(u):
             normalized, v = _normalize(u.mT, s.nu.mT, decay, eps)
             return normalized.mT, NeuronsState(v.mT)
@@ -94,7 +97,8 @@ def normalize_neurons(
 def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
     """Divide each row of a matrix u by its usual size, and scale the matrix back to its norm. This is NorMuon's rule.
 
-    The usual size of a row is ``sqrt(v) + eps``, where v is the running average of its mean square. Return the new
+    In the first step, the rows [5, 5] and [1, 1] both become [3.6, 3.6], and the norm of the matrix is as before. The
+    usual size of a row is ``sqrt(v) + eps``, where v is the running average of its mean square. Return the new
     matrix and the new averages v, of shape (..., rows, 1).
     """
     # The mean square of each row. Squares of u times an exact power of two neither overflow nor underflow. The division
@@ -110,15 +114,19 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
     divisor = ew.safe_sqrt(v) + eps
     normalized = divide_unless(divisor == 0, u, divisor, otherwise=0.0)
 
+    # Scale the matrix to the norm of u.
     squared_norm = small_square.sum(dim=(-2, -1), keepdim=True)  # of u times the power
     return _with_norm(normalized, squared_norm, power), v
 
 
 def _with_norm(x: Tensor, squared_norm: Tensor, power: Tensor) -> Tensor:
-    """Scale each matrix of ``x`` to the Frobenius norm ``squared_norm.sqrt() / power``, except matrices of zeros."""
+    """Scale each matrix of ``x`` to the Frobenius norm ``squared_norm.sqrt() / power``, except matrices of zeros.
+
+    The power is a power of two by which the squares in ``squared_norm`` were kept from overflow.
+    """
     small_x = x * unit_power(x)
     squared_norm_of_x = small_x.square().sum(dim=(-2, -1), keepdim=True)
     is_zero = (squared_norm_of_x == 0) | (squared_norm == 0)
-    ratio = divide_unless(is_zero, squared_norm, squared_norm_of_x, otherwise=1.0)
+    ratio = divide_unless(is_zero, squared_norm, squared_norm_of_x, otherwise=1.0)  # of squares; its root is below
     scaled = small_x * ratio.sqrt() / power
     return torch.where(is_zero, x, scaled)

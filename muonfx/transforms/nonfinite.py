@@ -63,7 +63,7 @@ def skip_nonfinite(inner: Transform):
         donate: Donation = NOTHING,
         **extras: object,
     ):
-        """Run the inner transform on zeros instead of gradients that are not finite, and then drop its results.
+        """Run the inner transform on zeros if any gradient is NaN or infinite, and then drop its results.
 
         No branch depends on a value: both outcomes are computed, and ``torch.where`` selects.
         """
@@ -71,7 +71,7 @@ def skip_nonfinite(inner: Transform):
         zero_unless_finite = functools.partial(_zero_unless, is_finite)
         finite_gradients = tree.map(zero_unless_finite, updates)
 
-        extras["sum_over_leaves"] = sum_over_leaves
+        extras["sum_over_leaves"] = sum_over_leaves  # the inner transform may need it too, as `clip_by_global_norm`
         # An offloaded transform has the argument ``only_if``. For a skipped step it loads nothing from the CPU and
         # returns the old state, so that no state is selected here.
         is_offloaded = "only_if" in inner.extras.named
@@ -83,7 +83,7 @@ def skip_nonfinite(inner: Transform):
         if not is_offloaded:
             inner_state = tree.map(functools.partial(_select, is_finite), inner_state, state.inner)
 
-        is_skipped = (~is_finite).to(torch.int64)
+        is_skipped = (~is_finite).to(torch.int64)  # 1 or 0; times 0, the count of skipped steps in a row starts again
         # Weight decay, for example, also returns updates for gradients of zero.
         return tree.map(zero_unless_finite, out), SkipNonfiniteState(
             skipped=state.skipped + is_skipped,

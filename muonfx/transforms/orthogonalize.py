@@ -41,7 +41,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     def cost_of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
         """Return the estimated time for one matrix, as the operations that full products do in this time."""
         product_dtype = arguments["dtype"]
-        if is_auto:
+        if is_auto:  # fp64 matrices are multiplied in fp64, and all others in the usual dtype of the device
             product_dtype = torch.float64 if dtype == torch.float64 else compute
         cost = newton_schulz_cost(
             (rows, columns),
@@ -120,7 +120,10 @@ def orthogonalize(
         donate: Donation = NOTHING,
         workspace: polar.Workspace | None = None,
     ):
-        """Orthogonalize all matrices in one call, which batches those of equal shape. The state is empty."""
+        """Orthogonalize all matrices in one call, which batches those of equal shape. The state is empty.
+
+        ``workspace`` is memory that is reused between calls. None allocates new memory.
+        """
         matrices = Matrices(view, updates)
         orthogonal = orthogonalizer(matrices.stacks, donate=donate.updates, workspace=workspace)
         return matrices.fill(orthogonal), state
