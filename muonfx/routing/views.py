@@ -280,10 +280,12 @@ def find_matrices(
         A dict from name to `Matrices`: the view, a note for `describe`, and a pattern that is only suggested. A
         convolution is one matrix (out, in x kernel), unless it is transposed or has groups.
     """
+    # 1. The decision for a parameter also depends on modules around it, and on the shapes of other parameters.
     modules: dict[str, nn.Module] = {}
-    if isinstance(model_or_params, nn.Module):
+    if isinstance(model_or_params, nn.Module):  # a module in two places is found under both paths
         modules = dict(model_or_params.named_modules(remove_duplicate=False))
     shapes = {info.name: info.shape for info in infos}
+    # 2. One decision for each parameter. Vectors and scalars have no matrices.
     matrices: dict[str, Matrices] = {}
     for info in infos:
         if info.ndim > 1:
@@ -295,7 +297,8 @@ def find_matrices(
 def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shapes, read_parts: int | None) -> Matrices:
     """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer.
 
-    A function that does not recognize the module or the layer returns None, and the next one is tried.
+    The weight of ``nn.LSTM`` has 4 matrices by type, and that of "qkv" in a known class has 3 by name. A function that
+    does not recognize the module or the layer returns None, and the next one is tried.
 
     Args:
         info: the parameter.
@@ -303,12 +306,13 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shap
         shapes: the shapes of all parameters by name.
         read_parts: the number of parts in which other layers read the outputs of its layer; None if they do not.
     """
-    owner = modules.get(module_path(info.name))
-    leaf = plain_name(info.name).rpartition(".")[2]
+    # 1. The modules of PyTorch itself: convolutions, recurrent layers and nn.MultiheadAttention.
+    owner = modules.get(module_path(info.name))  # None for named tensors without a model
+    leaf = plain_name(info.name).rpartition(".")[2]  # "weight" for "attn.qkv.weight"
     matrices_of_torch_module = _of_convolution(owner, info) or _of_torch(owner, leaf)
     if matrices_of_torch_module is not None:
         return matrices_of_torch_module
-    # Other modules: first the order of the parameter's dims, then whether its rows are several matrices.
+    # 2. Other modules: first the order of the parameter's dims, then whether its rows are several matrices.
     storage = _storage_by_package(info, leaf, owner) or _storage_by_experts(info, owner, modules, shapes)
     layers = _layers_around(info.name, leaf, owner, modules)
     matrices_of_known_layer = _of_known_layer(info, storage, layers)
@@ -320,13 +324,15 @@ def _matrices_of(info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shap
 def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Matrices | None:
     """Return the matrices of a layer of a known package, such as query, key and value of GPT-2; None for other layers.
 
+    GPT-2 stores "c_attn" of shape (8, 24) as (in, out). The view splits the 24 into 3 matrices of 8 rows each.
+
     Args:
         info: the parameter.
         storage: the order of its dims, such as (out, in).
         layers: its layer, and the wrappers around it.
     """
     rows = _number_of_rows(storage.pattern, info.shape)
-    for layer in layers:
+    for layer in layers:  # for "qkv.linear", first "linear", then "qkv": a wrapper may have the known name
         fused = _fused_layer(layer)  # the entry of the layer in the table of known packages
         if fused is None:
             continue
@@ -342,7 +348,10 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
 def _of_unknown_layer(
     info: ParamInfo, storage: _Storage, layers: Sequence[_Layer], read_parts: int | None, shapes: Shapes
 ) -> Matrices:
-    """Return one matrix; if names or widths of layers suggest several, with the pattern to suggest to the user.
+    """Return one matrix for a layer of unknown code. If several are likely, add the pattern to suggest to the user.
+
+    A "qkv" of shape (24, 8) remains one matrix, since its code is unknown. The note for `describe` then has the pattern
+    "(part=3 out) in -> part out in", which a user may pass as a view.
 
     Args:
         info: the parameter.
@@ -354,8 +363,9 @@ def _of_unknown_layer(
     """
     view = MatrixView(_pattern_of_one_matrix(storage.pattern))
     split = _suggested_split(info, storage.pattern, layers, read_parts, shapes)
-    if split is None:  # nothing suggests several matrices
+    if split is None:  # neither names nor widths suggest several matrices
         return Matrices(view, storage.note)
+    # A split that is only likely is left to the user: the view does not split, and the note has the pattern.
     return Matrices(view, _joined(storage.note, f"{MAYBE_FUSED}: {split}"), split)
 
 
@@ -364,13 +374,15 @@ def _suggested_split(
 ) -> str | None:
     """Return the pattern that splits a parameter, if names or widths suggest several matrices; else None.
 
-    ``stored`` is the order of its dims. If a name suggests three matrices, and the rows do not divide by three, the
-    parts have unequal sizes, as with fewer keys than queries. The pattern then has placeholders for the sizes, as in
-    "(q=<rows> + k=<rows> + v=<rows>) in -> q in, k in, v in".
+    For a "qkv" of shape (24, 8), the result is "(part=3 out) in -> part out in": left of the arrow the dims of the
+    parameter, right of it the matrices. ``stored`` is the order of the dims, with ``{out}`` for the rows. If a name
+    suggests three matrices, and the rows do not divide by three, the parts have unequal sizes, as with fewer keys than
+    queries. The pattern then has placeholders for the sizes, as in "(q=<rows> + k=<rows> + v=<rows>) in -> q in, k in,
+    v in".
     """
     # 1. The name of the layer: "qkv" suggests the parts q, k and v.
     part_names = _names_of_parts(layers)
-    if part_names is not None:
+    if part_names is not None:  # the name decides, also against the widths
         if _number_of_rows(stored, info.shape) % len(part_names) != 0:
             return divided(stored, dict.fromkeys(part_names, ROWS))
         return divided(stored, len(part_names))
@@ -417,11 +429,12 @@ def _later_stacks_beside(info: ParamInfo, shapes: Shapes) -> list[tuple[int, int
 
     For ``mlp.experts.fc1`` of shape (8, 48, 32), the stack ``mlp.experts.fc2`` of shape (8, 32, 24) gives (32, 24).
     """
-    holder = _path_around_layer(info.name)
-    names = list(shapes)
+    holder = _path_around_layer(info.name)  # "mlp.experts"
+    names = list(shapes)  # in the order of the model
     later_shapes: list[tuple[int, int]] = []
-    for name in names[names.index(info.name) + 1 :]:
+    for name in names[names.index(info.name) + 1 :]:  # only parameters after this one can read its outputs
         shape = shapes[name]
+        # All dims but the last two count the matrices: (8,) for a stack of 8.
         if shape[:-2] == info.shape[:-2] and _path_around_layer(name) == holder:
             later_shapes.append((shape[-2], shape[-1]))
     return later_shapes
@@ -438,17 +451,20 @@ def _path_around_layer(name: str) -> str:
 def _parts_read_by(returns: int, reads: int, later_shapes: Sequence[tuple[int, int]]) -> int | None:
     """Return the number of parts in which a later matrix reads the outputs of a matrix; None if it reads no parts.
 
+    >>> _parts_read_by(48, 32, [(32, 24)])  # 32 -> 48 features, then 24 -> 32: it reads halves of 48, as a gated MLP
+    2
+
     Args:
         returns: the width that the matrix returns, such as 48.
         reads: the width that it reads, such as 32.
-        later_shapes: the widths that each later matrix returns and reads. One that returns 32 features and reads 24
-            reads half of the outputs and returns the width of the inputs: 2 parts.
+        later_shapes: the widths that each later matrix returns and reads.
     """
     widths_read_later = [reads_later for _, reads_later in later_shapes]
     if returns in widths_read_later:  # all outputs are read together
         return None
-    for count in COUNTS_OF_PARTS:
+    for count in COUNTS_OF_PARTS:  # 2 and 3
         for returns_later, reads_later in later_shapes:
+            # The later matrix maps back to the width of the inputs, as the second layer of an MLP does.
             if returns_later == reads and count * reads_later == returns:
                 return count
     return None
@@ -489,8 +505,10 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
         modules: the modules of the model by path.
     """
     path = module_path(name)
-    if leaf not in PLAIN_LEAVES or "." not in plain_name(name):  # no layer, or the layer is the model
+    # "mlp.gate_up_proj" is in no layer, and for "weight" the layer is the model: the parameter counts as the layer.
+    if leaf not in PLAIN_LEAVES or "." not in plain_name(name):
         return [_Layer(leaf, owner)]
+    # From the inside to the outside: "attn.qkv.linear" becomes "attn.qkv" and "linear", then "attn" and "qkv".
     layers: list[_Layer] = []
     while path:
         path, _, layer_name = path.rpartition(".")
@@ -504,7 +522,13 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
 
 
 def _names_of_parts(layers: Sequence[_Layer]) -> tuple[str, ...] | None:
-    """Return names for the matrices that the name of a layer suggests: ("q", "k", "v") for "qkv"; or None."""
+    """Return names for the matrices that the name of a layer suggests; None for a name that suggests none.
+
+    ``layers`` are the layer and the wrappers around it, which may have the name that shows what the layer is.
+
+    >>> _names_of_parts([_Layer("linear", None), _Layer("qkv", None)])  # "attn.qkv.linear"
+    ('q', 'k', 'v')
+    """
     for layer in layers:
         for names, part_names in _SUSPECTS:
             if names.fullmatch(layer.name):
@@ -520,15 +544,20 @@ def _parts_of_modulation(shape: tuple[int, ...], layers: Sequence[_Layer]) -> in
     """
     if len(shape) != 2:
         return None
-    path = ".".join(layer.name for layer in reversed(layers))
+    path = ".".join(layer.name for layer in reversed(layers))  # outermost first: "adaLN_modulation.1"
     if _is_of_class(layers[0].holder, _MODULATION_CLASS) or is_modulation(path):
         return _modulations(*shape)
     return None
 
 
 def is_modulation(path: str) -> bool:
-    """Return True for the path of a layer that returns scales, shifts and gates, such as ``adaLN_modulation.1``."""
+    """Return True for the path of a modulation: a layer that computes scales, shifts and gates for norms.
+
+    >>> is_modulation("blocks.0.adaLN_modulation.1"), is_modulation("norm_out.linear"), is_modulation("norm")
+    (True, True, False)
+    """
     components = [component for component in path.split(".") if component not in WRAPPERS]
+    # A name such as "adaLN" or "mod" anywhere, or a layer inside a norm. A layer that is called "norm" is a norm.
     if any(map(_MODULATION.search, components)):
         return True
     return any(map(_NORM.search, components[:-1]))  # the modules around the layer
@@ -537,8 +566,11 @@ def is_modulation(path: str) -> bool:
 def _modulations(rows: int, columns: int) -> int | None:
     """Return the number of equal parts of a modulation, which are scales, shifts and gates; None if it is one matrix.
 
-    A modulation maps a condition of ``columns`` features to several vectors of one width, with ``rows`` elements
-    together: 6 parts for (768, 128).
+    A modulation maps a condition, such as a time step, of ``columns`` features to several vectors of one width, with
+    ``rows`` elements together.
+
+    >>> _modulations(768, 128), _modulations(768, 200), _modulations(100, 128)  # exact; assumed; one matrix
+    (6, 6, None)
     """
     # The usual case: the condition is as wide as each vector, so that the quotient is the number of vectors.
     for count in _MODULATIONS:
@@ -554,9 +586,13 @@ def _modulations(rows: int, columns: int) -> int | None:
 
 
 def _of_torch(owner: nn.Module | None, leaf: str) -> Matrices | None:
-    """Return the matrices of the fused parameters of PyTorch's own modules; None for another parameter.
+    """Return the matrices of a parameter in which a module of PyTorch concatenates several; None for another parameter.
 
-    ``owner`` is the module of the parameter, and ``leaf`` the last component of its name, such as "weight_ih_l0".
+    ``owner`` is the module of the parameter, and ``leaf`` the last component of its name. The "weight_ih_l0" of an
+    ``nn.LSTM`` has the matrices of 4 gates, one below the other.
+
+    >>> _of_torch(nn.LSTM(8, 16), "weight_ih_l0").view
+    MatrixView('(part=4 out) in -> part out in')
     """
     for module_types, leaf_pattern, count, note in _FUSED_IN_TORCH:
         if isinstance(owner, module_types) and re.match(leaf_pattern, leaf):
@@ -573,8 +609,9 @@ def divided(stored: str, parts: int | Mapping[str, int] | Mapping[str, str]) -> 
     >>> divided("{out} in -> {out} in", {"q": 4, "k": 2})
     '(q=4 + k=2) in -> q in, k in'
     """
-    if isinstance(parts, int):
+    if isinstance(parts, int):  # equal parts, which become a stack: 3 gives "(part=3 out) in -> part out in"
         return _with_rows(stored, f"(part={parts} out)", ["part out"])
+    # Parts of unequal sizes, each with a name and a result of its own.
     rows = " + ".join(f"{name}={size}" for name, size in parts.items())
     return _with_rows(stored, f"({rows})", list(parts))
 
@@ -585,14 +622,21 @@ def _with_rows(stored: str, rows: str, results: Iterable[str]) -> str:
     >>> _with_rows("in {out} -> {out} in", "(q=4 + k=2)", ["q", "k"])
     'in (q=4 + k=2) -> q in, k in'
     """
-    left, _, right = stored.partition(" -> ")
+    left, _, right = stored.partition(" -> ")  # the dims of the parameter, and the dims of a matrix
     stored_axes = left.replace("{out}", rows)
     matrices = ", ".join([right.replace("{out}", result) for result in results])
     return f"{stored_axes} -> {matrices}"
 
 
 def _number_of_rows(stored: str, shape: tuple[int, ...]) -> int:
-    """Return the number of rows of a parameter of this shape, if it is one matrix, or a stack, stored by a pattern."""
+    """Return the number of rows of the matrix, or of each matrix of the stack, that a parameter of this shape holds.
+
+    ``stored`` is the order of the dims. A transposed matrix of shape (8, 24) has 24 rows:
+
+    >>> _number_of_rows("in {out} -> {out} in", (8, 24))
+    24
+    """
+    # The pattern is applied to a tensor without memory. It does not divide the rows, so that the result is one tensor.
     (stack,) = parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))
     return stack.shape[-2]
 
@@ -604,12 +648,12 @@ def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Matrices | None
     """
     if not is_convolution(info):
         return None
-    if isinstance(owner, _ConvTransposeNd):
+    if isinstance(owner, _ConvTransposeNd):  # PyTorch stores it as (in, out, kernel)
         note = "transposed convolution"
         if owner.groups > 1:
             note += f"; {owner.groups} groups, not split"
         return Matrices(MatrixView("in out ... -> out (in ...)"), note)
-    if isinstance(owner, _ConvNd) and owner.groups > 1:
+    if isinstance(owner, _ConvNd) and owner.groups > 1:  # the rows of a group are next to each other
         return Matrices(MatrixView(divided(_CONVOLUTION, owner.groups)), f"{owner.groups} groups")
     return None
 
@@ -624,10 +668,10 @@ class _Storage(NamedTuple):
 
 
 def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> _Storage | None:
-    """Return how a parameter is stored by the table `_STORED` of known packages; None if it is not in the table.
+    """Return the order of a parameter's dims by the table `_STORED` of known packages; None if it is not in the table.
 
-    ``owner`` is the module of the parameter, and ``leaf`` the last component of its name. The weight of a ``Conv1D`` of
-    transformers is stored as ``"in {out} -> {out} in"``.
+    Most layers store (out, in), and these do not. ``owner`` is the module of the parameter, and ``leaf`` the last
+    component of its name. The weight of a ``Conv1D`` of transformers is stored as ``"in {out} -> {out} in"``.
     """
     if owner is None:
         return None
@@ -642,7 +686,9 @@ def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> 
 def _storage_by_experts(
     info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module], shapes: Shapes
 ) -> _Storage:
-    """Return how a parameter is stored: as a stack of matrices if it is of experts, else as one matrix (out, rest).
+    """Return the order of a parameter's dims: a stack of matrices if it is of experts, else one matrix (out, rest).
+
+    A tensor of shape (8, 64, 32) is a stack of 8 matrices under the name "experts.w1", and else one matrix (8, 2048).
 
     Args:
         info: the parameter.
@@ -654,6 +700,7 @@ def _storage_by_experts(
         return _Storage(_PLAIN)
     if not _is_expert(info) and not _is_of_class(owner, "Experts?$"):
         return _Storage(_CONVOLUTION)
+    # A stack, of matrices (out, in) or (in, out).
     pattern = _STACK
     if _has_transposed_experts(info, owner, modules, shapes):
         pattern = _TRANSPOSED_STACK
@@ -673,15 +720,18 @@ def _has_transposed_experts(
 
     Under other names, the router of the experts shows it; the arguments are those of `_storage_by_experts`.
     """
+    # 1. The attribute of transformers.
     declared = getattr(owner, "is_transposed", None)
     if declared is not None:
         return declared is True
+    # 2. The shapes of the two parameters.
     holder = info.name[: info.name.rfind(".") + 1]  # "mlp.experts." for "mlp.experts.down_proj"
     gate_up = shapes.get(f"{holder}gate_up_proj")
     down = shapes.get(f"{holder}down_proj")
     if gate_up and down:
-        inner, hidden = down[-2:]  # if stored as (in, out)
-        return gate_up[-2:] == (hidden, 2 * inner)
+        inner, hidden = down[-2:]  # if stored as (in, out): 32 and 8
+        return gate_up[-2:] == (hidden, 2 * inner)  # then it is (8, 64); stored as (out, in), it is (64, 8)
+    # 3. The router of the experts. Without one, the usual order (out, in) is assumed.
     hidden_width = _width_read_by_router(info, modules)
     return hidden_width is not None and _read_by_rows(info, hidden_width, shapes)
 
@@ -693,12 +743,13 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
     experts, as ``moe.router.weight`` for ``moe.experts.w1``, or in one module with them. If several such matrices read
     different widths, the result is None.
     """
-    experts_path = _path_without_wrappers(_path_around_layer(info.name))
-    path_around_experts = _path_without_wrappers(module_path(experts_path))
-    for path in (experts_path, path_around_experts):
+    experts_path = _path_without_wrappers(_path_around_layer(info.name))  # "moe.experts" for "moe.experts.w1"
+    path_around_experts = _path_without_wrappers(module_path(experts_path))  # "moe"
+    for path in (experts_path, path_around_experts):  # the nearest module with a router decides
         module = modules.get(path)
         if module is None:
             continue
+        # ``shape[-3]`` is the number of experts, for a stack of shape (8, 32, 64). A router has as many rows.
         widths = {param.shape[1] for param in module.parameters() if param.ndim == 2 and len(param) == info.shape[-3]}
         if widths:
             return widths.pop() if len(widths) == 1 else None
@@ -723,8 +774,9 @@ def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
 
     The result is False if a stack has other widths, or if all have 64 on the same side.
     """
+    # 1. For each stack in the module of the experts, whether its rows are as many as the hidden features.
     holder = _path_around_layer(info.name)
-    has_hidden_rows: list[bool] = []
+    has_hidden_rows: list[bool] = []  # in the order of the model
     for name, shape in shapes.items():
         if shape[:-2] != info.shape[:-2] or _path_around_layer(name) != holder:
             continue
@@ -732,7 +784,7 @@ def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
         if (rows == hidden_width) == (columns == hidden_width):  # both sides are the hidden width, or none
             return False
         has_hidden_rows.append(rows == hidden_width)
-    # The side that more stacks have in common is the number of inputs.
+    # 2. The side that more stacks have in common is the number of inputs.
     number_with_rows = sum(has_hidden_rows)
     number_with_columns = len(has_hidden_rows) - number_with_rows
     if number_with_rows == 0 or number_with_columns == 0:
@@ -752,13 +804,15 @@ def _stack_note(info: ParamInfo, pattern: str) -> str:
 def _fused_layer(layer: _Layer) -> _Fused | None:
     """Return the first entry of the table `_FUSED` that applies to a layer; None if the layer is unknown.
 
-    For the layer "c_attn" in a ``GPT2Attention`` of transformers, it is the entry with query, key and value.
+    An entry names the matrices that the weight of a layer concatenates. For the layer "c_attn" in a ``GPT2Attention``
+    of transformers, it is the entry with query, key and value.
     """
     if layer.holder is None:  # named tensors without a model
         return None
     holder_class = written_type(layer.holder)
     for fused in _FUSED:
         is_of_package = holder_class.__module__.startswith(fused.package)
+        # The name of the layer and the class around it must fit as a whole: "qkv" does not fit "qkv_proj".
         has_names = re.fullmatch(fused.layer, layer.name) and re.fullmatch(fused.holder, holder_class.__name__)
         if is_of_package and has_names and _has_attributes(layer.holder, fused):
             return fused
@@ -766,7 +820,11 @@ def _fused_layer(layer: _Layer) -> _Fused | None:
 
 
 def _has_attributes(holder: nn.Module, fused: _Fused) -> bool:
-    """Return True if a module has the attribute that an entry of the table requires, and not the one it excludes."""
+    """Return True if a module has the attribute that an entry of the table requires, and not the one it excludes.
+
+    An attribute counts if it is true. ``GPTBigCodeAttention`` has ``multi_query``, True or False, and one entry for
+    True: of a query, and of one key and value for all heads.
+    """
     if fused.requires is not None and not getattr(holder, fused.requires, None):
         return False
     return fused.excludes is None or not getattr(holder, fused.excludes, None)
@@ -775,6 +833,9 @@ def _has_attributes(holder: nn.Module, fused: _Fused) -> bool:
 def _pattern_of(fused: _Fused, stored: str, holder: nn.Module | None, rows: int) -> str | None:
     """Return the pattern that splits a known layer, with the sizes of its module; None if they do not fit.
 
+    Three equal parts of 24 rows give "(part=3 out) in -> part out in". If the sizes are 16, 4 and 4, the result is
+    "(query=16 + key=4 + value=4) in -> query in, key in, value in".
+
     Args:
         fused: the entry of the table for the layer. Its ``rows`` are a number of equal parts (3), a pattern, or the
             formulas of the sizes of the parts, such as ("embed_dim", "kv_dim", "kv_dim").
@@ -782,16 +843,19 @@ def _pattern_of(fused: _Fused, stored: str, holder: nn.Module | None, rows: int)
         holder: the module that has the sizes as attributes.
         rows: the number of rows of the parameter.
     """
+    # 1. A pattern, for parts that alternate along the rows.
     if isinstance(fused.rows, str):
         return _pattern_of_interleaved(fused.rows, stored, holder, rows)
+    # 2. A number of equal parts.
     if isinstance(fused.rows, int):
         if rows % fused.rows != 0:
             return None
         return divided(stored, fused.rows)
+    # 3. The size of each part, from attributes of the module.
     sizes = [_number(holder, formula) for formula in fused.rows]
-    if sum(sizes) != rows or 0 in sizes:
+    if sum(sizes) != rows or 0 in sizes:  # 0 is a missing attribute
         return None
-    if len(set(sizes)) == 1:
+    if len(set(sizes)) == 1:  # as many keys as queries, for example: the same pattern as above
         return divided(stored, len(sizes))
     part_names = fused.parts.split(", ")
     return divided(stored, dict(zip(part_names, sizes, strict=True)))
@@ -804,15 +868,17 @@ def _pattern_of_interleaved(template: str, stored: str, holder: nn.Module | None
     "(heads=8 part=3 dim) -> part (heads dim)". For ``stored``, "{out} in -> {out} in", which has the columns too, the
     result is "(heads=8 part=3 dim) in -> part (heads dim) in".
     """
+    # 1. The sizes, in place of the formulas in braces.
     pattern_of_rows = template
     for formula in re.findall(r"{(.*?)}", template):  # such as "num_heads"
         size = _number(holder, formula)
         if size == 0:  # the module has no such size
             return None
         pattern_of_rows = pattern_of_rows.replace("{" + formula + "}", str(size))
+    # 2. The rows as stored, "(heads=8 part=3 dim)", and the rows of each matrix, "part (heads dim)".
     stored_rows, _, matrices_text = pattern_of_rows.partition(" -> ")
     rows_of_matrices = matrices_text.split(", ")
-    # The sizes must multiply to the number of rows. The columns play no part in this, so that one column is enough.
+    # 3. The sizes must multiply to the number of rows. The columns play no part in this, so that one column is enough.
     pattern_of_matrix = parse(_with_rows(_PLAIN, stored_rows, rows_of_matrices))
     if not pattern_of_matrix.fits((rows, 1)):
         return None
@@ -823,8 +889,11 @@ def _number(module: nn.Module | None, formula: str) -> int:
     """Return the value of a formula of module attributes; 0 if one is missing, or a division has a remainder.
 
     The formulas are products and quotients, such as "config.num_heads*head_dim" and "num_heads//num_kv_heads".
+
+    >>> _number(nn.Linear(6, 4), "in_features*out_features"), _number(nn.Linear(6, 4), "in_features//out_features")
+    (24, 0)
     """
-    product, _, divisor_name = formula.partition("//")
+    product, _, divisor_name = formula.partition("//")  # without "//", the divisor is ""
     dividend = prod(_size(module, factor) for factor in product.split("*"))
     if not divisor_name:
         return dividend
@@ -843,7 +912,11 @@ def _size(module: nn.Module | None, path: str) -> int:
 
 
 def _is_expert(info: ParamInfo) -> bool:
-    """Return True if a parameter's name has the word expert, experts or moe."""
+    """Return True if a parameter's name has the word expert, experts or moe.
+
+    >>> _is_expert(ParamInfo("moe.w1", (8, 4, 4))), _is_expert(ParamInfo("shared_expert.w1", (4, 4)))
+    (True, True)
+    """
     components = ".".join(info.names)
     return re.search(r"(^|_|\.)(experts?|moe)(_|\.|$)", components) is not None
 
@@ -852,11 +925,15 @@ def is_convolution(info: ParamInfo) -> bool:
     """Return True if a parameter is a convolution kernel, such as (64, 3, 7, 7), and not a stack of matrices.
 
     The type of its module decides. Without a model, its name and its short sides decide.
+
+    >>> is_convolution(ParamInfo("conv1.weight", (64, 3, 7, 7))), is_convolution(ParamInfo("experts.w1", (8, 64, 32)))
+    (True, False)
     """
-    if info.ndim < 3:
+    if info.ndim < 3:  # a kernel has at least the dims (out, in, length)
         return False
     if info.module is not None:  # the Conv1D of transformers is a linear layer
         return class_name_fits(info.module, "Conv") and not class_name_fits(info.module, "^Conv1D$")
+    # Three dims are more often a stack of matrices: only a plain name, such as "conv.weight", counts as a kernel.
     if info.ndim == 3 and (_is_expert(info) or info.name.rpartition(".")[2] not in PLAIN_LEAVES):
         return False
     # A stack of stacks also has four dims, but its sides are longer than a kernel's.
@@ -875,7 +952,9 @@ def class_name_fits(module: type, pattern: str) -> bool:
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
-    """Return a dict with globs instead of names. A glob matches only names with its value, and none of ``others``.
+    """Shorten a dict by parameter name to a few globs, which still match after wrappers have changed the names.
+
+    A glob, such as "*.fc.weight", matches only names with its value, and none of ``others``.
 
     >>> patterns({"h.0.fc.weight": "a", "h.1.fc.weight": "a", "h.1.proj.weight": "b"}, ["head.fc.weight"])
     {'*h.*.fc.weight': 'a', '*.proj.weight': 'b'}
@@ -885,6 +964,7 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
     for name, value in values.items():
         if any(matches(name, glob) for glob in value_of_glob):  # the glob of an earlier name has this value
             continue
+        # The glob must match no name without a value, and none with another value.
         excluded = list(names_without_value)
         for other_name, other_value in values.items():
             if other_value != value:
@@ -894,11 +974,15 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
 
 
 def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
-    """Return the most general glob that matches a parameter name and none of the names in ``excluded``."""
-    for glob in _globs(name):
+    """Return the most general glob that matches a parameter name and none of the names in ``excluded``.
+
+    >>> _shortest_glob("h.0.fc.weight", ["head.fc.weight"])
+    '*h.*.fc.weight'
+    """
+    for glob in _globs(name):  # the general ones first
         if not any(matches(excluded_name, glob) for excluded_name in excluded):
             return glob
-    return escape(name)
+    return escape(name)  # the name itself
 
 
 def _globs(name: str) -> Iterator[str]:
@@ -908,6 +992,7 @@ def _globs(name: str) -> Iterator[str]:
     again with the number of the block. They begin with ``*``, since wrappers add components in front of names.
     """
     components = [escape(component) for component in name.split(".")]
+    # Where an ending of the name may begin: [0, 2] for blocks.0.fc.weight, at "blocks" and "fc".
     starts = [index for index, component in enumerate(components) if not component.isdigit()]
     if len(starts) > 1:  # the last word, such as "weight", is too general as the start of a glob
         starts.pop()
@@ -916,16 +1001,20 @@ def _globs(name: str) -> Iterator[str]:
     for glob_components in _with_wildcards(components):
         for start in reversed(starts):  # the shortest endings of the name first
             ending = ".".join(glob_components[start:])
+            # The whole name has no dot after "*", so that the glob also matches the name without a wrapper.
             yield f"*.{ending}" if start > 0 else f"*{ending}"
 
 
 def _with_wildcards(components: Sequence[str]) -> Iterator[list[str]]:
-    """Yield copies of a list with "*" in place of numbers: first for all numbers, then for all but one, and so on.
+    """Yield copies of a name's components with "*" in place of numbers: first all numbers, then all but one, and so on.
+
+    "*" matches any index, so that the first copy is the most general one. The last one has all numbers as they are.
 
     >>> list(_with_wildcards(["blocks", "0", "fc"]))
     [['blocks', '*', 'fc'], ['blocks', '0', 'fc']]
     """
     number_positions = [index for index, component in enumerate(components) if component.isdigit()]
+    # A literal number remains as it is. There are 0 of them at first, and all in the end.
     for literal_count in range(len(number_positions) + 1):
         for literal_positions in combinations(number_positions, literal_count):
             replaced = list(components)
