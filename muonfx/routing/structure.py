@@ -142,9 +142,14 @@ def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
 
     Such a layer may be an output head in an ``nn.ModuleList``. ``read_widths`` are the widths that some layer or norm
     of the model reads.
+
+    >>> last_layer = Layer("parts.1.fc", reads=64, returns=10, block="parts.1")
+    >>> _may_be_head_in_block(last_layer, {8, 64}), _may_be_head_in_block(last_layer, {10, 64})
+    (True, False)
     """
     if last_layer.block is None or last_layer.reads is None:  # outside all blocks, or an embedding
         return False
+    # A layer that returns a small multiple of its own width may be a fused projection, whose readers read parts.
     return last_layer.returns not in read_widths and not _returns_parts(last_layer)
 
 
@@ -153,11 +158,16 @@ def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set
 
     The widths do not show whether such a layer is a head. The last layer is always one of them, unless it is an
     embedding or the whole model.
+
+    >>> layers = [Layer("fc1", 8, 16), Layer("fc2", 16, 8), Layer("out", 8, 5)]
+    >>> sorted(_possible_heads_without_blocks(layers, widths_of_norms=set()))
+    ['out']
     """
     if not layers or layers[-1].reads is None or layers[-1].path == "":
         return frozenset()
     possible_heads = {layers[-1].path}
     for layer in layers:
+        # A norm of the returned width reads the outputs, too.
         if layer.reads is not None and layer.returns not in widths_of_norms and not _is_read(layer, layers):
             possible_heads.add(layer.path)
     return frozenset(possible_heads)
@@ -168,11 +178,16 @@ def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
 
     For a layer that returns 48 features, a reader of 24 or 16 features reads a half or a third. A reader of 96 features
     reads several such vectors, concatenated or flattened (48 channels at 2 positions).
+
+    >>> layers = [Layer("fc1", 8, 48), Layer("fc2", 24, 5)]
+    >>> _is_read(layers[0], layers), _is_read(layers[1], layers)
+    (True, False)
     """
     returned_widths = {other.returns for other in layers}
     for reader in layers:
         if reader is layer or reader.reads is None:
             continue
+        # It reads the whole, a half or a third.
         if layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads):
             return True
         # It combines no vectors if a layer returns just the width that it reads, or if it is first: it reads raw input.
@@ -201,6 +216,7 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
             continue
         if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):  # tensors without layers
             continue
+        # All that the module itself holds, except the weight of a linear layer or a convolution.
         is_layer = _is_layer(module)
         for leaf, _ in module.named_parameters(recurse=False):  # a leaf: the last component of a name
             is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS  # such as "weight"
@@ -209,9 +225,14 @@ def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return True if a module is a linear layer or a convolution, judged by its widths, class name or bias."""
+    """Return True if a module is a linear layer or a convolution, judged by its widths, class name or bias.
+
+    >>> _is_layer(nn.Linear(8, 4)), _is_layer(nn.ReLU())
+    (True, False)
+    """
     if _widths_of(module) is not None or class_name_fits(type(module), _LAYER_CLASS):
         return True
+    # An unknown class with a weight and a bias counts as a layer.
     return {"weight", "bias"} <= _leaves_of(module)
 
 
@@ -223,13 +244,17 @@ def _leaves_of(module: nn.Module) -> set[str]:
 def _layers_of(model: nn.Module) -> Iterator[Layer]:
     """Yield the layers and embeddings of a model in the order of definition, with the widths that they read and return.
 
-    For example, ``nn.Linear(8, 16)`` at "blocks.0.fc" gives ``Layer("blocks.0.fc", reads=8, returns=16)``.
+    >>> [
+    ...     (layer.path, layer.reads, layer.returns)
+    ...     for layer in _layers_of(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4)))
+    ... ]
+    [('0', None, 8), ('1', 8, 4)]
     """
     for path, module in model.named_modules():
         if widths := _widths_of(module):
             reads, returns = widths
             yield Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1)
-        elif is_embedding(type(module)):
+        elif is_embedding(type(module)):  # it reads indices, so that it has no width that it reads
             width = getattr(module, "embedding_dim", None)
             if isinstance(width, int):
                 yield Layer(path, None, width)
@@ -241,7 +266,11 @@ def is_embedding(module: type) -> bool:
 
 
 def _block_around(path: str, blocks: set[str]) -> str | None:
-    """Return the path of the outermost block around a module, since blocks may be nested; None outside all blocks."""
+    """Return the path of the outermost block around a module, since blocks may be nested; None outside all blocks.
+
+    >>> _block_around("stages.0.blocks.1.fc", {"stages.0", "stages.0.blocks.1"})
+    'stages.0'
+    """
     for ancestor in _with_ancestors(path):
         if ancestor in blocks:
             return ancestor
@@ -252,11 +281,15 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     """Return the widths that a linear layer or a convolution reads and returns; None for another module.
 
     The module must have a weight, and attributes such as ``in_features`` and ``out_features``.
+
+    >>> _widths_of(nn.Linear(8, 16)), _widths_of(nn.Conv2d(3, 64, 7)), _widths_of(nn.LayerNorm(8))
+    ((8, 16), (3, 64), None)
     """
     has_weight = not _leaves_of(module).isdisjoint(LEAVES_OF_LAYERS)
     # A parametrized weight is no parameter of the module, but is computed from parameters of the parametrization.
     if not has_weight and not parametrize.is_parametrized(module):
         return None
+    # The names of the two attributes differ between packages. The first pair that the module has is taken.
     for reads_name, returns_name in _WIDTHS:
         reads = getattr(module, reads_name, None)
         returns = getattr(module, returns_name, None)
@@ -275,6 +308,7 @@ def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
+        # Only children with modules in them, and how many of them have the same class.
         children = {name: child for name, child in module.named_children() if any(child.children())}
         count_of_class = Counter(map(type, children.values()))
         for name, child in children.items():
@@ -292,7 +326,8 @@ def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
     """
     if type(module) is not nn.Sequential:  # the last layer of another module may run at any time
         return False
-    returned_width: int | None = None  # in the end, of the last layer
+    # The layers of a sequence run in their order, so that the last one returns what the sequence returns.
+    returned_width: int | None = None
     for child in module.modules():
         if layer_widths := _widths_of(child):
             _, returned_width = layer_widths
@@ -300,29 +335,38 @@ def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
 
 
 def _with_ancestors(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around a module, the outermost first: "", "a", "a.b" and "a.b.c" for "a.b.c"."""
-    yield ""
+    """Yield the paths of the modules around a module, the outermost first, and in the end the path of the module.
+
+    >>> list(_with_ancestors("blocks.0.fc"))
+    ['', 'blocks', 'blocks.0', 'blocks.0.fc']
+    """
+    yield ""  # the model
     ancestor = ""
     for name in path.split("."):
         ancestor = joined(ancestor, name)
-        if ancestor:
+        if ancestor:  # the path "" of the model itself was already given
             yield ancestor
 
 
 def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
-    """Return the layers of raw input by path; ``layers`` are in the order of definition.
+    """Return the layers that read the raw input of a model, by path; ``layers`` are in the order of definition.
 
     Such a layer is before the blocks of its part of the model, and reads features that no earlier layer returns. Its
     part is the innermost module around it that contains blocks, such as "decoder" for ``decoder.embed``.
+
+    >>> list(_inputs([Layer("embed", 3, 8), Layer("blocks.0.fc", 8, 8, block="blocks.0"), Layer("head", 8, 5)]))
+    ['embed']
     """
     first_in_blocks = _first_in_blocks(layers)
     inputs: dict[str, Layer] = {}
     earlier_widths: set[int] = set()  # that the layers before the current one return
     for index, layer in enumerate(layers):
+        # 1. Where the blocks of its part begin.
         first_of_part = 0  # the index of the first layer in the blocks of its part; 0 if no part has blocks
         for ancestor in _with_ancestors(layer.path):  # the innermost module with blocks is last, and decides
             if ancestor in first_in_blocks:
                 first_of_part = first_in_blocks[ancestor]
+        # 2. Whether it is before them, and reads a width that is new in the model.
         is_before_blocks = layer.block is None and index < first_of_part
         if is_before_blocks and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
@@ -333,8 +377,11 @@ def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
 def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
     """Return the index of the first layer in a block, for the path of each module that contains blocks.
 
-    It is {"": 1, "encoder": 1, "decoder": 9} if the first block of the encoder begins with layer 1, and the first block
-    of the decoder with layer 9.
+    Layers before this index may be inputs. The path of the model itself is "".
+
+    >>> layers = [Layer("enc.embed", 3, 8), Layer("enc.h.0.fc", 8, 8, "enc.h.0"), Layer("enc.h.1.fc", 8, 8, "enc.h.1")]
+    >>> _first_in_blocks(layers)
+    {'': 1, 'enc': 1, 'enc.h': 1}
     """
     first_in_blocks: dict[str, int] = {}
     for index, layer in enumerate(layers):
@@ -342,7 +389,7 @@ def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
             continue
         for path in _with_ancestors(layer.block):
             if path != layer.block:  # a module around the block
-                first_in_blocks.setdefault(path, index)
+                first_in_blocks.setdefault(path, index)  # a later block does not replace the first
     return first_in_blocks
 
 
@@ -352,10 +399,14 @@ def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
     ``earlier_widths`` are the numbers of features that the earlier layers return. If one of them is 64, a layer that
     reads 64, 96 (a vector and half of another) or 128 features reads no raw input. Nor does a layer that returns as
     many features as it reads, since it is between others.
+
+    >>> _reads_raw_input(Layer("patch", 768, 64), [64]), _reads_raw_input(Layer("patch", 100, 64), [64])
+    (False, True)
     """
     if layer.reads is None or layer.reads == layer.returns:
         return False
     for width in earlier_widths:
+        # 768 = 12 x 64 may be 12 concatenated vectors, and 96 = 1.5 x 64 one and a half. 100 features cannot be.
         reads_whole_halves = (2 * layer.reads) % width == 0
         if reads_whole_halves and width <= layer.reads <= _MOST_CONCATENATED * width:
             return False
@@ -367,7 +418,8 @@ def _unread_outside_blocks(
 ) -> dict[str, Layer]:
     """Return the layers outside all blocks, by path, whose outputs no other layer reads as a whole or in slices.
 
-    Embeddings, and layers of raw input, are left out.
+    These may be output heads, such as one that returns 1000 classes, if no layer reads 1000 features. Embeddings, and
+    layers of raw input, are left out.
 
     Args:
         layers: the layers of the model in the order of definition, some of them in blocks.
@@ -382,6 +434,7 @@ def _unread_outside_blocks(
             continue
         if layer.returns == layer.reads:  # it is between others, and one of them reads its outputs
             continue
+        # A slice: a layer may return 2 x 64 features for two blocks, each of which reads its own 64.
         is_read_whole = layer.returns in widths_read_outside
         if not is_read_whole and not _returns_slices(layer.reads, layer.returns, block_counts, read_widths):
             unread[layer.path] = layer
@@ -400,13 +453,15 @@ def _widths_read_outside_blocks(layers: Sequence[Layer], inputs: Collection[str]
     widths: set[int] = set()
     returned_in_block: dict[str, set[int]] = {}  # the widths that the layers of each block return, up to the current
     for layer in layers:
+        # 1. A layer that may read an earlier layer of its own block: 256 in the example.
         is_from_same_block = False
         if layer.block is not None:
             returned_earlier = returned_in_block.setdefault(layer.block, set())
             is_from_same_block = layer.reads in returned_earlier
-            returned_earlier.add(layer.returns)
+            returned_earlier.add(layer.returns)  # after the comparison: a layer does not read its own outputs
         if layer.reads is not None and layer.path not in inputs and not is_from_same_block:
             widths.add(layer.reads)
+    # 2. The norms, by the same rule; now all layers of the blocks count, also those after a norm.
     for norm in norms:
         if norm.block is None or norm.width not in returned_in_block.get(norm.block, ()):
             widths.add(norm.width)
@@ -417,6 +472,9 @@ def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_
     """Return True if a layer returns a slice for each block: 2 x 64 features, for 2 blocks that each read 64.
 
     If the slices are multiples of the width that the layer reads, it may as well be a head, and the result is False.
+
+    >>> _returns_slices(reads=48, returns=128, block_counts=[2], read_widths={64})
+    True
 
     Args:
         reads: the width that the layer reads.
@@ -438,19 +496,20 @@ def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, La
     A layer that returns a multiple of the features that it reads may also be a fused projection. It is a head if it is
     after all blocks and next to another head: the 4 x 64 logits of a policy, next to the one value of a critic.
     """
+    # 1. Layers that return no multiple of their width are heads, unless a later layer reads half or twice as much.
     last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
     heads: dict[str, Layer] = {}
     fused_after_blocks: list[Layer] = []  # heads or fused projections
     for index, layer in enumerate(layers):
-        if layer.path not in unread or is_modulation(layer.path):
+        if layer.path not in unread or is_modulation(layer.path):  # a modulation returns scales and shifts of norms
             continue
-        if _is_read_in_part(layer, layers[index + 1 :]):
+        if _is_read_in_part(layer, layers[index + 1 :]):  # [index + 1 :] are the later layers
             continue
         if not _returns_parts(layer):
             heads[layer.path] = layer
         elif index > last_in_blocks:
             fused_after_blocks.append(layer)
-    # Of the latter, those next to a head are heads.
+    # 2. Of the layers that return a multiple of their width, those next to a head are heads.
     modules_with_heads = {_module_around(path) for path in heads}
     for layer in fused_after_blocks:
         if _module_around(layer.path) in modules_with_heads:
@@ -464,22 +523,36 @@ def _module_around(path: str) -> str:
 
 
 def _numbers_of_blocks(layers: Sequence[Layer]) -> set[int]:
-    """Return the number of blocks in each list of at least two blocks."""
+    """Return the number of blocks in each list of at least two blocks.
+
+    >>> _numbers_of_blocks([Layer("h.0.fc", 8, 8, "h.0"), Layer("h.1.fc", 8, 8, "h.1")])
+    {2}
+    """
     blocks = {layer.block for layer in layers if layer.block is not None}
-    blocks_in_list = Counter(map(_module_around, blocks))
+    blocks_in_list = Counter(map(_module_around, blocks))  # the list of "h.0" and "h.1" is "h"
     return {count for count in blocks_in_list.values() if count > 1}
 
 
 def _returns_parts(layer: Layer) -> bool:
-    """Return True for a layer that returns several vectors of its own width, as a fused projection, or a modulation."""
+    """Return True for a layer that returns several vectors of its own width, as a fused projection, or a modulation.
+
+    >>> _returns_parts(Layer("attn.qkv", 64, 192)), _returns_parts(Layer("head", 64, 1000))
+    (True, False)
+    """
     if layer.reads is None:
         return False
+    # From twice its own width up to the largest number of parts that a layer is known to return.
     multiples = {count * layer.reads for count in range(2, MOST_PARTS + 1)}
     return layer.returns in multiples or is_modulation(layer.path)
 
 
 def _is_read_in_part(layer: Layer, later_layers: Sequence[Layer]) -> bool:
-    """Return True if a later layer of the same module reads half of the width, as in a gated MLP, or twice it."""
+    """Return True if a later layer of the same module reads half of a layer's width, as in a gated MLP, or twice it.
+
+    >>> _is_read_in_part(Layer("mlp.fc1", 8, 64), [Layer("mlp.fc2", 32, 8)])
+    True
+    """
+    # Twice the width: the outputs are concatenated with the outputs of another layer.
     widths = _widths_read_beside(layer, later_layers)
     return not widths.isdisjoint({layer.returns / 2, layer.returns * 2})
 
@@ -492,12 +565,13 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
     same module. ``read_widths`` are the widths that some layer or norm of the model reads.
     """
     part_counts: dict[str, int] = {}
-    for index, (layer, following) in enumerate(pairwise(layers)):
+    for index, (layer, following) in enumerate(pairwise(layers)):  # each layer with the next one
         if layer.reads is None or layer.returns <= layer.reads:
             continue
         # A layer may read all outputs, alone or concatenated with as many other features: they are no parts then.
         if layer.returns in read_widths or 2 * layer.returns in read_widths:
             continue
+        # The widths that possible readers of the parts read.
         part_widths = _widths_read_beside(layer, layers[index + 1 :])
         if following.block == layer.block and following.reads is not None:
             part_widths.add(following.reads)
@@ -505,6 +579,7 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
         # depthwise convolution that follows reads the outputs of this layer.
         if not following.is_grouped:
             part_widths.discard(layer.reads)
+        # Halves are tried before thirds.
         for count in COUNTS_OF_PARTS:
             if layer.returns % count == 0 and layer.returns // count in part_widths:
                 part_counts[layer.path] = count
@@ -513,9 +588,13 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
 
 
 def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:
-    """Return the widths that later layers of the same module read; the model itself is not such a module."""
+    """Return the widths that later layers of the same module read; the model itself is not such a module.
+
+    >>> _widths_read_beside(Layer("mlp.fc1", 8, 64), [Layer("mlp.fc2", 32, 8), Layer("head", 8, 5)])
+    {32}
+    """
     holder = _module_around(layer.path)
-    if not holder:
+    if not holder:  # all later layers are in the model, also those that have nothing to do with this one
         return set()
     return {later.reads for later in later_layers if later.reads and later.path.startswith(f"{holder}.")}
 
@@ -523,7 +602,10 @@ def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]
 def _norms_of(model: nn.Module) -> Iterator[Norm]:
     """Yield the norms of a model, and other modules with vectors that belong to no layer.
 
-    A norm reads vectors of the width of its gain: ``nn.LayerNorm(64)`` at "ln" gives ``Norm("ln", 64)``.
+    A norm reads vectors of the width of its gain, its 1-D weight. A layer norm has two vectors, and is yielded twice:
+
+    >>> [(norm.path, norm.width) for norm in _norms_of(nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64)))]
+    [('1', 64), ('1', 64)]
     """
     for path, module in model.named_modules():
         if _widths_of(module) is not None:  # a layer, whose vector is a bias
@@ -538,6 +620,9 @@ def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
 
     Such a layer is hidden, also under a name such as "q_head". A layer that returns 64 features is read if another
     layer of its block reads 64.
+
+    >>> sorted(_read_in_their_block([Layer("h.0.q_head", 8, 64, "h.0"), Layer("h.0.out", 64, 8, "h.0")]))
+    ['h.0.out', 'h.0.q_head']
     """
     reader_counts = Counter((layer.block, layer.reads) for layer in layers)  # how many layers of a block read a width
     read: set[str] = set()
