@@ -131,7 +131,9 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
 
     ``structure`` is the structure of the model; it is empty if only names and shapes are known.
     """
-    layers = [_layer_of_model(_components(info.name)) for info in infos]
+    # The role of a parameter also depends on the others: a "gate" next to an "up" is no router. This is collected
+    # first.
+    layers = [_layer_of_model(_components(info.name)) for info in infos]  # "fc" for a direct child; else None
     model = _Model(
         names=frozenset([info.name for info in infos]),
         has_classifier="classifier" in layers,
@@ -145,9 +147,11 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
 def _role(info: ParamInfo, model: _Model) -> Decision:
     """Return the role of a parameter by the first of these that decides: type, dims, name, shape, structure.
 
-    A parameter that none of them recognizes is a hidden matrix. The rules 3 to 10 in the docstring of `default_labels`
+    ``wte.weight`` of an ``nn.Embedding`` is an embedding by its type, and ``blocks.0.fc.weight`` is a hidden matrix,
+    since none of them recognizes it. The rules 3 to 10 in the docstring of `default_labels`
     describe these conditions for users.
     """
+    # Each function returns None if it does not recognize the parameter; then ``or`` calls the next one.
     decision = (
         _by_part(info, model)
         or _by_projector(info, model)
@@ -167,11 +171,16 @@ def _by_type(info: ParamInfo) -> Decision | None:
     """Return the decision by the types of the modules that own the tensor: an embedding, a norm, or None.
 
     A tensor that several modules own is an embedding if one of them is an embedding.
+
+    >>> _by_type(ParamInfo("wte.weight", (9, 4), module=nn.Embedding)).reason
+    'embedding (module type Embedding)'
     """
+    # 1. Embeddings, in a loop of their own: a tensor of an nn.Linear and an nn.Embedding is an embedding.
     for module in info.modules:
         if is_embedding(module):
             tied = f", tied with {info.tied[0]!r}" if info.tied else ""
             return Decision("embedding", f"embedding (module type {module.__name__}{tied})")
+    # 2. Norms.
     for module in info.modules:
         # A layer such as LayerNormLinear holds a norm and a hidden matrix.
         is_norm = issubclass(module, _NORMS) or class_name_fits(module, _NORM_CLASS)
@@ -183,13 +192,17 @@ def _by_type(info: ParamInfo) -> Decision | None:
 def _by_adapter(info: ParamInfo) -> Decision | None:
     """Return the decision for a factor of an adapter, such as ``lora_A``; None for another parameter.
 
-    The update of the weight is the product of two factors, so that neither is a hidden matrix itself.
+    An adapter trains a small addition to a frozen weight. The addition is the product of two factors, so that neither
+    is a hidden matrix itself.
+
+    >>> _by_adapter(ParamInfo("fc.lora_A.weight", (8, 64)))
+    Decision(role='other', reason="low-rank factor (name component 'lora_A')")
     """
     role: Role = "other"
     if info.ndim < 2:
         role = "vector"
     for name in info.names:  # also the other names of a tied tensor
-        for component in name.split("."):
+        for component in name.split("."):  # "fc", "lora_A" and "weight"
             if "lora" in _words(component) or _ADAPTER.match(component.lower()):
                 return Decision(role, f"low-rank factor (name component {component!r})")
     return None
@@ -205,12 +218,14 @@ def _table(info: ParamInfo, model: _Model) -> Decision | None:
 
     The result is None for another parameter. A parameter with the name of a matrix, such as ``c_fc``, is no table.
     """
-    # A layer, such as nn.Linear, would hold it under the name "weight".
+    # 1. A layer, such as nn.Linear, would hold it under the name "weight".
     is_held_by_no_layer = any(name in model.structure.held_by_no_layer for name in (info.name, *info.tied))
     if info.ndim != 2 or not is_held_by_no_layer:
         return None
+    # 2. Some modules hold their matrices without layers.
     if _is_named_as_a_matrix(_layer_or_leaf(_components(info.name))):
         return None
+    # 3. The class of the module is added to the reason, if there is a model.
     owner = ""
     if info.module is not None:
         owner = f" of {info.module.__name__}"
@@ -225,8 +240,8 @@ def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
     """
     if info.name in model.projections:  # queries and keys meet in a product, so that no layer reads them
         return None
-    for name in (info.name, *info.tied):
-        path = module_path(name)
+    for name in (info.name, *info.tied):  # a tied tensor is in several layers
+        path = module_path(name)  # the path of the layer
         if layer := model.structure.inputs.get(path):
             return Decision("other", f"raw input (no earlier layer returns the {layer.reads} features that it reads)")
         if layer := model.structure.heads.get(path):
@@ -235,7 +250,11 @@ def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
 
 
 def _is_named_as_a_matrix(leaf: str) -> bool:
-    """Return True for names such as ``c_fc``, ``w1``, ``W_q`` and ``rel_logits_proj``."""
+    """Return True for the name of a matrix that a module multiplies by, as against a table of vectors.
+
+    >>> _is_named_as_a_matrix("c_fc"), _is_named_as_a_matrix("w_q"), _is_named_as_a_matrix("pos_embed")
+    (True, True, False)
+    """
     if leaf in PLAIN_LEAVES:  # the module is no linear layer, so the plain name shows nothing
         return False
     words = _words(leaf)
@@ -245,10 +264,12 @@ def _is_named_as_a_matrix(leaf: str) -> bool:
 def _by_part(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision for a part of a weight, such as its length with weight norm; None for another parameter.
 
-    Examples are ``fc.weight_g`` next to ``fc.weight_v``, and ``fc.parametrizations.weight.original0``.
+    Weight norm stores a weight as its length ``fc.weight_g`` and its direction ``fc.weight_v``. A parametrization,
+    which computes a weight from other tensors, stores them as ``fc.parametrizations.weight.original0`` and so on.
     """
     leaf = info.name.rpartition(".")[2]
     module = info.name.removesuffix(leaf)  # with a dot at the end
+    # Both parts must be there: a "weight_g" alone is an ordinary name.
     has_weight_norm = {f"{module}weight_g", f"{module}weight_v"} <= model.names
     is_length_or_direction = leaf in ("weight_g", "weight_v") and has_weight_norm
     if is_length_or_direction or leaf in ("original0", "original1"):
@@ -257,7 +278,11 @@ def _by_part(info: ParamInfo, model: _Model) -> Decision | None:
 
 
 def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision for a direct child of a model that projects features for a classifier: a part of the head."""
+    """Return the decision for a direct child of a model that projects features for a classifier: a part of the head.
+
+    It is the ``projector.weight`` of a model that also has a ``classifier``. In other models, the name "projector"
+    shows nothing, and the result is None.
+    """
     if not model.has_classifier or _layer_of_model(_components(info.name)) != "projector":
         return None
     role: Role = "vector" if info.ndim < 2 else "head"
@@ -265,13 +290,16 @@ def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
 
 
 def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision by any name of a tied tensor. A head that is tied to an embedding is an embedding."""
+    """Return the decision by any name of a tensor, which has several if it is tied; None if all are ordinary names.
+
+    A tensor that is both ``lm_head.weight`` and ``wte.weight`` is an embedding: this role precedes that of a head.
+    """
     first_decision: Decision | None = None
     for name in info.names:  # such as "lm_head.weight" and "wte.weight"
         decision = _by_one_name(name, info, model)
         if decision and decision.role == "embedding":
             return decision
-        first_decision = first_decision or decision
+        first_decision = first_decision or decision  # a later name may still be of an embedding
     return first_decision
 
 
@@ -316,6 +344,9 @@ def _embedding_component(components: list[str]) -> str | None:
 
     An embedding is the weight of a layer, ``embed_tokens.weight``. A table is a parameter without a layer,
     ``pos_embed``, and more names are accepted for it.
+
+    >>> _embedding_component(["embed_tokens", "weight"]), _embedding_component(["cls_token"])
+    ('embed_tokens', 'cls_token')
     """
     layer_name = _layer_or_leaf(components)
     if _is_of_layer(components):
@@ -327,18 +358,29 @@ def _embedding_component(components: list[str]) -> str | None:
 
 
 def _is_embedding_layer(layer_name: str) -> bool:
-    """Return True for the name of a layer that reads indices or one-hots, such as "embed_tokens"."""
+    """Return True for the name of a layer that reads indices or one-hots, such as "embed_tokens".
+
+    >>> _is_embedding_layer("embed_tokens"), _is_embedding_layer("patch_embed"), _is_embedding_layer("fc")
+    (True, False, False)
+    """
     words = _words(layer_name)
     if "patch" in words:  # it reads pixels
         return False
+    # A bias of attention may be a layer: an nn.Embedding reads distances of positions, and returns a bias for each.
     is_attention_bias = layer_name == "relative_attention_bias" or _ends_in(words, _BIAS_WORDS)
     return is_attention_bias or _is_embedding(words)
 
 
 def _is_embedding(words: list[str]) -> bool:
-    """Return True if the words are of the name of an embedding, such as ["embed", "tokens"] or ["pos", "emb"]."""
+    """Return True if the words are of the name of an embedding, such as ["embed", "tokens"] or ["pos", "emb"].
+
+    >>> _is_embedding(["embed", "tokens"]), _is_embedding(["pos", "emb"]), _is_embedding(["embed", "norm"])
+    (True, True, False)
+    """
+    # 1. An embedding word at the end: pos_emb, word_embeddings.
     if _ends_in(words, _EMBEDDING_WORDS) or _EMBEDDING_NAME.search("_".join(words)):
         return True
+    # 2. An embedding word, and after it a word for the embedded thing: the first two words, or the last two.
     for pair in (words[:2], words[-2:]):  # embed_tokens, vision_embed_tokens
         if pair and pair[0] in _EMBEDDING_WORDS and _EMBEDDED.issuperset(pair[1:]):
             return True
@@ -346,15 +388,26 @@ def _is_embedding(words: list[str]) -> bool:
 
 
 def _is_table(words: list[str]) -> bool:
-    """Return True if the words are of the name of a table that a module holds without a layer, such as "rel_pos_h"."""
+    """Return True if the words are of the name of a table that a module holds without a layer, such as "rel_pos_h".
+
+    >>> _is_table(["cls", "token"]), _is_table(["rel", "pos", "h"]), _is_table(["embed", "proj"])
+    (True, True, False)
+    """
     if _is_embedding(words) or _ends_in(words, _TABLES) or _TABLE_NAME.search("_".join(words)):
         return True
+    # An embedding word anywhere, except in the name of a projection, which is a matrix.
     return not _EMBEDDING_WORDS.isdisjoint(words) and {"proj", "projection"}.isdisjoint(words)
 
 
 def _vector_component(components: list[str]) -> str | None:
-    """Return the name component of a gain, a bias of relative attention, or a table of state-space rates; or None."""
-    if _is_of_layer(components):
+    """Return the name component of a gain, a bias of relative attention, or a table of state-space rates; or None.
+
+    These multiply or are added element by element, also if they have two dims, so that they are no matrices.
+
+    >>> _vector_component(["mixer", "A_log"]), _vector_component(["layer_scale"]), _vector_component(["fc", "weight"])
+    ('A_log', 'layer_scale', None)
+    """
+    if _is_of_layer(components):  # the weight of a layer
         return None
     name = components[-1]
     words = _words(name)
@@ -390,10 +443,13 @@ def _projection_in_embedder(components: list[str]) -> str | None:
     """Return "pos_embed.proj" for ``pos_embed.proj.weight``, and None for other names than of such a projection.
 
     It maps raw input, such as patches of an image, to features.
+
+    >>> _projection_in_embedder(["pos_embed", "proj", "weight"]), _projection_in_embedder(["attn", "proj", "weight"])
+    ('pos_embed.proj', None)
     """
-    if len(components) < 3 or not _is_of_layer(components):
+    if len(components) < 3 or not _is_of_layer(components):  # the embedder, the layer and "weight" are needed
         return None
-    holder, layer_name = components[-3:-1]  # such as "pos_embed" and "proj"
+    holder, layer_name = components[-3:-1]  # all but the last of the last three, such as "pos_embed" and "proj"
     is_embedder = holder.split("_")[-1] in ("embed", "embedder")
     if is_embedder and layer_name in ("proj", "projection"):
         return f"{holder}.{layer_name}"
@@ -406,12 +462,21 @@ def _is_patch_embedding(words: list[str]) -> bool:
 
 
 def _head_component(components: list[str]) -> str | None:
-    """Return the name component of an output head, such as "lm_head" for ``lm_head.weight``; None if there is none."""
+    """Return the name component of an output head, such as "lm_head" for ``lm_head.weight``; None if there is none.
+
+    >>> (
+    ...     _head_component(["lm_head", "weight"]),
+    ...     _head_component(["fc", "weight"]),
+    ...     _head_component(["h", "fc", "weight"]),
+    ... )
+    ('lm_head', 'fc', None)
+    """
+    # 1. A name that is of a head anywhere. All layers inside a head are parts of it: cls_head.dense.weight.
     for component in components:
         if _is_head(_words(component)):
             return component
     layer_name = _layer_or_leaf(components)
-    # A common name such as "output" or "fc" is the name of a head only for a direct child of the model.
+    # 2. A common name such as "output" or "fc" is the name of a head only for a direct child of the model.
     is_top_head = _layer_of_model(components) == layer_name and _is_top_head(layer_name)
     return layer_name if is_top_head or _is_decoder_layer(components) else None
 
@@ -424,7 +489,7 @@ def _is_decoder_layer(components: list[str]) -> bool:
     """
     if not _is_of_layer(components):
         return False
-    path = ".".join(components[:-1])
+    path = ".".join(components[:-1])  # "decoder", or "decoder.output_projection"
     return path.removesuffix(".output_projection").split(".")[-1] == "decoder"
 
 
@@ -433,6 +498,9 @@ def _is_top_head(layer: str) -> bool:
 
     A number above 1 marks the last of several layers, such as proj_out_2 in DiT. The first, proj_out_1, may be followed
     by another, so that 1 is left out. The name fc_2 is left out too, since it is often the name of a hidden layer.
+
+    >>> _is_top_head("fc"), _is_top_head("proj_out_2"), _is_top_head("proj_out_1"), _is_top_head("fc_2")
+    (True, True, False, False)
     """
     return layer in _TOP_HEADS or re.sub(r"_[2-9]$", "", layer) in _TOP_HEADS - {"fc"}
 
@@ -448,24 +516,36 @@ def _is_head(words: list[str]) -> bool:
         return True
     if _ends_in(words, {"out"}) and _ends_in(words[:-1], _EMBEDDING_WORDS):  # embed_out in GPT-NeoX
         return True
-    if _ends_in(words, _HEAD_WORDS):
+    if _ends_in(words, _HEAD_WORDS):  # lm_head and classifier, but not q_head, which is a head of attention
         return not _is_head_of_attention(words)
     # A head word at the beginning, and only the words of a layer after it: head_linear, but not head_norm.
     return words[0] in _HEAD_WORDS and all(word in _AFTER_HEAD for word in words[1:])
 
 
 def _is_head_of_attention(words: list[str]) -> bool:
-    """Return True for the words of a name such as "q_head", "multi_head" and "attn_output_head"."""
+    """Return True for the words of a name such as "q_head", "multi_head" and "attn_output_head".
+
+    A head of attention is a part of a hidden layer, and no output head.
+
+    >>> _is_head_of_attention(["q", "head"]), _is_head_of_attention(["lm", "head"])
+    (True, False)
+    """
     *words_before, last_word = words
+    # A projection directly before "head": q_head. A word of attention anywhere before it: attn_output_head.
     is_of_attention = _ends_in(words_before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(words_before)
     return last_word == "head" and is_of_attention
 
 
 def _layer_of_model(components: list[str]) -> str | None:
-    """Return the layer "fc" for the name ``["model", "fc", "weight"]``; None if the layer is nested deeper."""
+    """Return the layer of a parameter if it is a direct child of the model; None if the layer is nested deeper.
+
+    >>> _layer_of_model(["model", "fc", "weight"]), _layer_of_model(["blocks", "fc", "weight"])
+    ('fc', None)
+    """
     path = list(components)
-    if _is_of_layer(components):
+    if _is_of_layer(components):  # without "weight"
         path.pop()
+    # Without modules around the whole model, such as "module" of DistributedDataParallel.
     while len(path) > 1 and path[0] in _TOPS:
         del path[0]
     return path[0] if len(path) == 1 else None
@@ -474,12 +554,17 @@ def _layer_of_model(components: list[str]) -> str | None:
 def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -> str | None:
     """Return the name component of a router of experts, such as "router" or "gate"; None if there is none.
 
-    A ``gate`` may also be a layer of a gated MLP. It is one inside an expert, as ``experts.0.gate``, or next to ``up``
-    and ``down`` with as many dims: ``mlp.gate`` of ``ndim`` 2 if ``gated_mlps`` contains ("mlp", 2).
+    A router chooses the experts for each token. A ``gate`` may also be a layer of a gated MLP, which is hidden. It is
+    one inside an expert, as ``experts.0.gate``, or next to ``up`` and ``down`` with as many dims: ``mlp.gate`` of
+    ``ndim`` 2 if ``gated_mlps`` contains ("mlp", 2).
+
+    >>> name = ["mlp", "gate", "weight"]
+    >>> _router_component(name, 2, frozenset()), _router_component(name, 2, frozenset({("mlp", 2)}))
+    ('gate', None)
     """
     for index, component in enumerate(components):
         words = _words(component)
-        if not _ROUTER_WORDS.isdisjoint(words):
+        if not _ROUTER_WORDS.isdisjoint(words):  # the word "router" is enough; a "gate" is ambiguous
             return component
         is_gate_of_mixture = _ends_in(words, {"gate", "gating"}) and not _MIXTURE_WORDS.isdisjoint(words)  # moe_gate
         if "_".join(words) not in _ROUTERS and not is_gate_of_mixture:
@@ -496,13 +581,17 @@ def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -
 def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
     """Return (path, ndim) of modules with ``up`` or ``down`` matrices, in which a ``gate`` is not a router.
 
-    For ``mlp.up.weight`` of two dims, it is ("mlp", 2): then ``mlp.gate.weight`` is a matrix of the same gated MLP.
+    A gated MLP multiplies the outputs of ``gate`` and ``up``, so that its ``mlp.gate.weight`` is a hidden matrix.
+
+    >>> _gated_mlps([ParamInfo("mlp.up.weight", (64, 8))])
+    frozenset({('mlp', 2)})
     """
     mlps: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
             components = _components(name)
             for index, component in enumerate(components):
+                # The module around "up" is the MLP. Its path has the components before this one.
                 if not {"up", "down"}.isdisjoint(_words(component)):
                     mlps.add((".".join(components[:index]), info.ndim))
     return frozenset(mlps)
@@ -511,14 +600,19 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
 def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     """Return the names of weights of queries, keys and values, of which a module has at least two.
 
-    The names ``attn.query.weight`` and ``attn.key.weight`` are such names. A single ``value.weight`` may be a head.
+    A single ``value.weight`` may also be a head, which predicts the value of a state.
+
+    >>> shape = (8, 8)
+    >>> infos = [ParamInfo("attn.q.weight", shape), ParamInfo("attn.k.weight", shape), ParamInfo("value.weight", shape)]
+    >>> sorted(_projections_of_attention(infos))
+    ['attn.k.weight', 'attn.q.weight']
     """
     module_of: dict[str, str] = {}  # the path of the module around each projection, "attn" for "attn.query.weight"
     for info in infos:
-        path = _path_to_layer(_components(info.name))
+        path = _path_to_layer(_components(info.name))  # ["attn", "query"]
         if info.ndim > 1 and not _PROJECTIONS.isdisjoint(_words(path[-1])):
             module_of[info.name] = ".".join(path[:-1])
-    counts = Counter(module_of.values())
+    counts = Counter(module_of.values())  # how many projections a module has
     return frozenset({name for name, module in module_of.items() if counts[module] > 1})
 
 
@@ -527,13 +621,17 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
 
     Examples are a depthwise convolution, which has one vector for each channel, and a layer from 3 image channels.
     """
+    # 1. A single row or column.
     rows = info.shape[0]
     columns = prod(info.shape[1:])  # a tensor of more dims is flattened to (rows, columns)
     if rows == 1 or columns == 1:
         return Decision("vector", "a side of 1: a vector")
+    # 2. A depthwise convolution has the shape (64, 1, 3, 3). So has one that reads gray images, which is a matrix (64,
+    # 9).
     reads_one_channel = module_path(info.name) in model.structure.read_one_channel  # such as gray images
     if info.ndim > 2 and info.shape[1] == 1 and not reads_one_channel:
         return Decision("vector", "depthwise: one vector a channel")
+    # 3. Few channels or features on one side: (64, 3, 7, 7) reads colours, and (4, 256) returns the coordinates of a box.
     short, long = sorted(info.shape[:2])
     # Without a module type, a tensor of three dims may as well be a stack of matrices.
     may_be_stack = info.module is None and info.ndim == 3
@@ -550,6 +648,10 @@ def _first_convolution(info: ParamInfo) -> Decision | None:
 
     The layer must be a direct child of the model, or of its front part, as in ``vision_tower.conv1.weight``. A layer
     called "conv1" is also in each block of a ResNet, where it is hidden.
+
+    >>> _first_convolution(ParamInfo("conv1.weight", (64, 12, 7, 7))).role
+    'other'
+    >>> _first_convolution(ParamInfo("layer1.0.conv1.weight", (64, 64, 3, 3)))  # None
     """
     if not is_convolution(info):
         return None
@@ -557,6 +659,7 @@ def _first_convolution(info: ParamInfo) -> Decision | None:
         components = _components(name)
         if _is_first_of_speech_encoder(components):
             return Decision("other", "convolution of the input (name component 'conv_layers', the first)")
+        # The name alone is not enough: the layer must also be at the front of the model.
         layer_name = _layer_or_leaf(components)
         is_child_of_model = _layer_of_model(components) == layer_name
         is_first = is_child_of_model or _is_child_of_front(components)
@@ -566,15 +669,26 @@ def _first_convolution(info: ParamInfo) -> Decision | None:
 
 
 def _is_child_of_front(components: list[str]) -> bool:
-    """Return True if a layer is in the front part of a model, as for ``["vision_tower", "conv1", "weight"]``."""
-    for component in reversed(components[:-2]):  # without the layer and its weight
-        if not component.isdigit():
+    """Return True if a layer is a direct child of the front part of a model, which reads the raw input.
+
+    >>> (
+    ...     _is_child_of_front(["vision_tower", "conv1", "weight"]),
+    ...     _is_child_of_front(["tower", "block", "conv1", "weight"]),
+    ... )
+    (True, False)
+    """
+    for component in reversed(components[:-2]):  # without the layer and its weight, the innermost module first
+        if not component.isdigit():  # the first one with a name decides; the numbers of a list are skipped
             return _ends_in(_words(component), _FRONTS)
     return False
 
 
 def _is_first_of_speech_encoder(components: list[str]) -> bool:
-    """Return True for names such as ``feature_extractor.conv_layers.0.conv.weight``."""
+    """Return True for the first convolution of an encoder of speech, such as wav2vec 2.0, which reads the waveform.
+
+    >>> _is_first_of_speech_encoder(["feature_extractor", "conv_layers", "0", "conv", "weight"])
+    True
+    """
     path, _, leaf = ".".join(components).partition(".conv_layers.0.")
     modules_around = path.split(".")
     return leaf != "" and _is_inside(modules_around, _FRONTS)
@@ -588,11 +702,12 @@ def _is_inside(modules_around: Iterable[str], words: Set[str]) -> bool:
 def _components(name: str) -> list[str]:
     """Split a parameter name at its dots, without the components that wrappers and peft's adapters add.
 
-    For example, "_orig_mod.fc.base_layer.weight" gives ["fc", "weight"].
+    >>> _components("_orig_mod.fc.base_layer.weight"), _components("head.modules_to_save.default.weight")
+    (['fc', 'weight'], ['head', 'weight'])
     """
     components = plain_name(name).split(".")
     if "modules_to_save" in components[:-1]:  # as in "head.modules_to_save.default.weight", with the adapter's name
-        index = components.index("modules_to_save")
+        index = components.index("modules_to_save")  # this component and the next one are removed
         del components[index : index + 2]
     components = [component for component in components if component not in ("base_layer", "original_module")]
     return components or [name]
@@ -609,17 +724,26 @@ def _layer_or_leaf(components: list[str]) -> str:
 
 
 def _path_to_layer(components: list[str]) -> list[str]:
-    """Return ["blocks", "fc"] for ``blocks.fc.weight`` and ``blocks.fc.0.weight``, without the end of the name."""
+    """Return the path of the layer of a parameter, without the numbers of a list at its end.
+
+    >>> _path_to_layer(["blocks", "fc", "weight"]), _path_to_layer(["blocks", "fc", "0", "weight"])
+    (['blocks', 'fc'], ['blocks', 'fc'])
+    """
     path = list(components)
-    if _is_of_layer(components):
+    if _is_of_layer(components):  # without "weight"
         path.pop()
     while path and path[-1].isdigit():
         path.pop()
-    return path or components
+    return path or components  # a name of "weight" or numbers alone remains as it is
 
 
 def _words(component: str) -> list[str]:
-    """Split a component of a parameter name into words in lower case: "embedTokens2" into "embed" and "tokens"."""
+    """Split a component of a parameter name into words in lower case, without its digits and underscores.
+
+    >>> _words("embedTokens2"), _words("lm_head"), _words("QKVProj")
+    (['embed', 'tokens'], ['lm', 'head'], ['qkv', 'proj'])
+    """
+    # Either capitals that no small letter follows, as in "QKV", or small letters after at most one capital.
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)]
 
 
