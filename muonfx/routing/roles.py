@@ -626,12 +626,12 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
     columns = prod(info.shape[1:])  # a tensor of more dims is flattened to (rows, columns)
     if rows == 1 or columns == 1:
         return Decision("vector", "a side of 1: a vector")
-    # 2. A depthwise convolution has the shape (64, 1, 3, 3). So has one that reads gray images, which is a matrix (64,
-    # 9).
+    # 2. A depthwise convolution, such as (64, 1, 3, 3). A convolution that reads gray images has this shape, too;
+    # the third rule is for it.
     reads_one_channel = module_path(info.name) in model.structure.read_one_channel  # such as gray images
     if info.ndim > 2 and info.shape[1] == 1 and not reads_one_channel:
         return Decision("vector", "depthwise: one vector a channel")
-    # 3. Few channels or features on one side: (64, 3, 7, 7) reads colours, and (4, 256) returns the coordinates of a box.
+    # 3. Few channels or features on one side: (64, 3, 7, 7) reads colours, (4, 256) returns coordinates of a box.
     short, long = sorted(info.shape[:2])
     # Without a module type, a tensor of three dims may as well be a stack of matrices.
     may_be_stack = info.module is None and info.ndim == 3
