@@ -36,7 +36,10 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stage_3_of(params: Iterable[Tensor]) -> Any:
-    """Return DeepSpeed's own optimizer that holds these parameters at ZeRO stage 3; None at other stages."""
+    """Return DeepSpeed's own optimizer that holds these parameters at ZeRO stage 3; None at other stages.
+
+    ZeRO partitions the parameters themselves only at stage 3. DeepSpeed then sets an attribute on each of them.
+    """
     for param in params:
         engine: Any = getattr(param, "_z3_optimizer", None)
         if engine:
@@ -83,6 +86,7 @@ class FlatParams(NamedTuple):
         """Return the shard of a parameter in a flat tensor, such as a gradient; at stage 0, ``tensor`` itself."""
         if not self.is_flat:
             return tensor
+        # The shard is an interval of the flat tensor, in its own shape again. No values are copied.
         interval = self.intervals[name]
         return tensor.narrow(0, interval.start_in_flat, interval.length).view(self.shard_shapes[name])
 
@@ -91,22 +95,24 @@ class FlatParams(NamedTuple):
         return {name: self.view(name, tensor.detach()) for name, tensor in self.tensor_of.items()}
 
     def with_position(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatShard:
-        """Return ``value``, the shard of a parameter or of its state, with its position; unchanged if it is whole.
+        """Return a shard with its position in the parameter, for a checkpoint that other numbers of ranks can load.
+
+        ``value`` is the shard of a parameter or of its state. A whole parameter is returned unchanged.
 
         For a shard with the rows 2 and 3 of a parameter of shape (4, 8), this is a `FlatShard` of 16 elements, which
         begin at element 16 of the parameter. To save, an empty shard is returned if another rank saves the values.
         """
         if self.layout is None:  # each rank has whole parameters
             return value
-        position = self.layout.position(name)
+        position = self.layout.position(name)  # which elements this rank holds
         shape = self.layout.specs[name].shape
         # 1. At stage 0 with AutoTP, a rank has the whole parameter, or some rows or columns, in their own shape.
         if not self.is_flat:
             if position == ShardPosition.whole(shape):
                 return value
-            position = position.interval_of_shard(0, position.numel)  # the same elements, flattened
+            position = position.interval_of_shard(0, position.numel)  # the same elements, as a 1-d shard
         # 2. The values, flattened, with their position.
-        if name in self.saved_elsewhere and not to_load:
+        if name in self.saved_elsewhere and not to_load:  # to load, this rank needs the values as well
             return FlatShard(shape, 0, value.new_empty(0))
         if position.start is None:  # some rows or columns of AutoTP, not an interval of the parameter
             return FlatShard(shape, 0, value.reshape(-1), elements=position)
@@ -118,8 +124,10 @@ def locate(
 ) -> FlatParams:
     """Find where the shards of ``params`` are in a flat tensor of ZeRO stage 1, 2 or 3.
 
-    ``whole_params`` has all parameters of the model by name, as meta tensors of their whole shapes. ``tensor_group`` is
-    the tensor-parallel group, if there is one. All ranks with parts of these parameters call this together.
+    DeepSpeed concatenates parameters in one flat tensor, and steps on it. Muon needs the matrices in it, and therefore
+    their positions. ``whole_params`` has all parameters of the model by name, as meta tensors of their whole shapes.
+    ``tensor_group`` is the tensor-parallel group, if there is one. All ranks with parts of these parameters call this
+    together.
     """
     # 1. Which elements of each parameter each rank has, and where this rank has its own in the flat tensor.
     engine = stage_3_of(params.values())
@@ -129,7 +137,7 @@ def locate(
     else:
         stage = 3
         partition = _partition_of_stage_3(flat_tensor, params, engine)
-    if tensor_group is not None:
+    if tensor_group is not None:  # up to here, of the rows or columns of AutoTP; now of the whole parameters
         partition = _with_tensor_parallel(partition, params, tensor_group)
     layout = _layout(partition.cuts, whole_params, dict.fromkeys(params, flat_tensor), partition.group, stage=stage)
     flat = FlatParams(
@@ -165,8 +173,9 @@ def whole_params_of(
         whole_params: all parameters of the model by name, as meta tensors of their whole shapes.
         tensor_group: the tensor-parallel group; None without one.
     """
-    if tensor_group is None:
+    if tensor_group is None:  # this rank has all parameters whole
         return FlatParams(tensor_of, layout=None)
+    # With AutoTP, the rows or columns of each rank.
     size = dist.get_world_size(tensor_group)
     cuts: dict[str, Cut] = {}
     for name, param in params.items():
@@ -185,7 +194,10 @@ def _layout(
     *,
     stage: int | None,
 ) -> Layout:
-    """Return the layout of the parameters of a model over the ranks of a group.
+    """Return the layout of the parameters of a model: which elements of each of them each rank of a group holds.
+
+    A cut is this description for one parameter. On two ranks, "fc.weight" may have the elements 0 to 11 on rank 0 and
+    12 to 23 on rank 1, and "fc.bias", for which there is no cut, is whole on both.
 
     Args:
         cuts: for some parameters, which elements each rank holds. Others count as replicated: they are in no flat
@@ -198,6 +210,7 @@ def _layout(
     specs: dict[str, Spec] = {}
     all_cuts: dict[str, Cut] = {}
     size = dist.get_world_size(group)
+    # All parameters, so that the layouts of several flat tensors have the same names.
     for name, param in whole_params.items():
         stepped_tensor = tensor_of.get(name, param)
         specs[name] = Spec(tuple(param.shape), stepped_tensor.dtype)
@@ -226,18 +239,20 @@ def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partitio
     If this buffer has 24 elements, rank 0 has the elements 0 to 11 and rank 1 the elements 12 to 23, each as its flat
     tensor. A parameter with the elements 8 to 15 of the buffer is on both ranks.
     """
-    # 1. A rank finds only its own interval of each parameter, so all ranks exchange them.
+    # 1. DeepSpeed's mapping gives a rank only its own interval of each parameter, so all ranks exchange them.
     intervals = _local_intervals(params)
     group = _data_group(flat_tensor, params)
     intervals_of_ranks: list[dict[str, FlatInterval]] = gather_objects(intervals, group)
     # 2. Where each rank's interval of the buffer begins and ends.
     length = flat_tensor.numel()
+    # With flat tensors of 12 elements on 2 ranks, the borders are 0, 12 and 24.
     borders = tuple([rank * length for rank in range(len(intervals_of_ranks) + 1)])
     # 3. Where each parameter begins in the buffer.
     cuts: dict[str, Cut] = {}
     misplaced_name: str | None = None
     for name, param in params.items():
         shape = local_shape_of(param)
+        # The start follows from any rank that holds elements; all of them must agree.
         interval_of_rank = [rank_intervals[name] for rank_intervals in intervals_of_ranks]
         start = _start_in_buffer(interval_of_rank, length, prod(shape))
         if start is None:  # the mapping is wrong: `locate` raises on all ranks, and does not use this start
@@ -267,7 +282,9 @@ def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, nume
     starts: set[int] = set()  # one from each rank that holds elements
     for rank, interval in enumerate(interval_of_rank):
         if interval.length:
+            # Before this rank's flat tensor, the buffer has those of lower ranks: 0 x 12 + 8 = 8, and 1 x 12 + 0 = 12.
             interval_in_buffer = rank * length + interval.start_in_flat
+            # The parameter begins as many elements earlier as it has on lower ranks: 8 - 0 = 8, and 12 - 4 = 8.
             starts.add(interval_in_buffer - interval.start_in_param)
     mapped_elements = sum(interval.length for interval in interval_of_rank)
     if len(starts) != 1 or mapped_elements != numel:
@@ -284,7 +301,7 @@ def _local_intervals(params: NamedTensors) -> dict[str, FlatInterval]:
     intervals: dict[str, FlatInterval] = {}
     for name, param in params.items():
         mapping: Any = getattr(param, "_hp_mapping", None)
-        if mapping is None:
+        if mapping is None:  # other ranks hold all of its elements
             intervals[name] = FlatInterval(start_in_flat=0, start_in_param=0, length=0)
         else:
             in_flat = mapping.hp_fragment_address
@@ -296,7 +313,8 @@ def _local_intervals(params: NamedTensors) -> dict[str, FlatInterval]:
 def _data_group(flat_tensor: Tensor, params: NamedTensors) -> Any:
     """Return the process group over which DeepSpeed has partitioned the parameters at stages 1 and 2.
 
-    It is an attribute that DeepSpeed sets on parameters. Raise if none of them has it, because of an unknown stage.
+    DeepSpeed sets it as an attribute of each parameter that it partitions at these stages. Raise if no parameter has
+    it, because of an unknown stage.
     """
     for param in params.values():
         group: Any = getattr(param, "_dp_group", None)
@@ -331,11 +349,12 @@ def _partition_of_stage_3(flat_tensor: Tensor, params: NamedTensors, engine: Any
         numel = prod(shape)
         padded_length = int(param.ds_tensor.ds_numel)  # of every rank's shard
         borders = [padded_length * index for index in range(size + 1)]
-        cuts[name] = Intervals(shape, 0, tuple(borders))
+        cuts[name] = Intervals(shape, 0, tuple(borders))  # for 5 elements on two ranks, the borders are 0, 3 and 6
+        # This rank's interval. With few elements, the last ranks have only padding, and an interval of length 0.
         start_in_param = min(rank * padded_length, numel)
         length = min(padded_length, numel - start_in_param)  # without the padding
         intervals[name] = FlatInterval(start_in_flat, start_in_param, length)
-        start_in_flat += padded_length
+        start_in_flat += padded_length  # the padding is in the flat tensor, too
     return _Partition(cuts, intervals, group)
 
 
@@ -349,10 +368,11 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
     group = block_group_of(partition.group, tensor_group)
     tensor_size = dist.get_world_size(tensor_group)
     tensor_rank = dist.get_rank(tensor_group)
-    # For each rank, its tensor-parallel rank, and its interval of each parameter.
+    # 1. For each rank, its tensor-parallel rank, and its interval of each parameter.
     ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects((tensor_rank, partition.intervals), group)
     cuts: dict[str, Cut] = {}
     saved_elsewhere: set[str] = set()
+    # 2. For each parameter, which elements of the whole each rank holds.
     for name, param in params.items():
         shape = whole_shape_of(param)
         shards = tensor_shards_of(name, param, tensor_size)
@@ -362,7 +382,7 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
             stop = start + intervals[name].length
             if shards is None:  # AutoTP has not split this parameter
                 positions.append(ShardPosition.interval(shape, start, stop))
-            else:
+            else:  # the interval counts elements of the flattened rows or columns of this tensor-parallel rank
                 positions.append(shards[shard_index].interval_of_shard(start, stop))
         cuts[name] = Listed(shape, positions)
         # Every tensor-parallel rank has a parameter that AutoTP has not split, and partitions all of it over its ranks
@@ -374,7 +394,11 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the flat tensors in which DeepSpeed holds these parameters at stage 3, one for each sub-group."""
+    """Return the flat tensors in which DeepSpeed holds these parameters at stage 3, one for each sub-group.
+
+    DeepSpeed divides the parameters of a group of the optimizer into sub-groups of limited size. A sub-group has
+    parameters of one group only, so that its first parameter shows which group it is.
+    """
     param_ids = set(map(id, params))
     flats: list[Tensor] = []
     for flat, members in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
@@ -386,13 +410,15 @@ def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
 def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
     """Return the name of the first parameter whose values are not those in the flat tensor; None if all are.
 
-    This finds an error in DeepSpeed's mapping, because of which a step would change other parameters.
+    This finds an error in DeepSpeed's mapping, because of which a step would change other parameters. If two parameters
+    were exchanged in the flat tensor, the values of the first would differ, and its name is returned.
     """
     for name, view in flat.params().items():
         shard = _local_shard(params[name], flat.intervals[name].start_in_param, view.numel())
-        if shard.numel() < view.numel():
+        if shard.numel() < view.numel():  # DeepSpeed stores the values elsewhere, so that nothing can be compared
             _warn_of_unknown_values(name)
             continue
+        # The flat tensor has fp32 values, and the parameter may have bf16: both are compared in the parameter's dtype.
         values = view.reshape(-1).to(shard.dtype)
         # A NaN is not equal to itself, and is replaced by 0. Infinities become the largest numbers of their sign.
         if not torch.equal(values.nan_to_num(), shard.to(view.device).nan_to_num()):
@@ -410,10 +436,15 @@ def _warn_of_unknown_values(name: str) -> None:
 
 
 def _local_shard(param: Tensor, start: int, length: int) -> Tensor:
-    """Return the elements of a flattened parameter from ``start`` that this rank holds; fewer if it has not all."""
+    """Return ``length`` elements of a flattened parameter, from ``start``; fewer if this rank has not all of them.
+
+    >>> _local_shard(torch.arange(6.0).view(2, 3), start=2, length=3)
+    tensor([2., 3., 4.])
+    """
     partition: Tensor | None = getattr(param, "ds_tensor", None)
     if partition is not None:  # this rank's shard at stage 3, which begins at ``start``
         return partition.detach().reshape(-1)[:length]
+    # At stages 1 and 2, each rank has the whole parameter.
     return param.detach().reshape(-1)[start : start + length]
 
 

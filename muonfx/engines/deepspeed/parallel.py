@@ -42,7 +42,10 @@ def tensor_group_of(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
 
 
 def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition, ...] | None:
-    """Return the `ShardPosition` of each tensor-parallel rank; None if every rank holds the whole parameter.
+    """Return which elements of a parameter each tensor-parallel rank holds; None if every rank holds all of them.
+
+    AutoTP may give the rows 0 and 1 of a weight (4, 8) to rank 0, and the rows 2 and 3 to rank 1. The result then has
+    two `ShardPosition`, of 16 elements each.
 
     Args:
         name: the name of the parameter, for errors.
@@ -52,6 +55,7 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     Raises:
         ValueError: the partition is not described, or its shards overlap; the message names the parameter.
     """
+    # A partition is known by its metadata. Some layers only mark the parameter: then the first error below is raised.
     is_marked = getattr(param, "tensor_model_parallel", False)
     metadata: dict[str, Any] = getattr(param, METADATA, None) or {}
     is_partitioned = is_marked or metadata
@@ -62,7 +66,7 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     dim = metadata.get("partition_dim")
     widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
     sizes: Sequence[int] | None = metadata.get("partition_sizes")
-    if widths is None and sizes is not None:
+    if widths is None and sizes is not None:  # [2, 2] rows of the ranks become [[2, 2]]
         widths = [sizes]
     if dim is None or widths is None:
         raise _undescribed(name, metadata)
@@ -70,10 +74,12 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     shape = whole_shape_of(param)
     shards: list[ShardPosition] = []
     for rank in range(size):
-        spans: list[list[Span]] = [[(0, length)] for length in shape]  # all indices of each dim, as (start, stop)
+        # ``spans[dim]`` lists the ranges of indices of a dim: [[(0, 4)], [(0, 8)]] is the whole of a weight (4, 8).
+        spans: list[list[Span]] = [[(0, length)] for length in shape]  # (start, stop)
         spans[dim] = _spans_of_rank(widths, rank)
         shards.append(ShardPosition.grid(spans))
-    # 3. The shards must be disjoint, and one of them must have the shape of this rank's shard.
+    # 3. Together, the shards must have as many elements as the parameter, so that they do not overlap. One of them must
+    # have the shape of this rank's shard.
     numel_of_shards = sum(shard.numel for shard in shards)
     shapes = {shard.shape for shard in shards}
     if numel_of_shards != ShardPosition.whole(shape).numel or local_shape_of(param) not in shapes:
@@ -88,8 +94,9 @@ def _spans_of_rank(widths: Sequence[Sequence[int]], rank: int) -> list[Span]:
     [(2, 4), (5, 6), (7, 8)]
     """
     spans: list[Span] = []
-    part_start = 0
+    part_start = 0  # where the current part, such as the key, begins
     for shard_widths in widths:
+        # Within the part, the shards of lower ranks are first.
         start = part_start + sum(shard_widths[:rank])
         spans.append((start, start + shard_widths[rank]))
         part_start += sum(shard_widths)
@@ -102,14 +109,15 @@ def block_group_of(data_group: dist.ProcessGroup, tensor_group: dist.ProcessGrou
     For example, ranks 0 and 2 partition the parameters by ZeRO (the data group), and AutoTP splits them over ranks 0
     and 1, and over ranks 2 and 3. Then ranks 0 to 3 hold parts. All of these ranks must call this together.
     """
-    # The ranks of the tensor-parallel group of each rank of the data group.
+    # 1. The ranks of the tensor-parallel group of each rank of the data group: [[0, 1], [2, 3]] in the example.
     tensor_ranks = dist.get_process_group_ranks(tensor_group)
     ranks_of_groups: list[list[int]] = gather_objects(tensor_ranks, data_group)
     ranks = sorted(set(chain.from_iterable(ranks_of_groups)))
-    # A group that exists, if possible, because a new one takes memory.
+    # 2. A group that exists, if possible, because a new one takes memory.
     if ranks == sorted(tensor_ranks):
         return tensor_group
     group: Any = dist.group.WORLD
+    # Only the ranks of the new group call this, so they create it among themselves, without the other ranks of the job.
     if len(ranks) < dist.get_world_size():
         group = dist.new_group(ranks, use_local_synchronization=True)
     return group
@@ -137,10 +145,11 @@ def expert_group_name(param: Tensor) -> str | None:
 
 
 def global_names(model: nn.Module) -> dict[str, str]:
-    """Return a dict from parameter name to the name with the expert's index among all experts, where they differ.
+    """Return a dict from the name of an expert's parameter on this rank to a name that no other rank uses.
 
-    Each rank numbers its own experts from 0. With 2 experts on each rank, the parameter
-    ``"moe.deepspeed_moe.experts.deepspeed_experts.0.weight"`` of rank 1 gets the name of expert 2.
+    Only experts that are divided among ranks are in the dict. Each rank numbers its own experts from 0. With 2 experts
+    on each rank, the parameter ``"moe.deepspeed_moe.experts.deepspeed_experts.0.weight"`` of rank 1 gets the name of
+    expert 2.
     """
     global_name_of: dict[str, str] = {}
     for layer_name, layer in model.named_modules():
@@ -149,7 +158,7 @@ def global_names(model: nn.Module) -> dict[str, str]:
         expert_group: Any = getattr(layer, "ep_group", None)
         if experts is None or expert_group is None:
             continue
-        if dist.get_world_size(expert_group) == 1:
+        if dist.get_world_size(expert_group) == 1:  # this rank has all experts, so that the indices are global
             continue
         # 2. The index of this rank's first expert is added to each of its own indices.
         first_expert = dist.get_rank(expert_group) * len(experts)
