@@ -153,7 +153,11 @@ def _warn_of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> None:
 
 
 def _name_and_shape(info: ParamInfo) -> str:
-    """Return a text such as "'fc.weight' (64, 16)"."""
+    """Return the name and the shape of a parameter as text, for a list in a warning.
+
+    >>> _name_and_shape(ParamInfo("fc.weight", (64, 16)))
+    "'fc.weight' (64, 16)"
+    """
     return f"{info.name!r} {info.shape}"
 
 
@@ -205,10 +209,11 @@ def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dic
     By default it is "muon" for "hidden", and "adamw" for "embedding", "head" and so on. ``caller`` is the name of the
     function that has these arguments, for errors.
     """
-    if not roles:
+    if not roles:  # two labels: one for hidden matrices, and one for all other roles
         label_of_role: dict[Role, Label] = dict.fromkeys(ROLES, other)
         label_of_role["hidden"] = muon
         return label_of_role
+    # With ``roles``, the labels are the names of the roles, so that ``muon`` and ``other`` must have their defaults.
     if (muon, other) != ("muon", "adamw"):
         raise ValueError(
             f"{caller}: found roles=True with muon={muon!r} and other={other!r}, expected one of the two: the labels "
@@ -232,6 +237,7 @@ def _labels(
         The labels; the parameters that are hidden matrices by their roles, for warnings; and, if no parameter is of an
         output head, those of the hidden matrices that may be of one.
     """
+    # The rules of the user precede the roles, and both are computed for all parameters.
     infos, absent = read_params(model_or_params)
     label_by_rule = apply_rules(infos, rules, "user rule")
     structure = structure_of(model_or_params)
@@ -278,6 +284,7 @@ def _has_head(
     """
     for info in infos:
         role = decisions[info.name].role
+        # An embedding with a second name is usually also the output head: "wte.weight" and "lm_head.weight".
         is_tied_head = role == "embedding" and bool(info.tied)
         if role == "head" or is_tied_head:
             return True

@@ -111,6 +111,7 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
     """
     if isinstance(params, nn.Module):
         return _read_model(params), ()
+    # 1. The values by name, and for each tensor the names under which it occurs.
     values: dict[str, object] = {}
     names_of_tensor: dict[int, list[str]] = {}  # by the id of the tensor: several names if it is tied
     for name, value in _named_values(params):
@@ -120,6 +121,7 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
             )
         values[name] = value
         names_of_tensor.setdefault(id(value), []).append(name)
+    # 2. A `ParamInfo` for each name.
     infos: list[ParamInfo] = []
     absent_names: list[str] = []
     for name, value in values.items():
@@ -156,6 +158,7 @@ def written_type(module: nn.Module) -> type:
     For example, it is ``Linear`` for the class ``FSDPLinear`` with the bases ``(FSDPModule, Linear)``.
     """
     module_class: type = parametrize.type_before_parametrizations(module)
+    # FSDP2 makes a subclass with exactly two bases, of which one is its own.
     other_bases = [base for base in module_class.__bases__ if base.__name__ != "FSDPModule"]
     is_generated_by_fsdp2 = len(module_class.__bases__) == 2 and len(other_bases) == 1
     return other_bases[0] if is_generated_by_fsdp2 else module_class

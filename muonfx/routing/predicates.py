@@ -64,6 +64,7 @@ class Predicate(Condition):
         >>> ndim(2).select({"w": torch.zeros(2, 2), "b": torch.zeros(2)})
         {'b': False, 'w': True}
         """
+        # A parameter that is None has no `ParamInfo`, and is not selected.
         is_selected = dict.fromkeys(tree.names(params), False)
         infos, _ = read_params(params)
         for info in infos:
@@ -78,8 +79,10 @@ class Predicate(Condition):
         """
         if self.name == "path":
             return (self.arguments,)
+        # With &, each part must match, so that the groups of all parts are kept: (a) and (b) give two groups.
         globs_of_parts = list(map(Predicate.globs, self.parts))
         groups = tuple(chain.from_iterable(globs_of_parts))
+        # With |, one part is enough, so that one glob of all groups must match.
         if self.name == "|" and all(globs_of_parts):
             return (tuple(chain.from_iterable(groups)),)
         return groups
@@ -198,7 +201,11 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
 
 
 def _has_name(info: ParamInfo, glob: str) -> bool:
-    """Return True if a glob matches one of the names of a parameter."""
+    """Return True if a glob matches one of the names of a parameter.
+
+    >>> _has_name(ParamInfo("wte.weight", (8, 4), tied=("lm_head.weight",)), "lm_head.*")
+    True
+    """
     return any(matches(name, glob) for name in info.names)
 
 
@@ -232,8 +239,12 @@ def _code_of_bounds(low: int | None, high: int | None) -> str:
 
 
 def _code_of(argument: object) -> str:
-    """Return the Python code of an argument of a predicate, which is a string, a class or a function."""
-    if isinstance(argument, type):
+    """Return the Python code of an argument of a predicate, which is a string, a class or a function.
+
+    >>> _code_of(nn.Linear), _code_of("*Norm"), _code_of(len)
+    ('torch.nn.Linear', "'*Norm'", 'len')
+    """
+    if isinstance(argument, type):  # the short name "torch.nn", not the file "torch.nn.modules.linear"
         module = argument.__module__
         if getattr(nn, argument.__name__, None) is argument:
             module = "torch.nn"

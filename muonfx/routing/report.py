@@ -100,13 +100,14 @@ class Routing(Shown):
             titles: the titles of the first columns, such as ["label"].
             totals: for each row, the cells of these columns, such as ["muon"], and the parameters that it counts.
         """
+        # The last row counts all parameters. Its first cell is "total", and its other cells in these columns are empty.
         all_elements = sum(info.numel for info in self.params)
         empty_cells = [""] * (len(titles) - 1)
         row_of_all = (["total", *empty_cells], self.params)
         rows: list[list[str]] = []
         for cells, infos in [*totals, row_of_all]:
             elements = sum(info.numel for info in infos)
-            share = elements / max(1, all_elements)
+            share = elements / max(1, all_elements)  # a model without parameters has a share of 0
             rows.append([*cells, f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"])
         titles = [*titles, "tensors", "elements", "share"]
         columns_of_numbers = range(len(titles) - 3, len(titles))
@@ -123,6 +124,7 @@ class Routing(Shown):
             if index in self.without_rate:  # torch requires an "lr" in these groups too
                 numbers.pop("lr", None)
             columns.append(numbers)
+        # One row for each key that some group has.
         keys = dict.fromkeys(chain.from_iterable(columns))  # in the order of their first occurrence
         rows: list[list[str]] = []
         for key in keys:
@@ -187,6 +189,7 @@ def _of_labels(labels: object, params: Params) -> Routing:
     ``labels`` is a mapping from name to label, such as ``{"fc.weight": "muon"}``. ``params``, a model or named tensors,
     has the shapes.
     """
+    # 1. Labels may also be a plain dict, without reasons.
     if not isinstance(labels, Mapping):
         raise TypeError(
             f"describe: found {type(labels).__name__} with parameters, expected labels: "
@@ -194,9 +197,10 @@ def _of_labels(labels: object, params: Params) -> Routing:
         )
     if not isinstance(labels, Labels):
         labels = Labels(cast("Mapping[str, Label]", labels))
+    # 2. The parameters, for their shapes.
     infos, absent = read_params(params)
     names = [info.name for info in infos]
-    # The labels may be of another model, or of a former version of this one.
+    # 3. The same names in both. The labels may be of another model, or of a former version of this one.
     missing = [name for name in names if name not in labels]
     if missing:
         raise ValueError(f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)")
@@ -210,7 +214,11 @@ def _of_labels(labels: object, params: Params) -> Routing:
 
 
 def _is_labels(argument: object) -> bool:
-    """Return True for labels, or a function that returns labels: they have no shapes."""
+    """Return True for labels, or a function that returns labels: they have no shapes.
+
+    >>> _is_labels({"fc.weight": "muon"}), _is_labels({"fc.weight": torch.zeros(2, 2)}), _is_labels(default_labels)
+    (True, False, True)
+    """
     if isinstance(argument, Mapping):
         values = cast("Mapping[object, object]", argument).values()
         return isinstance(argument, Labels) or any(isinstance(value, str) for value in values)
@@ -226,6 +234,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     The labels come from the param groups. The reasons for them, and the division into matrices (views), come from the
     transform.
     """
+    # 1. The param groups, which must be of an optimizer of this package.
     optimizer = unwrapped_optimizer(optimizer)
     groups = tuple(optimizer.param_groups)
     if any("param_names" not in group or "label" not in group for group in groups):
@@ -233,6 +242,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             f"describe: found {type(optimizer).__name__}, whose groups have no names and labels, expected a "
             "muonfx.TransformOptimizer, or muonfx.Muon"
         )
+    # 2. The label, the reason and the view of each parameter.
     transforms: list[Transform] = []  # the transform of the optimizer, and all transforms within it
     tx = getattr(optimizer, "tx", None)
     if isinstance(tx, Transform):
@@ -245,6 +255,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             route = _known_route(name, group["label"], transforms)
             routes[name] = _with_view_of_transform(name, route, views)
             named_tensors.append((name, tensor))
+    # 3. For the tables: the groups without a learning rate, and the labels whose transform works on matrices.
     infos, _ = read_params(named_tensors)
     groups_without_rate = getattr(optimizer, "groups_without_rate", ())
     matrix_labels = [label for label, view in views.items() if view is not None]
@@ -265,12 +276,12 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
     if route.label not in views:  # no partition has this label
         return route
     view = views[route.label]
-    if view is None:
+    if view is None:  # the transform, such as AdamW, updates element by element
         return route._replace(view=MatrixView())
     pattern = view.text(name)
     if pattern == route.view.pattern:  # the transform uses the view of the labels
         return route
-    if pattern is None:
+    if pattern is None:  # the labels have a view, and the transform treats the parameter as one matrix
         return route._replace(reason=f"{route.reason}; the transform has no view for it", view=MatrixView())
     # The transform has a pattern of its own, so a note that the parameter may be fused is out of date.
     reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
@@ -285,7 +296,7 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView |
     """
     views: dict[Label, MatrixView | None] = {}
     for transform in transforms:
-        if transform.factory is not partition:
+        if transform.factory is not partition:  # only `partition` applies one transform for each label
             continue
         for label, inner in transform.arguments["transforms"].items():
             takes_view = any("view" in member.arguments for member in within(inner))
@@ -301,6 +312,7 @@ def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Ro
         label: the label of its param group: several labels are joined, as in "muon+adamw".
         transforms: all transforms of the optimizer. A partition has `Labels` with reasons as its argument ``labels``.
     """
+    # The first partition that has this parameter under a label of its group decides.
     labels_of_group = str(label).split("+")
     for transform in transforms:
         labels = transform.arguments.get("labels")
@@ -330,6 +342,7 @@ def _row(info: ParamInfo, route: Route, divided_labels: Collection[Label]) -> li
 
     The cells about matrices are empty for a label that is not in ``divided_labels``. They are left out if none is.
     """
+    # Empty cells keep the columns aligned, for example for the bias of a hidden layer.
     matrices: list[str] = []
     if info.ndim > 1 and route.label in divided_labels:
         matrices = [_matrices_text(route.shape or info.shape, route.view), _order_text(route.view)]
@@ -339,7 +352,11 @@ def _row(info: ParamInfo, route: Route, divided_labels: Collection[Label]) -> li
 
 
 def _order_text(view: MatrixView) -> str:
-    """Return the order in which the dims of a parameter's matrices are stored: "out, in" or "in, out"."""
+    """Return the order in which the dims of a parameter's matrices are stored: "out, in" or "in, out".
+
+    >>> _order_text(MatrixView()), _order_text(MatrixView("in out -> out in"))
+    ('out, in', 'in, out')
+    """
     (pattern,) = view.of([""])
     if pattern is not None and pattern.is_transposed:
         return "in, out"
@@ -349,9 +366,13 @@ def _order_text(view: MatrixView) -> str:
 def _matrices_text(shape: tuple[int, ...], view: MatrixView) -> str:
     """Return the number and sides of the matrices of a parameter of this shape.
 
-    Examples are "16 x 8", "4 of 16 x 8" for a stack, and "16 x 8 + 4 x 8" for two matrices of different sizes.
+    >>> _matrices_text((16, 8), MatrixView()), _matrices_text((4, 16, 8), MatrixView("... out in -> ... out in"))
+    ('16 x 8', '4 of 16 x 8')
+    >>> _matrices_text((20, 8), MatrixView("(q=16 + k=4) in -> q in, k in"))
+    '16 x 8 + 4 x 8'
     """
     (pattern,) = view.of([""])  # the view of one parameter: its pattern applies to any name
+    # The view divides a tensor without memory: the shapes of the parts are all that is needed.
     texts: list[str] = []
     for stack in split(pattern, torch.empty(shape, device="meta"), ""):
         *batch, rows, columns = stack.shape

@@ -38,11 +38,15 @@ def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform
 
 
 def _would_mix(tx: Transform, name: str) -> bool:
-    """Return True if a transform flattens a further dim of a parameter into the rows or columns of a matrix."""
+    """Return True if a transform flattens a further dim of a parameter into the rows or columns of a matrix.
+
+    Muon without a view would flatten three stacked weights (3, 8, 4) to one matrix (3, 32). With the pattern
+    "... out in -> ... out in", it would update three matrices, and the result is False.
+    """
     view = view_of(tx)
     if view is None:
         return tx.locality is Locality.LEAF and not tx.children
-    (pattern,) = view.of([name])
+    (pattern,) = view.of([name])  # the pattern of this one parameter
     return pattern is None or pattern.flattens_more_dims
 
 
