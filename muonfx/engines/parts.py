@@ -51,7 +51,11 @@ def _orthogonalize(options: Mapping[str, Any]) -> Transform:
 
 
 def _dtype_of_name(value: Any) -> Any:
-    """Return the dtype of a name, such as torch.float32 for "float32". Return any other value with tuples for lists."""
+    """Return the dtype of a name, since a JSON file has no dtypes. Return any other value with tuples for lists.
+
+    >>> _dtype_of_name("float32"), _dtype_of_name([1, 2])
+    (torch.float32, (1, 2))
+    """
     dtype = getattr(torch, str(value), None)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -59,7 +63,11 @@ def _dtype_of_name(value: Any) -> Any:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Convert the lists in a value from a JSON file to tuples."""
+    """Convert the lists in a value from a JSON file, which has no tuples, to tuples.
+
+    >>> _with_tuples({"coefficients": [[1, 2], [3, 4]]})
+    {'coefficients': ((1, 2), (3, 4))}
+    """
     if isinstance(value, list):
         return tuple(map(_with_tuples, value))
     if isinstance(value, Mapping):

@@ -137,7 +137,7 @@ def _loaded_values(
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer:
     """Return the optimizer of this module that a DeepSpeed engine steps; raise if it has another one."""
-    # At ZeRO stages 1 to 3, `engine.optimizer` is a wrapper of the optimizer.
+    # At ZeRO stages 1 to 3, `engine.optimizer` is a wrapper, whose attribute ``optimizer`` is the one of this module.
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if not isinstance(optimizer, ZeroOptimizer):
         raise TypeError(f"engine: its optimizer is {optimizer!r}, expected one of muonfx.engines.deepspeed")
@@ -192,7 +192,11 @@ class _Values(NamedTuple):
 
 
 def _renamed(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any, ...]:
-    """Return the path of a leaf of the state, in which the name of a parameter is replaced by its new name."""
+    """Return the path of a leaf of the state, in which the name of a parameter is replaced by its new name.
+
+    >>> _renamed(("momentum", "trace", "experts.0.weight"), {"experts.0.weight": "experts.2.weight"})
+    ('momentum', 'trace', 'experts.2.weight')
+    """
     return tuple([new_name_of.get(str(entry), entry) for entry in path])
 
 
@@ -202,6 +206,7 @@ def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None
     ``has_own_names`` is True if this rank has other names for its parameters than the checkpoint. Then the labels of
     its transform do not fit the checkpoint.
     """
+    # A fingerprint is a text by which transforms of two ranks are compared.
     identities = gather_objects((tx.fingerprint, has_own_names))
     for fingerprint, has_own_names_there in identities:
         if fingerprint != tx.fingerprint or has_own_names_there:
@@ -222,6 +227,7 @@ def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
     all_leaves: dict[Any, Any] = {}
     for rank_specs in specs_of_ranks:
         for key, spec in rank_specs.items():
+            # A shard without elements: it says that the leaf exists, and its shape and dtype.
             all_leaves.setdefault(key, FlatShard(spec.shape, 0, torch.empty(0, dtype=spec.dtype)))
     # 2. The values of this rank.
     for key, leaf in leaves.items():
@@ -253,7 +259,14 @@ def _nested(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
 
 
 def _merged(first: Tensor | FlatShard | None, second: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
-    """Return the value that is not None; of two step counts, return the larger."""
+    """Return the value that is not None; of two step counts, return the larger.
+
+    Each flat optimizer of a rank has all leaves of the state, with None for parameters of the others.
+
+    >>> _merged(None, torch.tensor(3)), _merged(torch.tensor(2), torch.tensor(3))
+    (tensor(3), tensor(3))
+    """
+    # Two flat optimizers have the same count, unless one of them had steps without a gradient.
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second)
     return first if second is None else second

@@ -86,16 +86,17 @@ class FlatOptimizer:
         ``{flat_tensor: {"momentum.trace": flat_momentum, "count": count}}``. At stage 0 they are separate:
         ``{weight: {"momentum.trace": momentum_of_weight, "count": count}, bias: ...}``.
         """
+        # A leaf of the state is, for example, the momentum of one parameter.
         entries_of: States = {tensor: {} for tensor in self.flat.tensors}
         for (key, name), leaf in zip(self._state_leaves, tree.leaves(new_state), strict=True):
-            if leaf is None:
+            if leaf is None:  # of a parameter in another flat tensor
                 continue
             if name is None:  # such as a step count, which all tensors share
                 for entries in entries_of.values():
                     entries[key] = leaf
-            elif self.flat.is_flat:
+            elif self.flat.is_flat:  # stages 1 to 3
                 self._add_to_flat_entry(entries_of, key, name, leaf)
-            else:
+            else:  # stage 0: each parameter has its own tensor
                 entries_of[self.flat.tensor_of[name]][key] = leaf
         return entries_of
 
@@ -107,8 +108,10 @@ class FlatOptimizer:
         """
         flat_tensor = self.flat.tensor_of[name]
         entries = entries_of[flat_tensor]
+        # The first parameter of a key allocates the state of all; padding between shards remains 0.
         if key not in entries:
             entries[key] = torch.zeros_like(flat_tensor, dtype=leaf.dtype, requires_grad=False)
+        # A tensor has one dtype, so that all parameters in it must have state of this dtype.
         if entries[key].dtype != leaf.dtype:
             dtypes = (entries[key].dtype, leaf.dtype)
             raise ValueError(f"the state {key!r} has the dtypes {dtypes} in one flat tensor; pin one")
@@ -130,7 +133,7 @@ class FlatOptimizer:
         """Raise unless the state of a tensor has exactly the keys of the transform, such as "momentum.trace"."""
         if state_of_key.keys() == specs.keys():
             return
-        key = min(specs.keys() ^ state_of_key.keys())  # the first key that only one of them has
+        key = min(specs.keys() ^ state_of_key.keys())  # alphabetically, the first key that only one of them has
         problem = "is missing" if key in specs else "belongs to another transform"
         raise self._misfit(key, f"{problem}; found {sorted(state_of_key)}, expected {sorted(specs)}")
 
@@ -173,7 +176,7 @@ class FlatOptimizer:
         stored_leaves = tree.leaves(stored_state)
         new_leaves = tree.leaves(new_state)
         for state_leaf, stored_leaf, new_leaf in zip(self._state_leaves, stored_leaves, new_leaves, strict=True):
-            if new_leaf is stored_leaf:
+            if new_leaf is stored_leaf:  # the step has not replaced it, or both are None
                 continue
             if state_leaf.name is None:  # such as a step count: every tensor has the same leaf
                 for tensor in self.flat.tensors:
@@ -212,10 +215,12 @@ class FlatOptimizer:
         A leaf for a parameter of another flat tensor is None. ``to_load`` is False to save the state: then shards that
         another rank saves are empty.
         """
+        # 1. The state. With a layout, the leaves that are sharded become `FlatShard`.
         self.check_and_cast(states)
         state = self._read(states)
         if self.flat.layout is not None:
             state = to_global(self._transform(), state, self._with_all_names(self.flat.params()))
+        # 2. A leaf for a parameter that is still a plain tensor gets its position. A step count has none.
         leaves: list[Any] = []
         for state_leaf, leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
             name = state_leaf.name
@@ -278,6 +283,7 @@ def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: Name
     for path, owner, leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
         name = owner.parameter
         param = params.get(name) if name is not None else None
+        # A leaf of another shape, such as a norm of a matrix, cannot be in a flat tensor at the parameter's position.
         if leaf is not None and param is not None and leaf.shape == param.shape:
             path_without_name = owner.path
             state_leaves.append(_StateLeaf(path_of(path_without_name), name))

@@ -93,6 +93,7 @@ class ZeroOptimizer(Optimizer):
                 raise ValueError(
                     f"{name!r} requires grad but has no label: give it a label, or freeze it before this call"
                 )
+        # First by update rule, then, within a rule, by the group of ranks that share the experts.
         groups: list[dict[str, Any]] = []
         for rule, rule_pairs in pairs_by_rule(self._params.items(), rules).items():
             for expert_group, pairs in _by_expert_group(rule_pairs).items():
@@ -104,9 +105,11 @@ class ZeroOptimizer(Optimizer):
 
         An example is ``{"label": "muon", "lr": 0.02, "momentum": 0.95, "params": [("fc.weight", weight)]}``.
         """
+        # 1. The object that reads the numbers of the group in each step.
         numbers = GroupNumbers(rule.hyperparams)
         param_names = tuple([name for name, _ in pairs])
         self._numbers[param_names] = numbers
+        # 2. The group. Schedulers need an "lr" in each group, also if the rule has none: then it begins at 0.
         defaults = hyperparams(self.tx)
         entries = numbers.entries({name: defaults[name] for name in numbers.names})
         group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
@@ -167,6 +170,7 @@ class ZeroOptimizer(Optimizer):
         for group, numbers in zip(self.param_groups, numbers_per_group, strict=True):
             for optimizer in self._optimizers_of(group["param_names"], group["params"]):
                 prepared.append((optimizer, numbers))
+        # A state that DeepSpeed has loaded may be of another transform.
         for optimizer, _ in prepared:
             optimizer.check_and_cast(self.state)
         return prepared
@@ -179,6 +183,7 @@ class ZeroOptimizer(Optimizer):
         if any(optimizer.flat.is_flat for optimizer in self._flat_optimizers.values()):  # not stage 0
             return False
         model_params = set(self._params.values())
+        # One tensor that is no copy, or has a gradient other than zero, shows that this is a real step.
         for group in self.param_groups:
             for tensor in group["params"]:
                 is_copy = tensor not in model_params
@@ -191,6 +196,7 @@ class ZeroOptimizer(Optimizer):
 
         DeepSpeed's flat tensors contain the parameters from construction only.
         """
+        # Parameters are compared as objects, not by name: a replaced parameter has the same name.
         trained = trained_parameters(self.model)
         trained_before = set(self._params.values())
         for name, param in trained.items():
@@ -210,7 +216,7 @@ class ZeroOptimizer(Optimizer):
         self._require_same_trained()
         optimizers: list[FlatOptimizer] = []
         for group in self.param_groups:
-            names: list[str] = group["param_names"]
+            names: list[str] = group["param_names"]  # the names remain when DeepSpeed replaces the tensors of the group
             params = [self._params[name] for name in names]
             engine = stage_3_of(params)
             tensors: list[Tensor] = group["params"]
@@ -226,6 +232,7 @@ class ZeroOptimizer(Optimizer):
         At stage 3 a parameter of the model has only this rank's shard, in its attribute ``ds_tensor``.
         """
         for optimizer in self.all_flat_optimizers():
+            # Each view is this rank's shard of a parameter in full precision.
             for name, view in optimizer.flat.params().items():
                 local_shard = getattr(self._params[name], "ds_tensor", None)
                 if local_shard is None:
@@ -333,6 +340,7 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
     is_pipeline = hasattr(model, "num_stages") and hasattr(model, "topology")
     if not is_pipeline:
         return
+    # [["muon", "adamw"], ["muon"]] if only the first of two stages has parameters for AdamW.
     labels_of_ranks = gather_objects([group["label"] for group in groups])
     for rank, labels in enumerate(labels_of_ranks):
         if len(labels) != len(labels_of_ranks[0]):
@@ -347,13 +355,21 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
 
 
 def _are_unflattened(tensors: Sequence[Tensor], params: Iterable[Tensor]) -> bool:
-    """Return True if tensors have the shapes of the parameters, as at stage 0; False for flat tensors."""
+    """Return True if tensors have the shapes of the parameters, as at stage 0; False for flat tensors.
+
+    >>> weight = torch.zeros(2, 3)
+    >>> _are_unflattened([weight.double()], [weight]), _are_unflattened([weight.flatten()], [weight])
+    (True, False)
+    """
     shapes = [tuple(tensor.shape) for tensor in tensors]
     return shapes == list(map(local_shape_of, params))
 
 
 def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:
-    """Divide (name, parameter) pairs: None for the parameters that are not experts', else by expert group."""
+    """Divide (name, parameter) pairs by the group of ranks that share an expert; other parameters have the key None.
+
+    With experts over 2 ranks, the keys are None and "ep_size_2", DeepSpeed's name of the group.
+    """
     divided: dict[str | None, list[tuple[str, Tensor]]] = {}
     for name, param in pairs:
         divided.setdefault(expert_group_name(param), []).append((name, param))

@@ -41,7 +41,7 @@ class GroupRates:
             self._rate_of_group[tuple(group["param_names"])] = float(group["lr"])
         if len(self._rate_of_group) < len(self._requested):
             return
-        rates = set(self._rate_of_group.values())
+        rates = set(self._rate_of_group.values())  # the distinct rates of this step
         self._rate_of_group.clear()
         if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
             self._needs_checks = False
@@ -55,10 +55,12 @@ class GroupRates:
         second common rate, such as 0.0002, is not accepted either: the scheduler then changes the rates of all groups
         to one.
         """
+        # 1. Rates that raise no question: 0, and the rate of the first warning, which a warmup may keep for some steps.
         is_before_warmup = rate == 0.0  # a warmup usually starts at 0
         has_warned = rate == self._warned_rate
         if is_before_warmup or has_warned:
             return
+        # 2. An error for a second common rate, or for one that is above what some group requested; else a warning.
         message = _message(self._requested, f"the learning rate {rate:g} in all groups")
         lowest_requested = min(requested for _, requested in self._requested)
         if self._warned_rate is not None or rate > lowest_requested:
@@ -84,6 +86,7 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
     # Without this entry, the scheduler has DeepSpeed's default, which also is one rate for all groups.
     if scheduler.get("type") == "WarmupDecayLR":
         params.setdefault("warmup_max_lr", 0.001)
+    # A list, with one rate for each group, is accepted.
     for key in _RATE_KEYS:
         value = params.get(key)
         is_one_number = isinstance(value, int | float)
@@ -98,7 +101,11 @@ def _labels_and_rates(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, fl
 
 
 def _have_different_rates(labels_and_rates: Sequence[tuple[str, float]]) -> bool:
-    """Return True if groups, given as pairs of a label and a learning rate, have more than one rate."""
+    """Return True if groups, given as pairs of a label and a learning rate, have more than one rate.
+
+    >>> _have_different_rates([("muon", 0.02), ("adamw", 0.0003)])
+    True
+    """
     distinct_rates = {rate for _, rate in labels_and_rates}
     return len(distinct_rates) > 1
 
