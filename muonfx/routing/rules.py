@@ -191,8 +191,10 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
     >>> labels(params, [(path("head.*"), "adamw"), (ndim(2), "muon")], default="adamw")
     Labels({'fc.weight': 'muon', 'head.weight': 'adamw', 'fc.bias': 'adamw'})
     """
+    # 1. The label and the reason of each parameter that a rule matches.
     infos, absent = read_params(model_or_params)
     decided = apply_rules(infos, rules, "rule")
+    # 2. The default for the others. An ellipsis means no default, because None is a label.
     unmatched = [info.name for info in infos if info.name not in decided]
     if default is not ...:
         _check_label(default, "default")
@@ -217,8 +219,9 @@ def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: st
         predicate, label = rule
         matching_names = [info.name for info in infos if predicate(info)]
         for name in matching_names:
-            if name not in decided:
+            if name not in decided:  # an earlier rule has precedence
                 decided[name] = (label, f"{rule_kind} {number}: {predicate!r}")
+        # A rule that only matches parameters of earlier rules is no mistake, and is not reported.
         if infos and not matching_names:
             warn_caller(
                 f"{rule_kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
@@ -262,8 +265,10 @@ def make_labels(
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
         label_of = {info.name: decided[info.name][0] for info in infos}
         return Labels(label_of | dict.fromkeys(absent))
+    # 1. The division into matrices, of parameters that are trained as matrices.
     divisible = [info for info in infos if decided[info.name][0] not in (None, *whole_labels)]
     matrices_of = find_matrices(model_or_params, divisible, read_in_parts)
+    # 2. A route for each parameter. Its reason also names the matrices: "hidden matrix (2-D); query, key, value".
     routes: dict[str, Route] = {}
     for info in infos:
         label, reason = decided[info.name]
