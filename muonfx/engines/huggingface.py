@@ -147,11 +147,18 @@ def muon(args: TrainingArguments, **options: Any) -> tuple[type[MuonFactory], di
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError if `muon` has an option that `muonfx.Muon` does not have, or two options for AdamW's rate."""
+    """Raise TypeError if `muon` has an option that `muonfx.Muon` does not have, or two options for AdamW's rate.
+
+    >>> _check_options({"adamw_lr": 1e-3, "adamw_lr_factor": 4})
+    Traceback (most recent call last):
+    TypeError: muon: found both adamw_lr and adamw_lr_factor, expected one of them
+    """
+    # 1. The arguments of `Muon`, without the model, which the Trainer passes later. Two options are of `muon` alone.
     signature = inspect.signature(Muon)
     parameters = [parameter for name, parameter in signature.parameters.items() if name != "params"]
     for name in ("eps", "adamw_lr_factor"):
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
+    # 2. Compare the options with these arguments, without a call.
     bind("muon", signature.replace(parameters=parameters), (), options)
     if "adamw_lr" in options and "adamw_lr_factor" in options:
         raise TypeError("muon: found both adamw_lr and adamw_lr_factor, expected one of them")
@@ -210,6 +217,7 @@ class MuonMixin:
         ``create_optimizer`` instead of the mixin's.
         """
         super().__init_subclass__(**options)
+        # The classes in the order in which Python looks for a method, without the new class itself.
         bases = cls.__mro__[1:]
         bases_before_mixin = bases[: bases.index(MuonMixin)]
         for base in bases_before_mixin:
@@ -237,6 +245,7 @@ class MuonMixin:
         else:
             optimizer_class = type(getattr(self, "optimizer", None))  # a later call has the optimizer of the first
             argument = "optimizers"
+        # No optimizer was given, or Muon was given explicitly.
         if optimizer_class is type(None) or optimizer_class.__module__.startswith("muonfx."):
             return
         warn_caller(

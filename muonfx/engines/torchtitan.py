@@ -66,9 +66,11 @@ def _container() -> Any:
 
         def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
             """Make a `Muon` for each model part, such as a stage of a pipeline."""
+            # 1. The arguments of `Muon`. Values from a file become transforms and dtypes.
             _require_same_fields(config, base.Config())
             options = with_parts(config.options)
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
+            # 2. One optimizer for each model part.
             self.model_parts = model_parts
             self.optimizers: list[Muon] = []
             all_params: list[Tensor] = []
@@ -112,6 +114,7 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
 
     ``flat`` has the record under the name of each parameter, such as "param_groups.up.weight.chain_code".
     """
+    # A plain name lacks the components that wrappers add, such as "_orig_mod".
     all_names = [name for group in optimizer.param_groups for name in group["param_names"]]
     plain_name_of = unwrapped(all_names)
     groups: list[dict[str, Any]] = []

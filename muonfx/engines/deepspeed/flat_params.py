@@ -197,7 +197,7 @@ def _layout(
     """Return the layout of the parameters of a model: which elements of each of them each rank of a group holds.
 
     A cut is this description for one parameter. On two ranks, "fc.weight" may have the elements 0 to 11 on rank 0 and
-    12 to 23 on rank 1, and "fc.bias", for which there is no cut, is whole on both.
+    12 to 23 on rank 1. If there is no cut for "fc.bias", it is whole on both.
 
     Args:
         cuts: for some parameters, which elements each rank holds. Others count as replicated: they are in no flat

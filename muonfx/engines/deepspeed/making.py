@@ -65,7 +65,7 @@ def Muon(model: nn.Module, lr: float = 2e-3, **options: Any) -> ZeroOptimizer:
     >>> [group["label"] for group in Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))).param_groups]
     ['muon', 'adamw']
     """
-    trained = trained_parameters(model)
+    trained = trained_parameters(model)  # without frozen ones; ``model`` is passed as well, for the types of modules
     return ZeroOptimizer(model, muon.Muon.transform_for(trained, lr, model=model, **with_parts(options)))
 
 
@@ -120,9 +120,9 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **more:
     Traceback (most recent call last):
     ValueError: config: its optimizer has the type 'Adam', expected 'muonfx.Muon'; for others call deepspeed.initialize
     """
-    if not isinstance(config, Mapping):
+    if not isinstance(config, Mapping):  # the path of a file: the same call with its contents
         return initialize(model, json.loads(Path(config).read_text()), **more)
-    # The entry "optimizer" is for this function; DeepSpeed gets the other entries.
+    # 1. The entry "optimizer" is for this function; DeepSpeed gets the other entries.
     options: dict[str, Any] = dict(config)
     entry: dict[str, Any] = options.pop("optimizer", {})
     if entry.get("type") != CONFIG_TYPE:
@@ -130,9 +130,11 @@ def initialize(model: nn.Module, config: Mapping[str, Any] | str | Path, **more:
             f"config: its optimizer has the type {entry.get('type')!r}, expected {CONFIG_TYPE!r}; for others "
             "call deepspeed.initialize"
         )
+    # 2. DeepSpeed must accept an optimizer that it does not know, and must not replace it by its own Adam.
     options.setdefault("zero_allow_untested_optimizer", True)
     options.setdefault("zero_force_ds_cpu_optimizer", False)
     require_own_step(options)
+    # 3. The optimizer. A wrong argument raises here, before DeepSpeed starts.
     muon_optimizer = Muon(model, **entry.get("params", {}))
     require_rates_by_group(options, muon_optimizer.param_groups)
     import deepspeed

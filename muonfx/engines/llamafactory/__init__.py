@@ -42,7 +42,7 @@ def muon(model: nn.Module, optim_config: Mapping[str, Any], **more: Any) -> Muon
     [('muon', 8e-05), ('adamw', 4e-05)]
     """
     options = dict(optim_config)
-    options.pop("name", None)
+    options.pop("name", None)  # it selected this function, and is no argument of `Muon`
     lr = options.pop("lr", more.get("learning_rate"))
     if lr is None:
         raise ValueError("optim_config: found no lr; set it there: LLaMA-Factory does not pass its learning_rate")
