@@ -232,7 +232,7 @@ def _is_layer(module: nn.Module) -> bool:
     """
     if _widths_of(module) is not None or class_name_fits(type(module), _LAYER_CLASS):
         return True
-    # An unknown class with a weight and a bias counts as a layer.
+    # Any other module with a weight and a bias counts, too. So does a norm, whose weight is a vector and no table.
     return {"weight", "bias"} <= _leaves_of(module)
 
 
@@ -244,10 +244,8 @@ def _leaves_of(module: nn.Module) -> set[str]:
 def _layers_of(model: nn.Module) -> Iterator[Layer]:
     """Yield the layers and embeddings of a model in the order of definition, with the widths that they read and return.
 
-    >>> [
-    ...     (layer.path, layer.reads, layer.returns)
-    ...     for layer in _layers_of(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4)))
-    ... ]
+    >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4))
+    >>> [(layer.path, layer.reads, layer.returns) for layer in _layers_of(model)]
     [('0', None, 8), ('1', 8, 4)]
     """
     for path, module in model.named_modules():
