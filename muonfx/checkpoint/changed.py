@@ -346,8 +346,8 @@ class ChangedTarget(Target):
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
         """Return the state, into which the values were read, and the account: leaves kept, moved, grown, new, dropped.
 
-        ``leaves`` has the values by leaf name: those that were read, and for new leaves those of ``like``. A leaf is
-        *grown* if it has more rows now than in the checkpoint, and *dropped* if only the checkpoint has it.
+        ``leaves`` has the values by leaf name: the values that were read, and for new leaves the values of ``like``. A
+        leaf is *grown* if it has more rows now than in the checkpoint, and *dropped* if only the checkpoint has it.
         """
         self._require_equal_counts()  # not before: the counts are known only after they were read
         source_of = self.sources.source_of

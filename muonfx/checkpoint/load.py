@@ -462,7 +462,7 @@ class Target:
         # 1. Names, shapes and dtypes without values: there are no tensors to convert, and no shards to refuse.
         if isinstance(like, StateSpec):
             expected = like
-            if tx is not None:  # the checkpoint is compared with this transform, not with that of the `StateSpec`
+            if tx is not None:  # the checkpoint is compared with this transform, not with the one in the `StateSpec`
                 expected = like.of_chain(tx)
             return cls(like.leaves, expected, rules, where, section=section, **options)
         # 2. Plain tensors that are parts of larger ones get their positions; `filled` converts the result back.

@@ -324,7 +324,7 @@ def shards_to_write(plan: Mapping[str, PlannedLeaf], ranks: int) -> list[list[Sh
 
 
 def checksum_of_shard(values: Tensor) -> str:
-    """Return a checksum of the bits of a shard, such as "cpu 305419896", to compare with that of other ranks.
+    """Return a checksum of the bits of a shard, such as "cpu 305419896", to compare with other ranks.
 
     It is the CRC-32 on the CPU. On another device, `checksum` computes it there, so that no values are copied.
     """

@@ -65,7 +65,7 @@ class Book:
             magnitudes = torch.where(present, magnitudes.clamp(min=smallest_level), magnitudes)
             # Now no element that is present can get the code 0.
         codes = self.nearest(magnitudes) if noise is None else self.between(magnitudes, noise)
-        if self.signed:  # the codes so far are those of magnitudes
+        if self.signed:  # so far these are codes of magnitudes
             codes = torch.where(fractions < 0, -codes, codes)
         return codes.to(self.dtype)
 

@@ -115,7 +115,7 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
 
     ``transforms`` are a transform and all transforms that it calls, in the order of `muonfx.core.transform.within`.
     """
-    outermost = transforms[0]  # its extra arguments include those of all transforms that it calls
+    outermost = transforms[0]  # its extra arguments include the arguments of all transforms that it calls
     missing = sorted(outermost.extras.required - extras.keys())
     if missing:
         raise _missing(transforms, missing[0])

@@ -451,7 +451,7 @@ class Recorded:
         The structure of ``scale(0.1)`` and the values ``[0.2]`` give ``scale(0.2)``. The values may also be tracers of
         ``torch.func``, or any object that a pytree library puts in place of a number.
         """
-        # An instance is immutable, so its own `__setattr__` raises: that of `object` sets the attributes.
+        # An instance is immutable, so its own `__setattr__` raises: `object.__setattr__` sets the attributes.
         recorded = cast("Self", object.__new__(structure.kind))
         object.__setattr__(recorded, "structure", structure)
         object.__setattr__(recorded, "factory", structure.factory)

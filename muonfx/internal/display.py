@@ -53,7 +53,7 @@ class Table:
         w       12
         b        3
         """
-        # A row is a list of texts. The width of a column is that of its longest text.
+        # A row is a list of texts. A column is as wide as its longest text.
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)

@@ -36,7 +36,7 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     versions: list[Transform] = []
     shapes_of_matrices: dict[str, tuple[int, int]] = {}
     for version in tx.arguments["versions"]:
-        # The versions differ only in numbers, so the shapes of the last one are those of all.
+        # The versions differ only in numbers, so all have the shapes of the last one.
         stacked_version, shapes_of_matrices = stacked(version, shapes)
         versions.append(stacked_version)
     return tx.replace(versions=tuple(versions)), shapes_of_matrices

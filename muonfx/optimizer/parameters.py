@@ -878,7 +878,7 @@ class GradientCheck:
 
     def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
         """Warn of parameters that have a gradient and are not in the optimizer, once for each of them."""
-        # Without those of earlier warnings. A name is reported again if the model has another tensor for it now.
+        # Without parameters of earlier warnings. A name is reported again if the model has another tensor for it now.
         unreported = [name for name, param in with_gradient.items() if self._reported.get(name) is not param]
         self._reported.update(with_gradient)
         if unreported:

@@ -60,8 +60,11 @@ def schedules_of(tx: Transform, tracked: TrackedGroup) -> list[str]:
     For example, the key "scale_by_learning_rate.learning_rate.peak" is a number of the schedule
     "scale_by_learning_rate.learning_rate".
     """
-    numbers = tracked.numbers.names
-    return [name for name in schedules_in(tx) if any(number.startswith(f"{name}.") for number in numbers)]
+    names: list[str] = []
+    for name in schedules_in(tx):
+        if any(number.startswith(f"{name}.") for number in tracked.numbers.names):
+            names.append(name)
+    return names
 
 
 def keys_of_schedules(tx: Transform, tracked: TrackedGroup) -> tuple[str, ...]:

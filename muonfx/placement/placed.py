@@ -508,7 +508,7 @@ def _row(visits: list[Visit]) -> Row:
     For one transform, the cells are, for example, "elementwise: momentum", "ELEMENT", "2" leaves, and "momentum" as the
     path of its state and the prefix of its numbers. The transforms that it calls have rows of their own below it.
     """
-    # The neighbours are named together; the other cells are those of the first of them.
+    # The neighbours are named together; the first of them gives the other cells.
     visited = visits[0]
     names_of_transforms = ", ".join([neighbour.tx.name for neighbour in visits])
     path_of_state = ".".join(map(str, visited.state or ()))

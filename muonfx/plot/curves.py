@@ -108,7 +108,7 @@ def plot_polynomial(coefficients: CoefficientsLike, *, ax: Axes | None = None) -
         axes.fill_between(
             [_LOWER, 1.0], result_range.minimum, result_range.maximum, color=color, alpha=0.16, linewidth=0
         )
-        # Of all curves, because the axes may have those of other sets already.
+        # Of all curves, because the axes may have curves of other sets already.
         highest = max(max(cast("list[float]", line.get_ydata())) for line in axes.lines)
         axes.set(xlabel="singular value, over the Frobenius norm", ylabel="singular value afterwards")
         axes.set(xlim=(1e-4, 1.0), ylim=(0.0, 1.05 * highest))

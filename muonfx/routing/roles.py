@@ -292,7 +292,7 @@ def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
 def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision by any name of a tensor, which has several if it is tied; None if all are ordinary names.
 
-    A tensor that is both ``lm_head.weight`` and ``wte.weight`` is an embedding: this role precedes that of a head.
+    A tensor that is both ``lm_head.weight`` and ``wte.weight`` is an embedding: this role precedes the role of a head.
     """
     first_decision: Decision | None = None
     for name in info.names:  # such as "lm_head.weight" and "wte.weight"

@@ -81,7 +81,7 @@ def checksums(tensors: Mapping[K, object]) -> dict[K, int]:
     for key, tensor in tensors.items():
         if isinstance(tensor, Tensor) and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             sums_on.setdefault(tensor.device, {})[key] = checksum(tensor)
-    # 2. Read those of one device together.
+    # 2. Read the tensors of one device together.
     for sum_of in sums_on.values():
         numbers = torch.stack(list(sum_of.values())).tolist()
         checksum_of.update(zip(sum_of, numbers, strict=True))

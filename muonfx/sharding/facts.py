@@ -135,7 +135,7 @@ def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[s
     leaves, which differs between ranks if only some have it.
     """
     leaves = tree.leaves(state)
-    if len(leaves) != constant.state_size:  # the indices are those of another state
+    if len(leaves) != constant.state_size:  # the indices belong to another state
         return {"": f"{len(leaves)} leaves"}
     return {name: leaves[index] for name, index in constant.shared_state.items()}
 

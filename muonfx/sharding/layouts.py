@@ -239,7 +239,7 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
     if isinstance(group, int):
         positive_int("group, a number of ranks,", group)
         return group, 0, None
-    # 2. A process group, by default that of all ranks.
+    # 2. A process group, by default the group of all ranks.
     if group is None:
         if not dist.is_initialized():
             raise ShardingError(

@@ -467,7 +467,7 @@ def _examples(
     grads_are_float32 = draw(st.sampled_from((False, False, False, True)))
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
-        # Properties for all gradients of this step, in place of those of their parameters.
+        # Properties for all gradients of this step, in place of the properties of their parameters.
         properties: dict[str, Any] = {}
         if grads_are_float32:
             properties["dtype"] = torch.float32  # not by a conversion, which would have only values of narrow dtypes

@@ -50,7 +50,7 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     for dtype in (source, target):
         if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
             return False
-    # The range of the target must contain that of the source: uint8 fits int16, and int8 does not fit uint16.
+    # The range of the target must contain the range of the source: uint8 fits int16, and int8 does not fit uint16.
     source_range = torch.iinfo(source)
     target_range = torch.iinfo(target)
     return target_range.min <= source_range.min and source_range.max <= target_range.max

@@ -185,8 +185,10 @@ def widest(*lists: Sequence[Tensor]) -> list[Tensors]:
 
     For the lists ``[bf16, fp32]`` and ``[bf16, fp64]``, the first position becomes fp32 and the second fp64.
     """
-    wide = [wide_dtype(*[x.dtype for x in xs]) for xs in zip(*lists, strict=True)]
-    return [cast(xs, wide) for xs in lists]
+    dtypes: list[torch.dtype] = []  # for each position
+    for tensors in zip(*lists, strict=True):
+        dtypes.append(wide_dtype(*[tensor.dtype for tensor in tensors]))
+    return [cast(xs, dtypes) for xs in lists]
 
 
 def new_count(device: torch.device) -> Tensor:
@@ -539,7 +541,7 @@ def _peak(x: Tensor) -> Tensor:
     """
     if x.numel() == 0:
         return x.new_zeros(())
-    # The largest absolute value is that of the largest or of the smallest element.
+    # The largest or the smallest element has the largest absolute value.
     low, high = torch.aminmax(x)
     return torch.maximum(high, -low)
 

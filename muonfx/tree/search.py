@@ -132,7 +132,7 @@ def _shown(where: Where) -> str:
 def _replaced(node: PyTree, path: Path, value: PyTree) -> PyTree:
     """Return a copy of a tree with another node at a path: ``{"a": [1, 5]}`` for ``{"a": [1, 2]}``, ("a", 1) and 5.
 
-    Only the containers on the path are built again. All other nodes are those of the old tree.
+    Only the containers on the path are built again. All other nodes are taken from the old tree.
     """
     if not path:  # the node itself is replaced
         return value

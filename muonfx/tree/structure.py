@@ -93,7 +93,7 @@ class _Node:
         """
         if self.kind is None:  # a leaf of the structure, at which any subtree may be
             return [tree]
-        # The container at the top of the tree must be that of the structure, with the same keys.
+        # The tree and the structure must have the same container at the top, with the same keys.
         node, children = open_node(tree)
         are_dicts = self.kind in _DICTS and type(tree) in _DICTS
         if are_dicts and {*tree} == {*self.entries}:

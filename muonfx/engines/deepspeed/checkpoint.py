@@ -197,7 +197,10 @@ def _renamed(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any
     >>> _renamed(("momentum", "trace", "experts.0.weight"), {"experts.0.weight": "experts.2.weight"})
     ('momentum', 'trace', 'experts.2.weight')
     """
-    return tuple([new_name_of.get(str(entry), entry) for entry in path])
+    new_path: list[Any] = []
+    for entry in path:
+        new_path.append(new_name_of.get(str(entry), entry))  # an entry that is no name of a parameter stays
+    return tuple(new_path)
 
 
 def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None:

@@ -309,7 +309,7 @@ class ZeroOptimizer(Optimizer):
                 "another optimizer saved it, such as AdamW, load only the weights: engine.load_checkpoint(path, "
                 "load_optimizer_states=False, load_lr_scheduler_states=False)"
             )
-        # 2. All hyperparameters, such as "lr". Further keys, such as those of a scheduler, are accepted.
+        # 2. All hyperparameters, such as "lr". Further keys, such as keys of a scheduler, are accepted.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for key in self._numbers_of(group).keys:
                 if key not in saved_group:

@@ -213,7 +213,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     """Check that a transform with locality MATRIX updates each matrix in the last two dims independently of others.
 
     For example, a leaf of shape (2, 3, 5) is a batch of two matrices. The law runs the transform on each half of the
-    batch alone, and compares the updates with those of the whole batch.
+    batch alone, and compares the updates with the updates of the whole batch.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example

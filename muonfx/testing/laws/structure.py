@@ -156,7 +156,7 @@ def updates_look_like_the_gradients(
         if updates_dtype is None:
             return grad
         dtype = updates_dtype(param.dtype) if callable(updates_dtype) else updates_dtype
-        # Only shape, dtype and device are compared below, so the values may be those of the gradient.
+        # Only shape, dtype and device are compared below, so the values of the gradient will do.
         return grad.detach().to(dtype)
 
     for step, updates in enumerate(updates_of(tx, params, steps)):
