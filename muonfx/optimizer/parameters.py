@@ -735,8 +735,8 @@ class TrackedGroups:
     def warn_of_one_rate(self) -> None:
         """Warn once if groups that were made with different learning rates have the same.
 
-        For example, the rates were 0.02 and 0.001, and a scheduler has written 0.001 into both. The rate 0.0 is
-        accepted, because a warmup may start there.
+        For example, the rates were 0.02 and 0.001, and a scheduler has written 0.001 into both. A rate below all of
+        them is accepted: a warmup may start there, and torch's CosineAnnealingLR ends all groups at one ``eta_min``.
         """
         if not self._requested_rates:  # the groups were made with one rate, or a warning was given
             return
@@ -744,7 +744,7 @@ class TrackedGroups:
         if len(rates) < 2 or len(set(rates)) > 1:  # they differ, as they should, or there is nothing to compare
             return
         rate = rates[0]
-        if rate == 0.0:
+        if rate < min(self._requested_rates):
             return
         requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
         self._requested_rates = []

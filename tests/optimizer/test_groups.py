@@ -774,12 +774,12 @@ def test_one_rate_in_groups_that_were_made_with_different_rates_is_warned_of_onc
     assert _stepped(optimizer) == []
 
 
-@pytest.mark.parametrize("kind", ["equal at construction", "cosine", "warmup", "plateau"])
+@pytest.mark.parametrize("kind", ["equal at construction", "cosine", "cosine to one rate", "warmup", "plateau"])
 def test_schedulers_that_keep_the_ratio_of_rates_are_not_warned_of(kind: str):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = mfx.Muon(model, lr=1e-3, adamw_lr=1e-3 if kind == "equal at construction" else 4e-3)
     schedulers = torch.optim.lr_scheduler
-    scheduler: Any = schedulers.CosineAnnealingLR(optimizer, 5)
+    scheduler: Any = schedulers.CosineAnnealingLR(optimizer, 5, eta_min=1e-5 if kind == "cosine to one rate" else 0.0)
     if kind == "warmup":
         scheduler = schedulers.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
     if kind == "plateau":
