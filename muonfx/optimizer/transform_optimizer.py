@@ -161,9 +161,8 @@ class TransformOptimizer(Optimizer):
     Warns:
         UserWarning: some parameters would move in the direction of the gradient, because none of their transforms
             reverses its sign, as `scale_by_learning_rate` does; or a key of a group looks like a misspelt
-            hyperparameter; or a group without "weight_decay" has no parameters, although ``model`` is given and none
-            of its parameters is frozen; or weight decay has no effect, because rounding to the dtype of the
-            parameters, bfloat16 or float16, removes it.
+            hyperparameter; or a group has neither parameters nor "weight_decay", although ``model`` is given and
+            nothing is frozen; or rounding to the parameters' dtype, bfloat16 or float16, removes the weight decay.
 
     Example:
         >>> import muonfx as mfx
@@ -385,11 +384,9 @@ class TransformOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The param groups, with the parameters that the model has now.
-
-        Functions of torch read the groups before they call a method of the optimizer: for example,
-        ``set_optimizer_state_dict`` looks up each parameter of the groups in a model that may have been sharded since.
-        """
+        """The param groups, with the parameters that the model has now."""
+        # Functions of torch read the groups before they call a method of the optimizer. For example,
+        # `set_optimizer_state_dict` looks up each parameter of the groups in a model that may have been sharded since.
         if "state" not in self._current or torch.compiler.is_compiling():  # in the constructor, or in a trace
             return self._groups
         replaced = self._parameters.replaced_in_models()  # {former tensor: new tensor}
