@@ -328,36 +328,25 @@ def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
         return []
     limit = None if job.in_one_batch else _most_in_a_batch(job)
 
-    # Cut each tensor into pieces of at most `limit` matrices.
     results = list(xs)  # an overwritten tensor is its own result
     pieces: list[_Piece] = []
     for i, x in enumerate(xs):
         matrices = _as_batch(x, job.kind)
-        if overwrite[i]:
-            destination = matrices
-        elif limit is None or matrices.shape[0] <= limit:  # it is one piece, whose result is taken from the batch
-            pieces.append(_Piece(i, matrices, destination=None))
+        if limit is None or matrices.shape[0] <= limit:  # one piece
+            pieces.append(_Piece(i, matrices, destination=matrices if overwrite[i] else None))
             continue
-        else:  # several batches write into its result
+        # Several pieces, which write into one result.
+        if not overwrite[i]:
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
-            destination = _as_batch(results[i], job.kind)
-        pieces += _pieces(i, matrices, destination, limit)
+        destination = _as_batch(results[i], job.kind)
+        for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
+            pieces.append(_Piece(i, part, part_of_destination))
 
     for batch in _packed(pieces, limit):
         new_results = _run_batch(batch, xs, job)
         for i, result in new_results.items():
             results[i] = result
     return results
-
-
-def _pieces(input_index: int, matrices: Tensor, destination: Tensor, limit: int | None) -> list[_Piece]:
-    """Cut the matrices of one input into pieces of at most `limit`, each with its part of the memory for the result."""
-    if limit is None:
-        return [_Piece(input_index, matrices, destination)]
-    pieces: list[_Piece] = []
-    for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
-        pieces.append(_Piece(input_index, part, part_of_destination))
-    return pieces
 
 
 def _run_batch(batch: list[_Piece], xs: list[Tensor], job: _Job) -> dict[int, Tensor]:

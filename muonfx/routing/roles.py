@@ -743,8 +743,9 @@ def _words(component: str) -> list[str]:
     >>> _words("embedTokens2"), _words("lm_head"), _words("QKVProj")
     (['embed', 'tokens'], ['lm', 'head'], ['qkv', 'proj'])
     """
-    # Either capitals that no small letter follows, as in "QKV", or small letters after at most one capital.
-    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)]
+    # A word is either capitals that no small letter follows, as in "QKV", or small letters after at most one capital.
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)
+    return [word.lower() for word in words]
 
 
 def _ends_in(words: Sequence[str], last_words: Set[str]) -> bool:

@@ -948,7 +948,10 @@ def _is_of_class(module: nn.Module | None, pattern: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def class_name_fits(module: type, pattern: str) -> bool:
     """Return True if a regular expression is found in the name of a class or of one of its bases."""
-    return any(re.search(pattern, base.__name__) for base in module.__mro__)
+    for base in module.__mro__:
+        if re.search(pattern, base.__name__):
+            return True
+    return False
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:

@@ -283,7 +283,7 @@ def names(tree: PyTree) -> list[str]:
 
 def dotted(path: tuple[object, ...]) -> str:
     """Return a path as text: "a.0" for ("a", 0)."""
-    return ".".join([str(entry) for entry in path])
+    return ".".join(builtins.map(str, path))
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
