@@ -69,8 +69,9 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
 def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     """Draw the loss at the last step over the rate, for each optimizer: a mean and a band over seeds.
 
-    A rate at which a run diverged to NaN or inf has no point. Losses above the median of the first reports are cut off,
-    so that a rate that is much too large does not hide the differences between the others.
+    A rate at which a run diverged to NaN or inf has a cross near the upper edge. Losses above the median of the first
+    reports are cut off, so that a rate that is much too large does not hide the differences between the others. If the
+    best rate is the lowest or highest that was tried, the legend says so, since a better one may lie beyond.
 
     Args:
         rows: the rows that `muonfx.study` returns.
@@ -88,13 +89,20 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     key = _key_of_loss(rows)
     last_step = max(row["step"] for row in rows)
     with axes_for(ax) as axes:
-        for contender in _contenders(rows, key):
+        for index, contender in enumerate(_contenders(rows, key)):
             final_losses_at: dict[float, Tensor] = {}
+            diverged: list[float] = []
             for rate, losses_at_step in contender.losses_at.items():
                 final_losses = losses_at_step[max(losses_at_step)]
-                if final_losses.isfinite().all():  # no seed has diverged at this rate
+                if final_losses.isfinite().all():
                     final_losses_at[rate] = final_losses
-            _draw_band(axes, final_losses_at, contender, contender.name)
+                else:  # at least one seed has diverged at this rate
+                    diverged.append(rate)
+            label = contender.name
+            if _best_is_at_edge(final_losses_at, list(contender.losses_at)):
+                label += " (best at the edge)"
+            _draw_band(axes, final_losses_at, contender, label)
+            _draw_crosses(axes, diverged, contender, height=0.97 - 0.04 * index)
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
         # Lower the top to the typical first loss, if it is above it.
         axes.set_ylim(top=min(axes.get_ylim()[1], _typical_first_loss(rows, key)))
@@ -168,6 +176,25 @@ def plot_schedule(
         if label is not None:
             axes.legend()
     return axes
+
+
+def _best_is_at_edge(losses_at: Mapping[float, Tensor], tried_rates: Sequence[float]) -> bool:
+    """Return True if the rate with the lowest mean loss is the lowest or highest of several that were tried.
+
+    >>> _best_is_at_edge({0.1: torch.tensor([2.0]), 0.2: torch.tensor([1.0])}, [0.1, 0.2, 0.4])
+    False
+    """
+    if not losses_at or len(tried_rates) < 3:  # with one or two rates, each is at an edge
+        return False
+    best_rate = min(losses_at, key=lambda rate: float(losses_at[rate].mean()))
+    return best_rate in (min(tried_rates), max(tried_rates))
+
+
+def _draw_crosses(axes: Axes, rates: Sequence[float], contender: Contender, height: float) -> None:
+    """Draw a cross in the color of a contender at each of the rates, at a height from 0 to 1 of the axes."""
+    heights = [height] * len(rates)
+    across_the_axes = axes.get_xaxis_transform()  # x is a rate, y goes from 0 at the bottom to 1 at the top
+    axes.scatter(rates, heights, color=contender.color, marker="x", transform=across_the_axes)
 
 
 def _key_of_loss(rows: Rows) -> str:

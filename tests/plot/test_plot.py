@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 import pytest
 import torch
+from matplotlib.collections import PathCollection
 
 import muonfx as mfx
 
@@ -234,6 +235,14 @@ def test_losses_over_rates_leave_out_rates_that_diverged():
     assert ax.lines[0].get_ydata().tolist() == [3.25, 1.5]
     assert ax.get_ylabel() == "loss after 20 steps"
     assert ax.get_ylim()[1] < 5
+
+
+def test_rates_that_diverged_have_crosses_and_a_best_rate_at_the_edge_is_named():
+    falling = rows_of({"sgd": {0.01: [[3.0, 2.5]], 0.1: [[3.0, 2.0]], 1.0: [[3.0, 1.0]]}})
+    ax = mfx.plot.plot_rates([*STUDY, *falling])
+    assert [line.get_label() for line in ax.lines] == ["muon", "adamw", "sgd (best at the edge)"]
+    crosses = [drawn.get_offsets()[:, 0].tolist() for drawn in ax.collections if isinstance(drawn, PathCollection)]
+    assert crosses == [[1.0], [], []]  # of muon, adamw and sgd
 
 
 def test_each_optimizer_has_its_own_look():
