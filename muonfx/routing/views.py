@@ -948,10 +948,7 @@ def _is_of_class(module: nn.Module | None, pattern: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def class_name_fits(module: type, pattern: str) -> bool:
     """Return True if a regular expression is found in the name of a class or of one of its bases."""
-    for base in module.__mro__:
-        if re.search(pattern, base.__name__):
-            return True
-    return False
+    return any(re.search(pattern, base.__name__) for base in module.__mro__)
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
