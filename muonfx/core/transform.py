@@ -271,8 +271,7 @@ class Transform(Recorded):
         child_indices = [index for index, part in enumerate(parts) if isinstance(part, Transform)]
         for index, child in zip(child_indices, children, strict=True):
             parts[index] = child
-        # A new structure, because cached results of the old one, such as the locality, describe the old transforms.
-        return self._from(self._new_structure(), parts)
+        return self.with_parts(parts)
 
     @Lazy
     def _schedules(self) -> dict[str, Schedule]:

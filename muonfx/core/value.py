@@ -530,6 +530,11 @@ class Recorded:
         """A cache for results that other modules compute from this value."""
         return {}
 
+    def with_parts(self, parts: Iterable[object]) -> Self:
+        """Return a copy with other numbers, schedules and inner transforms, given in the order of `parts`, unchecked."""
+        # A new structure, because cached results of the old one, such as the locality, describe the old transforms.
+        return self._from(self._new_structure(), parts)
+
     def _new_structure(self) -> Structure:
         """Return a copy of ``structure`` without its cached results."""
         return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)

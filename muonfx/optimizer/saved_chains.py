@@ -91,13 +91,15 @@ def _for_parameter(chain: Transform, name: str) -> Transform:
     """
     changes: dict[str, Any] = {}  # the new values by the name of the argument
     for argument, value in chain.arguments.items():
-        if isinstance(value, Schedule):  # schedules are compared and reported with the numbers of groups
-            changes[argument] = any_schedule()
-        elif isinstance(value, MatrixView):
+        if isinstance(value, MatrixView):
             changes[argument] = MatrixView(value.text(name))
         elif isinstance(value, Mapping) and name in value:
             changes[argument] = {"parameter": value[name]}  # a dict, as the transform requires
-    return chain.replace(**changes) if changes else chain
+    chain_for_one = chain.replace(**changes) if changes else chain
+    # Schedules are compared and reported with the numbers of groups. Their replacement is not checked, because its
+    # values fit no argument: momentum would refuse a decay of 1.
+    parts = [any_schedule() if isinstance(part, Schedule) else part for part in chain_for_one.parts]
+    return chain_for_one.with_parts(parts)
 
 
 @schedule

@@ -166,6 +166,25 @@ def test_numbers_and_schedules_are_reported_as_before():
     assert messages_of(labelled(mfx.chain(mfx.momentum(0.5), RATE)), as_tensors) == []
 
 
+RISING = mfx.linear_schedule(0.5, 0.9, 10)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        mfx.momentum(RISING),
+        mfx.scale_by_adam(b1=RISING, b2=RISING),
+        mfx.scale_by_lion(b1=RISING),
+        mfx.scale_by_rms(decay=RISING),
+        mfx.clip_by_global_norm(RISING),
+        mfx.cautious(mfx.momentum(RISING)),
+    ],
+    ids=repr,
+)
+def test_a_number_with_a_range_may_be_a_schedule(tx: mfx.Transform):
+    assert messages_of(labelled(mfx.chain(tx, RATE)), labelled(mfx.chain(tx, RATE))) == []
+
+
 def test_another_order_of_parameters_groups_and_labels_is_no_other_chain():
     model = net()
     named = list(model.named_parameters())
