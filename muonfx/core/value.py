@@ -531,7 +531,7 @@ class Recorded:
         return {}
 
     def with_parts(self, parts: Iterable[object]) -> Self:
-        """Return a copy with other numbers, schedules and inner transforms, given in the order of `parts`, unchecked."""
+        """Return an unchecked copy with other numbers, schedules and inner transforms, in the order of `parts`."""
         # A new structure, because cached results of the old one, such as the locality, describe the old transforms.
         return self._from(self._new_structure(), parts)
 

@@ -14,6 +14,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Declaration, Outermost, require_transform
 from muonfx.core.value import Factory, Memory, make_factory, with_memory
 from muonfx.internal.arguments import bind
+from muonfx.internal.tracing import is_differentiated
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY, Store
@@ -99,6 +100,7 @@ def offload(
     Raises:
         TypeError: ``tx`` is not a transform, or ``to`` is not a path.
         ValueError: ``to`` is the name of another device, or ``bucket_bytes`` is less than 1.
+        RuntimeError: `update` is called within ``grad``, ``vjp`` or ``jvp`` of ``torch.func``.
         OSError: the folder cannot be created or written to, or its disk is full. ``init``, and an ``update`` that needs
             a second copy, raise it before anything is changed.
 
@@ -122,6 +124,11 @@ def offload(
 
     @torch.no_grad()
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        if is_differentiated():
+            raise RuntimeError(
+                "offload: torch.func differentiates this step, and state that is copied to and from its store has no "
+                "derivatives: differentiate the transform without offload"
+            )
         shaped_like_params = updates if params is None else params
         require_room(store, state, shaped_like_params, donate)
         return placed(tx, shaped_like_params).run(updates, state, params, donate=donate, **extras)

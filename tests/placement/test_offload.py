@@ -367,6 +367,19 @@ def trained(tx: mfx.Transform, steps: int, start: Any = None) -> Any:
     return copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict()), optimizer
 
 
+@pytest.mark.parametrize("differentiate", [torch.func.grad, torch.func.jacrev])
+def test_derivatives_through_a_step_are_an_error(differentiate: Any):
+    tx = sharding.offload(mfx.momentum(0.9))
+
+    def last_update(start: torch.Tensor) -> torch.Tensor:
+        params = {"w": start}
+        updates, _ = tx.update(params, tx.init(params), params)
+        return updates["w"].sum()
+
+    with pytest.raises(RuntimeError, match="differentiate the transform without offload"):
+        differentiate(last_update)(torch.ones(2))
+
+
 @pytest.mark.parametrize("home", HOMES)
 def test_the_torch_optimizer_steps_alike_and_continues_a_plain_run(home: str):
     inner = mfx.muon_with_adamw(0.02, 0.01, orthogonalize=FP32, labels=mfx.routing.default_labels_by_name)
