@@ -133,6 +133,7 @@ def load_changed(
         continuation, _ = load_checkpoint(path, ChangedTarget, like, tx, group, rules)
         return continuation
     require_no_arguments(tx, None)
+    like.follow_model()  # it may have been sharded since the last step
     state = like.transform_state
     continuation, index = load_checkpoint(path, ChangedTarget, state, like.transform, group, rules, objects={GROUPS})
     return _continue_optimizer(like, continuation, index)

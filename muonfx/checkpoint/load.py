@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from muonfx import tree
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, mismatch
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import StrPath, folder_named, inspect_and_keep, replacement, retried, with_reader
@@ -48,6 +49,7 @@ def load(
     like: PyTree | StateSpec,
     *,
     tx: Transform | None = None,
+    params: PyTree = None,
     scheduler: Any = None,
     allow_missing: Allow = False,
     allow_extra: Allow = False,
@@ -74,13 +76,14 @@ def load(
             are shards (`DTensor`, or `FlatShard`, an interval of a flattened tensor), each rank reads its own, and
             ``group`` is required. Or a `muonfx.Muon` or `muonfx.TransformOptimizer`, such as `save` has stored:
             its state is overwritten, and its groups get the numbers in the checkpoint; schedules come from the code.
-            The parameters are not loaded: load them into the model, too, by `load_params`.
             The checkpoint may also have the state dict of this optimizer, written by ``dcp.save`` with `Writer`. Then
             another chain is a warning, and the other values are ignored.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
             checkpoint's. A `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded`
             made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it. Not given for
             an optimizer, which has its transform.
+        params: with an optimizer, the parameters of the model to load too, such as ``dict(model.named_parameters())``,
+            if `save` has stored them. They are overwritten. None: they are not loaded.
         scheduler: a scheduler of torch for the optimizer ``like``, whose state `save` has stored, to load that too.
         allow_missing: patterns of leaves that may be missing in the checkpoint, or True for all leaves; the missing
             leaves are copied from ``like``.
@@ -143,15 +146,22 @@ def load(
     if not is_optimizer(like):
         if scheduler is not None:
             raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
+        if params is not None:
+            raise TypeError("params: they are loaded with an optimizer: pass it as like, or call load_params")
         loaded, _ = load_checkpoint(path, Target, like, tx, group, rules, device=device)
         return loaded
     require_no_arguments(tx, device)
     objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
     objects = objects.difference(patterns_of("allow_extra", allow_extra))
+    like.follow_model()  # it may have been sharded since the last step
     state = like.transform_state
     loaded, index = load_checkpoint(
         path, Target, state, like.transform, group, rules, objects=objects, scheduler=scheduler
     )
+    # Everything is read before anything is changed.
+    loaded_params: PyTree = None
+    if params is not None:
+        loaded_params = _params_of_save(index.save_id, path, params, like.transform, group)
     groups = index.objects.get(GROUPS) if GROUPS in objects else None
     try:
         like.load_transform_state(loaded, groups)
@@ -160,7 +170,18 @@ def load(
         raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
     if scheduler is not None and SCHEDULER in index.objects:
         scheduler.load_state_dict(index.objects[SCHEDULER]["state"])
+    if params is not None:
+        with torch.no_grad():
+            tree.map(lambda param, value: param.copy_(value), params, loaded_params)
     return like.transform_state
+
+
+def _params_of_save(save_id: str, path: StrPath, like: PyTree, tx: Transform, group: ProcessGroup | None) -> PyTree:
+    """Read the parameters of a checkpoint whose state was read before. Raise if a save has replaced it since."""
+    loaded, index = load_checkpoint(path, Target, like, tx, group, {"allow_other_chain": True}, section=PARAMS)
+    if index.save_id != save_id:
+        raise ReplacedError(f"{path} was replaced while it was read, and nothing was loaded: load it again")
+    return loaded
 
 
 def require_no_arguments(tx: object, device: object) -> None:
@@ -523,7 +544,9 @@ class Target:
         for name, leaf in self.like.items():
             stored_name = stored_name_of[name]
             if stored_name is None:  # missing, and the caller allows it
-                leaves[name] = self._copy(name, leaf)
+                # An optimizer keeps its tensor, which the first step initializes again if weights are loaded later.
+                is_of_optimizer = self.objects is not None
+                leaves[name] = leaf if is_of_optimizer else self._copy(name, leaf)
                 continue
             # A step count may be read once for several leaves: a state that is divided into two labels has two counts.
             if stored_name not in destinations:

@@ -757,13 +757,14 @@ class TrackedGroups:
     def _rates(self) -> list[float]:
         """Return the learning rates that transforms read, such as ``[0.02, 0.001]`` for two groups.
 
-        Rates that are tensors are left out, because to compare their values would sync the device.
+        Groups without parameters are left out, and so are tensors on other devices than CPUs, which reading would sync.
         """
         rates: list[float] = []
         for tracked in self.groups:
+            if "lr" not in tracked.numbers.keys or not tracked.names:
+                continue
             rate = tracked.group.get("lr")
-            # Only if a transform reads it, and the group has parameters.
-            if "lr" in tracked.numbers.keys and tracked.names and isinstance(rate, int | float):
+            if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.is_cpu):
                 rates.append(float(rate))
         return rates
 

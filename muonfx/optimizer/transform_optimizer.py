@@ -79,7 +79,7 @@ from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.dtensors import is_dtensor, local_of
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 
@@ -985,6 +985,13 @@ class TransformOptimizer(Optimizer):
             saved_groups.append(saved_group)
         return saved_groups
 
+    def follow_model(self) -> None:
+        """Use the tensors that have replaced parameters, as after ``fully_shard``, and move the state to them now.
+
+        A step, a save and a load do so first. Over ranks, all ranks must call this together.
+        """
+        self._use_replacements()
+
     def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Copy a state, such as `muonfx.checkpoint.load` or a converter returns, into the state of this optimizer.
 
@@ -1024,9 +1031,10 @@ class TransformOptimizer(Optimizer):
         with suppress(ValueError):  # the check below names another difference of structure
             state = tree.unflatten(expected.structure, expected.structure.flatten_up_to(state))
         check_state_like("this optimizer", state, expected, with_dtypes=False)
+        _require_same_sharding(state, current_state)
         # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
         with torch.no_grad():
-            tree.map(lambda leaf, value: leaf.copy_(value), current_state, state)
+            tree.map(_copy_into, current_state, state)
         self._stepping.note_loaded(self._current["state"])
         if matched_groups is not None:
             source = "load_transform_state: the state"
@@ -1052,6 +1060,28 @@ class TransformOptimizer(Optimizer):
                 f"{source} was saved with other numbers: {first_lines(lines)}. To use the code's numbers, write them "
                 "into param_groups after loading, and rates also into base_lrs of a scheduler, which sets the rates "
                 "from there"
+            )
+
+
+def _copy_into(leaf: Tensor, value: Tensor) -> None:
+    """Copy a value into a tensor of the state, unless it is that tensor itself.
+
+    A write would mark the tensor as loaded. `load_changed` leaves new tensors as they are, so that the first step
+    initializes them again if weights are loaded meanwhile.
+    """
+    memory, memory_of_value = local_of(leaf), local_of(value)
+    is_itself = memory.data_ptr() == memory_of_value.data_ptr() and memory.stride() == memory_of_value.stride()
+    if not is_itself:
+        leaf.copy_(value)
+
+
+def _require_same_sharding(state: PyTree, expected: PyTree) -> None:
+    """Raise if a leaf of a state is a DTensor and the expected leaf is none, or the reverse: neither can be copied."""
+    for (name, leaf), expected_leaf in zip(tree.named_leaves(state), tree.leaves(expected), strict=True):
+        if is_dtensor(leaf) != is_dtensor(expected_leaf):
+            found, wanted = ("a DTensor", "a plain tensor") if is_dtensor(leaf) else ("a plain tensor", "a DTensor")
+            raise ValueError(
+                f"state: {name!r} is {found}, expected {wanted}, as in `transform_state` of this optimizer"
             )
 
 

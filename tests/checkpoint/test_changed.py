@@ -486,6 +486,20 @@ def test_an_optimizer_has_its_transform(tmp_path: Path) -> None:
         ck.load_changed(path, optimizer_of(model_of(), AFTER), tx=optimizer.transform)
 
 
+def test_a_new_average_starts_at_weights_that_are_loaded_afterwards(tmp_path: Path) -> None:
+    chain = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    path = ck.save(tmp_path / "run", mfx.TransformOptimizer(first, chain))
+    optimizer = mfx.TransformOptimizer(second, mfx.chain(chain, mfx.ema_params(0.5)))
+    assert ck.load_changed(path, optimizer).new == ("ema_params/average/bias", "ema_params/average/weight")
+    second.load_state_dict(first.state_dict())
+    start = second.weight.detach().clone()
+    second(torch.ones(3)).sum().backward()
+    optimizer.step()
+    average = optimizer.transform_state["ema_params"].average["weight"]
+    torch.testing.assert_close(average, (start + second.weight.detach()) / 2)
+
+
 def test_equal_groups_are_loaded_too(tmp_path: Path) -> None:
     model = model_of()
     optimizer = optimizer_of(model, AFTER)

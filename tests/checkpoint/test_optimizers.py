@@ -1,5 +1,6 @@
 """A whole optimizer in one call: state, groups, schedules' positions and torch's scheduler, in one checkpoint."""
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 import muonfx as mfx
@@ -15,6 +18,7 @@ from tests.checkpoint.common import bits
 from tests.processes import Here, World
 
 ck = mfx.checkpoint
+load_module = importlib.import_module("muonfx.checkpoint.load")  # `muonfx.checkpoint.load` is the function
 
 SCHEDULERS: dict[str, Any] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
@@ -33,9 +37,13 @@ def model_of(here: Here | None = None, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7))
     if here is not None:
-        fully_shard(model[1], mesh=here.mesh)
-        fully_shard(model, mesh=here.mesh)
+        shard(model, here)
     return model
+
+
+def shard(model: nn.Module, here: Here) -> None:
+    fully_shard(model[1], mesh=here.mesh)
+    fully_shard(model, mesh=here.mesh)
 
 
 def muon(model: nn.Module, rate: Any = 0.02) -> mfx.Muon:
@@ -80,20 +88,21 @@ def save_run(here: Here | None, path: Path, kind: str | None = None) -> dict[str
     return whole(model, optimizer, scheduler)
 
 
-def resume_run(here: Here | None, path: Path, kind: str | None = None) -> dict[str, Any]:
-    model = model_of(here, seed=1)
+def resume_run(here: Here | None, path: Path, kind: str | None = None, shard_late: bool = False) -> dict[str, Any]:
+    """Load a run into a new model, which is sharded before or, with ``shard_late``, after the optimizer is made."""
+    model = model_of(None if shard_late else here, seed=1)
     optimizer = muon(model)
     scheduler = None if kind is None else SCHEDULERS[kind](optimizer)
+    if shard_late:
+        shard(model, here)
     params = dict(model.named_parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        state = ck.load(path, optimizer, scheduler=scheduler)
-        saved = ck.load_params(path, like=params, tx=optimizer.transform)
+        state = ck.load(path, optimizer, params=params, scheduler=scheduler)
     messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
     assert len(messages) == 1, messages
     assert "weight_decay: 0.3 in the file, 0.1 in the code" in messages[0], messages
     assert mfx.tree.leaves(state)[0] is not None
-    model.load_state_dict(saved, strict=False)
     train(model, optimizer, scheduler, range(3, 5))
     return whole(model, optimizer, scheduler)
 
@@ -113,6 +122,28 @@ def test_a_sharded_optimizer_loads_on_any_number_of_ranks(world: World, tmp_path
             if loaders == savers:
                 assert loaded == saved[0]
     resume_run(None, tmp_path, "cosine")  # in one process
+
+
+@pytest.mark.dist
+def test_a_model_may_be_sharded_between_the_optimizer_and_the_load(world: World, tmp_path: Path):
+    saved = world.check(2, save_run, path=tmp_path, kind="cosine")
+    assert world.check(2, resume_run, path=tmp_path, kind="cosine", shard_late=True) == saved
+
+
+def load_whole_tensors(here: Here) -> None:
+    optimizer = muon(model_of(here))
+    before = [bits(leaf) for leaf in mfx.tree.tensors(optimizer.transform_state)]
+    whole_state = mfx.tree.map(
+        lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, optimizer.transform_state
+    )
+    with pytest.raises(ValueError, match=r"is a plain tensor, expected a DTensor"):
+        optimizer.load_transform_state(whole_state)
+    assert [bits(leaf) for leaf in mfx.tree.tensors(optimizer.transform_state)] == before
+
+
+@pytest.mark.dist
+def test_whole_tensors_are_no_state_of_sharded_parameters(world: World):
+    world.check(2, load_whole_tensors)
 
 
 def replicated_states(here: Here, path: Path) -> list[bytes]:
@@ -141,6 +172,46 @@ def replicated_states(here: Here, path: Path) -> list[bytes]:
 def test_the_state_of_owners_is_shown_after_a_load(world: World, tmp_path: Path):
     first, second = world.check(2, replicated_states, path=tmp_path)
     assert first == second
+
+
+def test_weights_are_loaded_also_under_activation_checkpointing(tmp_path: Path):
+    models = [model_of(seed=seed) for seed in (0, 1)]
+    for model in models:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    optimizers = [muon(model) for model in models]
+    train(models[0], optimizers[0], None, range(2))
+    ck.save(tmp_path, optimizers[0], params=dict(models[0].named_parameters()))
+    ck.load(tmp_path, optimizers[1], params=dict(models[1].named_parameters()))
+    assert whole(models[1], optimizers[1], None) == whole(models[0], optimizers[0], None)
+
+
+def test_weights_that_do_not_fit_leave_the_optimizer_as_it_was(tmp_path: Path):
+    model = model_of()
+    optimizer = muon(model)
+    ck.save(tmp_path / "state", optimizer)
+    train(model, optimizer, None, range(2))
+    ck.save(tmp_path / "part", optimizer, params={"0.weight": model[0].weight})
+    before = whole(model, optimizer, None)
+    for name in ("state", "part"):
+        with pytest.raises(ck.MismatchError, match=r"params/"):
+            ck.load(tmp_path / name, optimizer, params=dict(model.named_parameters()))
+        assert whole(model, optimizer, None) == before
+
+
+def test_state_and_weights_of_two_saves_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = model_of()
+    optimizer = muon(model)
+    params = dict(model.named_parameters())
+    ck.save(tmp_path, optimizer, params=params)
+    read_params = load_module._params_of_save
+
+    def replace_and_read(*args: Any) -> Any:
+        ck.save(tmp_path, optimizer, params=params)
+        return read_params(*args)
+
+    monkeypatch.setattr(load_module, "_params_of_save", replace_and_read)
+    with pytest.raises(ck.CheckpointError, match="was replaced while it was read, and nothing was loaded"):
+        ck.load(tmp_path, optimizer, params=params)
 
 
 def test_nothing_is_restored_by_half(tmp_path: Path):
@@ -228,6 +299,7 @@ def test_arguments_that_do_not_go_together(tmp_path: Path):
         lambda: ck.load(tmp_path, optimizer, tx=optimizer.transform),
         lambda: ck.load(tmp_path, optimizer, device="cpu"),
         lambda: ck.load(tmp_path, optimizer.transform_state, scheduler=scheduler),
+        lambda: ck.load(tmp_path, optimizer.transform_state, params=dict(model.named_parameters())),
     ):
         with pytest.raises(TypeError):
             call()

@@ -760,14 +760,16 @@ def _stepped(optimizer: mfx.Muon) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_one_rate_in_groups_that_were_made_with_different_rates_is_warned_of_once():
-    optimizer = mfx.Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3, adamw_lr=4e-3)
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_one_rate_in_groups_that_were_made_with_different_rates_is_warned_of_once(kind: Any):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = mfx.Muon(model, lr=kind(1e-3), adamw_lr=kind(4e-3))
     for rates in ((1e-3, 4e-3), (0.0, 0.0), (2e-3, 1e-3)):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            group["lr"] = kind(rate)
         assert _stepped(optimizer) == []
     for group in optimizer.param_groups:
-        group["lr"] = 1e-3
+        group["lr"] = kind(1e-3)
     (text,) = _stepped(optimizer)
     assert "all groups have the learning rate 0.001" in text
     assert "made with 0.001, 0.004" in text
