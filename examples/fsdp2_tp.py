@@ -145,9 +145,7 @@ def train(folder: Path, steps: int) -> list[float]:
     first_step = 0
     latest = mfx.checkpoint.latest(folder)
     if latest is not None:
-        mfx.checkpoint.load(latest, optimizer, scheduler=scheduler)
-        saved = mfx.checkpoint.load_params(latest, like=params, tx=optimizer.transform)
-        model.load_state_dict(saved, strict=False)
+        mfx.checkpoint.load(latest, optimizer, params=params, scheduler=scheduler)
         first_step = mfx.checkpoint.inspect(latest).step or 0
 
     losses: list[Tensor] = []

@@ -37,10 +37,16 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def block_with(text: str) -> str:
+    """Return the block of code of the page that contains a text."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (code,) = [block for block in blocks if text in block]
+    return code
+
+
 def chain_of_the_page() -> str:
     """Return the block of code that defines ``my_tx``, with products in fp32."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    (code,) = [block for block in blocks if "my_tx =" in block]
+    code = block_with("my_tx =")
     return code.replace("view=labels.view()", "view=labels.view(), dtype=torch.float32")
 
 
@@ -64,6 +70,42 @@ def test_a_chain_under_fsdp2(here: Here) -> None:
     whole = train(None, lambda module, mesh: module)
     gathered = {name: cast(DTensor, shard).full_tensor() for name, shard in sharded.named_parameters()}
     torch.testing.assert_close(gathered, dict(whole.named_parameters()), rtol=1e-5, atol=1e-6)
+
+
+def losses_of_average_and_weights(mesh: Any, shard: Any) -> tuple[float, float]:
+    """Train two steps, and return the loss of the average by the code of the page, and the loss of the weights."""
+    torch.manual_seed(0)
+    model = Model()
+    for module in (*model.blocks, model):
+        shard(module, mesh=mesh)
+    chain = mfx.chain(mfx.Muon.transform_for(model, 0.1, adamw_lr=0.1), mfx.ema_params(0.9))
+    optimizer = mfx.TransformOptimizer(model, chain)
+    tokens = torch.arange(12).view(3, 4)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        return model(tokens).square().mean()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    average = optimizer.transform_state["ema_params"].average
+    if mesh is None:
+        with torch.no_grad():
+            loss = torch.func.functional_call(model, average, (tokens,)).square().mean()
+    else:
+        names: dict[str, Any] = {"torch": torch, "model": model, "average": average, "evaluate": loss_of}
+        exec(block_with("param.copy_(average[name])"), names)
+        loss = names["loss"]
+    return float(loss), float(loss_of(model))
+
+
+@on_ranks(2)
+def test_an_average_is_evaluated_under_fsdp2(here: Here) -> None:
+    losses = losses_of_average_and_weights(here.mesh, fully_shard)
+    expected = losses_of_average_and_weights(None, lambda module, mesh: module)
+    assert abs(expected[0] - expected[1]) > 0.01
+    assert losses == pytest.approx(expected, rel=2e-3)  # products in bf16
 
 
 @pytest.mark.parametrize(("dtype", "stated"), [(torch.bfloat16, 0.016), (torch.float32, 3e-5)])
