@@ -34,35 +34,43 @@ _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
     """Read an annotation, such as ``float | None``: return the names of the types that it allows.
 
-    The result is empty if values should not be checked against it. An annotation is checked if at least one member of
-    the union is bool, int, float, str or a ``Literal``. Quoted annotations are evaluated with ``names`` as globals, and
-    are not checked if this fails.
+    The result is empty if values should not be checked: no member of the union is bool, int, float, str or ``Literal``.
+    ``names`` are the globals with which a quoted annotation is evaluated.
 
     >>> sorted(accepted_types("float | None", {})), sorted(accepted_types(Literal["auto"], {}))
     (['None', 'float'], ["'auto'"])
     >>> accepted_types(list, {})
     frozenset()
     """
-    if isinstance(annotation, str):
-        try:
-            annotation = eval(annotation, dict(names))
-        except Exception:  # for example, a type that is imported for type checkers only
-            return frozenset()
-    # The members of a union, such as float and None; any other annotation is its own only member.
-    members = (annotation,)
-    if get_origin(annotation) in (Union, UnionType):
-        members = get_args(annotation)
     type_names: set[str] = set()
-    for member in members:
-        if get_origin(member) is Literal:  # its strings in quotes, which names of types do not have
-            type_names.update(map(repr, get_args(member)))
+    has_plain_type = False
+    for member in _members(annotation, names):
+        if get_origin(member) is Literal:
+            choices = get_args(member)
+            type_names.update(map(repr, choices))  # strings in quotes, which names of types do not have
+            has_plain_type |= str in map(type, choices)
         else:
             name = getattr(member, "__name__", str(member))
             type_names.add(_SHOWN.get(name, name))
-    has_plain_type = not type_names.isdisjoint(_PLAIN) or any(map(_is_literal, type_names))
+            has_plain_type |= name in _PLAIN
     if not has_plain_type:
         return frozenset()
     return frozenset(type_names)
+
+
+def _members(annotation: object, names: Mapping[str, object]) -> tuple[object, ...]:
+    """Return the members of a union, such as float and None. Any other annotation is its own only member.
+
+    A quoted annotation that cannot be evaluated has none, for example a type that is imported for type checkers only.
+    """
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, dict(names))
+        except Exception:
+            return ()
+    if get_origin(annotation) in (Union, UnionType):
+        return get_args(annotation)
+    return (annotation,)
 
 
 def _is_literal(type_name: str) -> bool:
@@ -80,16 +88,20 @@ def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]
     TypeError: adam: b1 must be a number or a 0-d tensor, found '0.9'
     """
     value = _python_number(value, type_names)
-    if not type_names or _is_one_of(value, type_names):
-        return value
-    # From here on, the type is wrong, and the message is put together.
-    quoted_choices = sorted(filter(_is_literal, type_names))  # the strings that are accepted, such as "'auto'"
+    if type_names and not _is_one_of(value, type_names):
+        raise _wrong_type(f"{owner}: {name}", value, type_names)
+    return value
+
+
+def _wrong_type(argument: str, value: object, type_names: frozenset[str]) -> TypeError | ValueError:
+    """Return the error for an argument of a type that is not allowed, or for a string that is none of the choices."""
+    quoted_choices = sorted(filter(_is_literal, type_names))  # such as ["'auto'"]
     choices = [choice.strip("'\"") for choice in quoted_choices]
-    message = f"{owner}: {name} must be {_words_for(type_names)}, found {short_repr(value)}"
-    message += _advice_for(value, type_names, choices)
-    if choices and isinstance(value, str):  # the type is right, and the string is not one of the choices
-        raise ValueError(message)
-    raise TypeError(message)
+    advice = _advice_for(value, type_names, choices)
+    message = f"{argument} must be {_words_for(type_names)}, found {short_repr(value)}{advice}"
+    if choices and isinstance(value, str):  # the type is right
+        return ValueError(message)
+    return TypeError(message)
 
 
 def _python_number(value: Any, type_names: frozenset[str]) -> Any:
@@ -110,17 +122,16 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
 
 def _words_for(type_names: frozenset[str]) -> str:
     """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
-
-    def order(name: str) -> tuple[bool, bool, str]:
-        """Sort plain types before others, and None last."""
-        return name == "None", _is_other_type(name), name
-
-    # The key is a tuple of bools, and False comes before True.
-    words: list[str] = []
-    for name in sorted(type_names, key=order):
-        if name == "Tensor" and "float" in type_names:  # the words for float are "a number or a 0-d tensor"
-            continue
-        words.append(_PLAIN.get(name, name.replace("'", '"')))
+    plain_types: list[str] = []
+    other_types: list[str] = []
+    for name in sorted(type_names - {"None"}):
+        if not _is_other_type(name):
+            plain_types.append(_PLAIN.get(name, name.replace("'", '"')))
+        elif name != "Tensor" or "float" not in type_names:  # the words for float include a tensor
+            other_types.append(name)
+    words = plain_types + other_types
+    if "None" in type_names:
+        words.append("None")
     return " or ".join(words)
 
 
@@ -255,19 +266,25 @@ def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]
     >>> close_names("atn.q", ["blocks.0.attn.q", "blocks.0.mlp.up"])
     ['blocks.0.attn.q']
     """
-    # Compare `wrong` with all parts of names that have as many components as it has. "atn.q" has two, so the parts of
-    # "blocks.0.attn.q" are "blocks.0", "0.attn" and "attn.q".
     length = wrong.count(level) + 1
     name_with_part: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
-        components = name.lower().split(level)
-        # A name of fewer components is compared as a whole.
-        for start in range(max(1, len(components) - length + 1)):
-            part = level.join(components[start : start + length])
+        for part in _parts_of_name(name.lower(), level, length):
             name_with_part.setdefault(part, name)
     similar_parts = difflib.get_close_matches(wrong.lower(), name_with_part)
     similar_names = [name_with_part[part] for part in similar_parts]
     return list(dict.fromkeys(similar_names))  # each name once, in this order
+
+
+def _parts_of_name(name: str, level: str, length: int) -> list[str]:
+    """Return all parts of a name that have ``length`` neighbouring components; the whole name if it has fewer.
+
+    >>> _parts_of_name("blocks.0.attn.q", ".", 2)
+    ['blocks.0', '0.attn', 'attn.q']
+    """
+    components = name.split(level)
+    number_of_parts = max(1, len(components) - length + 1)
+    return [level.join(components[start : start + length]) for start in range(number_of_parts)]
 
 
 def hint(wrong: str, known: Iterable[str]) -> str:
@@ -280,17 +297,14 @@ def hint(wrong: str, known: Iterable[str]) -> str:
     " (did you mean 'decay'?)"
     """
     known = list(known)
-    # The function has the argument by another name.
     equivalents = ARGUMENTS_HERE.get(wrong, ())
     accepted = [name for name in equivalents if name in known]
-    if accepted:
+    if accepted:  # the function has the argument by another name
         return _did_you_mean(accepted)
-    # One of its arguments is an object that has the argument.
     code = _code_with_argument([wrong, *equivalents], known)
-    if code:
+    if code:  # an object that is one of its arguments has the argument
         return f" (here: {code})"
-    # muonfx does it in another way, which a text describes.
-    if wrong in ADVICE_ON_ARGUMENTS:
+    if wrong in ADVICE_ON_ARGUMENTS:  # muonfx does it in another way
         return f" (here: {ADVICE_ON_ARGUMENTS[wrong]})"
     return did_you_mean(wrong, known)
 
@@ -328,17 +342,21 @@ def bind(
         return signature.bind(*args, **kwargs)
     except TypeError as error:
         problem = str(error)
-    # The call does not fit the signature. The rest writes the error.
     parameters = dict(signature.parameters)
     parameters.pop("self", None)  # of a method
-    # A clearer text than Python's for an unknown name.
+    accepted = ", ".join(map(_shown_parameter, parameters.values())) or "no arguments"
+    problem = _unknown_name(parameters, kwargs) or problem
+    raise TypeError(f"{owner}: {problem}; {owner} takes {accepted}")
+
+
+def _unknown_name(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, object]) -> str:
+    """Return "there is no argument 'facter' (did you mean 'factor'?)" if a call has a wrong name; else ""."""
     unknown = [name for name in kwargs if name not in parameters]
     takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if unknown and not takes_any_name:
-        unused = [name for name in parameters if name not in kwargs]  # one of these may have been meant
-        problem = f"there is no argument {unknown[0]!r}{hint(unknown[0], unused)}"
-    accepted = ", ".join(map(_shown_parameter, parameters.values())) or "no arguments"
-    raise TypeError(f"{owner}: {problem}; {owner} takes {accepted}")
+    if takes_any_name or not unknown:
+        return ""
+    unused = [name for name in parameters if name not in kwargs]  # one of these may have been meant
+    return f"there is no argument {unknown[0]!r}{hint(unknown[0], unused)}"
 
 
 def _shown_parameter(parameter: inspect.Parameter) -> str:
@@ -381,19 +399,22 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function with checked arguments. A tensor of one element becomes 0-d where a number is accepted."""
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
-            type_names = types_of[name]  # such as {"float"}
-            if not type_names:  # an argument that is not checked
-                continue
-            checked_value = check_plain(owner, name, value, type_names)
-            if isinstance(checked_value, Tensor) and "float" in type_names:
-                checked_value = _zero_dim(owner, name, checked_value)
-            bound.arguments[name] = checked_value
+            bound.arguments[name] = _checked(owner, name, value, types_of[name])
         return function(*bound.args, **bound.kwargs)
 
     return checked
+
+
+def _checked(owner: str, name: str, value: object, type_names: frozenset[str]) -> Any:
+    """Check the type of an argument, if it has ``type_names``, and return it; a tensor in place of a number as 0-d."""
+    if not type_names:
+        return value
+    value = check_plain(owner, name, value, type_names)
+    if isinstance(value, Tensor) and "float" in type_names:
+        return _zero_dim(owner, name, value)
+    return value
 
 
 def _zero_dim(owner: str, name: str, value: Tensor) -> Tensor:
@@ -438,11 +459,7 @@ def accepted_types_of(
     For ``rate: float = 0.1`` it has ``{"rate": {"float"}}``. A parameter without names is not checked. Such are
     ``*args``, ``**kwargs``, and a parameter whose default has another type than its annotation.
     """
-    # Annotations in quotes are evaluated in the module that defines the function or class.
-    inner = inspect.unwrap(function)
-    names = getattr(inner, "__globals__", None)
-    if names is None:  # a class
-        names = vars(sys.modules[inner.__module__])
+    names = _globals_of(function)  # in which annotations in quotes are evaluated
     types_of_parameter: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
         types_of_parameter[name] = frozenset()
@@ -453,3 +470,12 @@ def accepted_types_of(
         if parameter.default is parameter.empty or _is_one_of(parameter.default, type_names):
             types_of_parameter[name] = type_names
     return types_of_parameter
+
+
+def _globals_of(function: Any) -> Mapping[str, object]:
+    """Return the names of the module that defines a function or class."""
+    inner = inspect.unwrap(function)
+    names = getattr(inner, "__globals__", None)
+    if names is not None:
+        return names
+    return vars(sys.modules[inner.__module__])  # of a class
