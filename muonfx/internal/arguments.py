@@ -42,9 +42,16 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
     >>> accepted_types(list, {})
     frozenset()
     """
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, dict(names))
+        except Exception:  # for example, a type that is imported for type checkers only
+            return frozenset()
+    is_union = get_origin(annotation) in (Union, UnionType)
+    members = get_args(annotation) if is_union else (annotation,)
     type_names: set[str] = set()
     has_plain_type = False
-    for member in _members(annotation, names):
+    for member in members:
         if get_origin(member) is Literal:
             choices = get_args(member)
             type_names.update(map(repr, choices))  # strings in quotes, which names of types do not have
@@ -56,21 +63,6 @@ def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset
     if not has_plain_type:
         return frozenset()
     return frozenset(type_names)
-
-
-def _members(annotation: object, names: Mapping[str, object]) -> tuple[object, ...]:
-    """Return the members of a union, such as float and None. Any other annotation is its own only member.
-
-    A quoted annotation that cannot be evaluated has none, for example a type that is imported for type checkers only.
-    """
-    if isinstance(annotation, str):
-        try:
-            annotation = eval(annotation, dict(names))
-        except Exception:
-            return ()
-    if get_origin(annotation) in (Union, UnionType):
-        return get_args(annotation)
-    return (annotation,)
 
 
 def _is_literal(type_name: str) -> bool:
@@ -95,11 +87,9 @@ def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]
 
 def _wrong_type(argument: str, value: object, type_names: frozenset[str]) -> TypeError | ValueError:
     """Return the error for an argument of a type that is not allowed, or for a string that is none of the choices."""
-    quoted_choices = sorted(filter(_is_literal, type_names))  # such as ["'auto'"]
-    choices = [choice.strip("'\"") for choice in quoted_choices]
-    advice = _advice_for(value, type_names, choices)
-    message = f"{argument} must be {_words_for(type_names)}, found {short_repr(value)}{advice}"
-    if choices and isinstance(value, str):  # the type is right
+    words = _words_for(type_names)
+    message = f"{argument} must be {words}, found {short_repr(value)}{_advice_for(value, type_names)}"
+    if isinstance(value, str) and any(map(_is_literal, type_names)):  # the type is right
         return ValueError(message)
     return TypeError(message)
 
@@ -122,14 +112,11 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
 
 def _words_for(type_names: frozenset[str]) -> str:
     """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
-    plain_types: list[str] = []
-    other_types: list[str] = []
-    for name in sorted(type_names - {"None"}):
-        if not _is_other_type(name):
-            plain_types.append(_PLAIN.get(name, name.replace("'", '"')))
-        elif name != "Tensor" or "float" not in type_names:  # the words for float include a tensor
-            other_types.append(name)
-    words = plain_types + other_types
+    names = sorted(type_names - {"None"})
+    names.sort(key=_is_other_type)  # plain types first
+    if "float" in names and "Tensor" in names:
+        names.remove("Tensor")  # the words for float are "a number or a 0-d tensor"
+    words = [_PLAIN.get(name, name.replace("'", '"')) for name in names]
     if "None" in type_names:
         words.append("None")
     return " or ".join(words)
@@ -143,12 +130,10 @@ def short_repr(value: object) -> str:
     return text
 
 
-def _advice_for(value: Any, type_names: frozenset[str], choices: list[str]) -> str:
+def _advice_for(value: Any, type_names: frozenset[str]) -> str:
     """Return what to do about an argument of a wrong type, as the end of a sentence; "" if nothing is known.
 
-    ``choices`` are the strings that the argument accepts, such as "auto".
-
-    >>> _advice_for("aut", frozenset({"'auto'"}), ["auto"])
+    >>> _advice_for("aut", frozenset({"'auto'"}))
     " (did you mean 'auto'?)"
     """
     if isinstance(value, str) and "torch.dtype" in type_names:  # such as dtype="bfloat16"
@@ -157,7 +142,8 @@ def _advice_for(value: Any, type_names: frozenset[str], choices: list[str]) -> s
             advice += ", or muonfx.int8()"
         return advice
     if isinstance(value, str):  # perhaps a misspelt choice
-        return did_you_mean(value, choices)
+        choices = sorted(filter(_is_literal, type_names))
+        return did_you_mean(value, [choice.strip("'\"") for choice in choices])
     # A factory is a function that returns a schedule or a dtype. It was passed without a call.
     if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):  # such as int8 without ()
         return f": call it, as in {value.__name__}()"
@@ -266,25 +252,18 @@ def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]
     >>> close_names("atn.q", ["blocks.0.attn.q", "blocks.0.mlp.up"])
     ['blocks.0.attn.q']
     """
+    # "atn.q" has two components, so it is compared with "blocks.0", "0.attn" and "attn.q" of "blocks.0.attn.q".
     length = wrong.count(level) + 1
     name_with_part: dict[str, str] = {}  # "attn.q": "blocks.0.attn.q"
     for name in names:
-        for part in _parts_of_name(name.lower(), level, length):
+        components = name.lower().split(level)
+        last_start = max(0, len(components) - length)  # a name of fewer components is compared as a whole
+        for start in range(last_start + 1):
+            part = level.join(components[start : start + length])
             name_with_part.setdefault(part, name)
     similar_parts = difflib.get_close_matches(wrong.lower(), name_with_part)
     similar_names = [name_with_part[part] for part in similar_parts]
     return list(dict.fromkeys(similar_names))  # each name once, in this order
-
-
-def _parts_of_name(name: str, level: str, length: int) -> list[str]:
-    """Return all parts of a name that have ``length`` neighbouring components; the whole name if it has fewer.
-
-    >>> _parts_of_name("blocks.0.attn.q", ".", 2)
-    ['blocks.0', '0.attn', 'attn.q']
-    """
-    components = name.split(level)
-    number_of_parts = max(1, len(components) - length + 1)
-    return [level.join(components[start : start + length]) for start in range(number_of_parts)]
 
 
 def hint(wrong: str, known: Iterable[str]) -> str:
@@ -401,20 +380,15 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
-            bound.arguments[name] = _checked(owner, name, value, types_of[name])
+            type_names = types_of[name]
+            if type_names:
+                value = check_plain(owner, name, value, type_names)
+            if isinstance(value, Tensor) and "float" in type_names:
+                value = _zero_dim(owner, name, value)
+            bound.arguments[name] = value
         return function(*bound.args, **bound.kwargs)
 
     return checked
-
-
-def _checked(owner: str, name: str, value: object, type_names: frozenset[str]) -> Any:
-    """Check the type of an argument, if it has ``type_names``, and return it; a tensor in place of a number as 0-d."""
-    if not type_names:
-        return value
-    value = check_plain(owner, name, value, type_names)
-    if isinstance(value, Tensor) and "float" in type_names:
-        return _zero_dim(owner, name, value)
-    return value
 
 
 def _zero_dim(owner: str, name: str, value: Tensor) -> Tensor:
@@ -459,7 +433,9 @@ def accepted_types_of(
     For ``rate: float = 0.1`` it has ``{"rate": {"float"}}``. A parameter without names is not checked. Such are
     ``*args``, ``**kwargs``, and a parameter whose default has another type than its annotation.
     """
-    names = _globals_of(function)  # in which annotations in quotes are evaluated
+    # Annotations in quotes are evaluated in the module that defines the function or class.
+    inner = inspect.unwrap(function)
+    names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals
     types_of_parameter: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
         types_of_parameter[name] = frozenset()
@@ -470,12 +446,3 @@ def accepted_types_of(
         if parameter.default is parameter.empty or _is_one_of(parameter.default, type_names):
             types_of_parameter[name] = type_names
     return types_of_parameter
-
-
-def _globals_of(function: Any) -> Mapping[str, object]:
-    """Return the names of the module that defines a function or class."""
-    inner = inspect.unwrap(function)
-    names = getattr(inner, "__globals__", None)
-    if names is not None:
-        return names
-    return vars(sys.modules[inner.__module__])  # of a class

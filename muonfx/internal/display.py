@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -53,33 +53,24 @@ class Table:
         w       12
         b        3
         """
-        # A row is a list of texts. A column is as wide as its longest text.
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)
         foot = _lines(self.footers, depth)
-        rows = [head, *body, *foot]
-        columns = zip_longest(*rows, fillvalue="")  # a row may have fewer cells than others
-        widths = [max(map(len, column)) for column in columns]
-        lines = [self._aligned(cells, widths) for cells in rows]
+        columns = zip_longest(head, *body, *foot, fillvalue="")  # a row may have fewer cells than others
+        aligned_columns = list(map(self._aligned, count(), columns))
+        lines = ["  ".join(cells).rstrip() for cells in zip(*aligned_columns, strict=True)]
         if foot:  # below a line, after the head and the body
             lines.insert(1 + len(body), "-" * max(map(len, lines)))
         if self.title:
             lines.insert(0, printable(self.title))
         return "\n".join(lines)
 
-    def _aligned(self, cells: Sequence[str], widths: Sequence[int]) -> str:
-        """Return one line of text in which each cell is filled with spaces to the width of its column.
-
-        The cells ``["w", "12"]`` and the widths ``[4, 4]`` give "w       12" if the second column is aligned right:
-        two spaces are between columns.
-        """
-        padded: list[str] = []
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=False)):
-            if column in self.right:
-                padded.append(cell.rjust(width))
-            else:
-                padded.append(cell.ljust(width))
-        return "  ".join(padded).rstrip()
+    def _aligned(self, index: int, cells: Sequence[str]) -> list[str]:
+        """Return the cells of a column, filled with spaces to the width of the longest; ``index`` is its number."""
+        width = max(map(len, cells))
+        if index in self.right:
+            return [cell.rjust(width) for cell in cells]
+        return [cell.ljust(width) for cell in cells]
 
     def to_html(self) -> str:
         """Return the table as HTML without CSS. Child rows are indented by spaces, as in plain text.

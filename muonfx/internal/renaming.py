@@ -30,20 +30,14 @@ def new_names(
     ({'layers/0/w': 'blocks/0/w', 'head': 'head'}, [])
     """
     target_of, problems = _checked_entries(rename)
-    # "layers/0/*" is more exact than "layers/*", and is applied in its place where both match.
-    most_exact_first = sorted(target_of, key=_exactness, reverse=True)
-    new_name_of = dict(names)  # without a matching entry, the name without prefixes
-    used_patterns: set[str] = set()
+    # "layers/0/*" is applied in place of "layers/*" where both match.
+    target_of = dict(sorted(target_of.items(), key=_exactness, reverse=True))
+    new_name_of: dict[str, str] = {}
+    used_patterns: set[str | None] = set()
     for saved_name, name in names.items():
-        for pattern in most_exact_first:
-            target = target_of[pattern]
-            new_name = _new_name(name, pattern, target, level)
-            if new_name is None:  # perhaps the entry has the prefix of a wrapper, such as "module."
-                new_name = _new_name(saved_name, pattern, target, level)
-            if new_name is not None:
-                used_patterns.add(pattern)
-                new_name_of[saved_name] = new_name
-                break  # only the most exact entry that matches is applied
+        pattern, new_name = _renamed(saved_name, name, target_of, level)
+        new_name_of[saved_name] = new_name
+        used_patterns.add(pattern)
     # An entry that has renamed nothing is probably misspelt.
     all_names = [*names.values(), *names]
     for pattern in sorted(target_of.keys() - used_patterns):
@@ -51,17 +45,31 @@ def new_names(
     return new_name_of, problems
 
 
-def _exactness(pattern: str) -> tuple[int, bool]:
-    """Return a key that sorts patterns: the most exact has most characters other than ``*``, then no ``*`` at all.
+def _renamed(saved_name: str, name: str, target_of: Mapping[str, str], level: str) -> tuple[str | None, str]:
+    """Return the pattern of the first entry that matches a name, and the new name. Without one: None and the name.
 
-    >>> _exactness("layers/0/*") > _exactness("layers/*"), _exactness("head") > _exactness("head*")
+    ``name`` is ``saved_name`` without the prefixes of wrappers, such as "module.". An entry may match either.
+    """
+    for pattern, target in target_of.items():
+        for candidate in (name, saved_name):
+            new_name = _new_name(candidate, pattern, target, level)
+            if new_name is not None:
+                return pattern, new_name
+    return None, name
+
+
+def _exactness(entry: tuple[str, str]) -> tuple[int, bool]:
+    """Return a key that sorts entries: the most exact has most characters other than ``*``, then no ``*`` at all.
+
+    >>> _exactness(("layers/0/*", "")) > _exactness(("layers/*", "")), _exactness(("a", "")) > _exactness(("a*", ""))
     (True, True)
     """
+    pattern, _ = entry
     return len(pattern.replace("*", "")), "*" not in pattern
 
 
 def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
-    """Return the entries of ``rename`` that have as many ``*`` in the new name as in the old; and a text about others.
+    """Return the entries of ``rename`` that can be applied, and texts about the others.
 
     Each ``*`` of a new name is replaced by the text that the ``*`` of the old name matches, so the numbers must agree.
 
@@ -75,7 +83,6 @@ def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
     for pattern, target in rename.items():
         if not isinstance(pattern, str) or not isinstance(target, str):
             raise TypeError(f"rename must map strings to strings, found {pattern!r}: {target!r}")
-        # Else a text that a star matches would have no place in the new name, or a star no text.
         if pattern.count("*") == target.count("*"):
             target_of[pattern] = target
         else:
@@ -148,32 +155,33 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
     {'trace/*': 'trace/model.*'}
     """
     # Sorted by path, then by parameter. With one prefix more or less, both lists have one order.
-    extra_names = sorted([name.rpartition("/") for name in extra])  # [("trace", "/", "fc.weight")]
-    missing_names = sorted([name.rpartition("/") for name in missing])
+    extra_names = sorted(extra, key=lambda name: name.rpartition("/"))
+    missing_names = sorted(missing, key=lambda name: name.rpartition("/"))
     if len(extra_names) != len(missing_names):  # the names differ by more than a prefix
         return {}
-    renaming: dict[str, str] = {}
-    changes_of_prefix: set[tuple[str, str]] = set()
-    for extra_name, missing_name in zip(extra_names, missing_names, strict=True):
-        path, slash, parameter = extra_name
-        new_path, _, new_parameter = missing_name
-        change = _change_of_prefix(parameter, new_parameter)
-        if path != new_path or change is None:
-            return {}
-        prefix, new_prefix = change
-        changes_of_prefix.add(change)
-        renaming[f"{path}{slash}{prefix}*"] = f"{path}{slash}{new_prefix}*"
-    if len(changes_of_prefix) != 1:  # there are no names, or they lose different prefixes
+    changes = list(map(_change_of_prefix, extra_names, missing_names))
+    if len(set(changes)) != 1 or changes[0] is None:
         return {}
+    prefix, new_prefix = changes[0]
+    renaming: dict[str, str] = {}
+    for name in extra_names:
+        path, slash, _ = name.rpartition("/")
+        renaming[f"{path}{slash}{prefix}*"] = f"{path}{slash}{new_prefix}*"
     return renaming
 
 
-def _change_of_prefix(parameter: str, new_parameter: str) -> tuple[str, str] | None:
-    """Return the prefix that a name loses and the one that it gets, one of which is empty; None for another change.
+def _change_of_prefix(name: str, new_name: str) -> tuple[str, str] | None:
+    """Return the prefix that a parameter loses and the one that it gets, one of which is empty; None for other changes.
 
-    >>> _change_of_prefix("fc.weight", "model.fc.weight"), _change_of_prefix("model.fc.weight", "fc.weight")
-    (('', 'model.'), ('model.', ''))
+    >>> _change_of_prefix("trace/fc.weight", "trace/model.fc.weight")
+    ('', 'model.')
+    >>> _change_of_prefix("trace/model.fc.weight", "trace/fc.weight")
+    ('model.', '')
     """
+    path, _, parameter = name.rpartition("/")
+    new_path, _, new_parameter = new_name.rpartition("/")
+    if path != new_path:
+        return None
     if new_parameter.endswith(f".{parameter}"):
         return "", new_parameter.removesuffix(parameter)
     if parameter.endswith(f".{new_parameter}"):
