@@ -118,17 +118,15 @@ def make_factory(
     """
 
     @functools.wraps(constructor)
-    def call(*args: object, **kwargs: object) -> Any:
-        recorded = recorded_class._record(factory, *args, **kwargs)  # `factory` is this function, assigned below
-        return prepared(recorded)
+    def factory(*args: object, **kwargs: object) -> Any:
+        return prepared(recorded_class._record(factory, *args, **kwargs))
 
     if name is not None:
         _check_public_name(name)
     parameters = dict(inspect.signature(constructor).parameters)
     module = constructor.__module__ or ""  # None for a function in a bare exec()
-    factory = cast("Factory", call)
     # All facts that follow from the function and its signature are computed here, once, and not at each call.
-    factory.definition = Definition(
+    cast("Factory", factory).definition = Definition(
         constructor=constructor,
         parameters=parameters,
         kinds=tuple([(argument, parameter.kind.name) for argument, parameter in parameters.items()]),
@@ -153,29 +151,16 @@ class Lazy(Generic[V]):
     Later reads find it there without a call. Nothing is cached while torch.compile traces.
     """
 
-    _is_of_structure: ClassVar[bool] = False
-
     def __init__(self, compute: Callable[[Any], V]) -> None:
         self._compute = compute
         self._name = compute.__name__
         self.__doc__ = compute.__doc__
 
     def __get__(self, instance: Any, owner: type | None = None) -> V:
-        """Return the property of an object, and store it in ``instance.__dict__``.
-
-        Python looks into this dict first, so this method is called only at the first read. After ``tx.locality`` was
-        read once, ``tx.__dict__["locality"]`` has the result.
-        """
+        """Compute the property of an object, and store it in ``instance.__dict__``, where Python looks first."""
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        if self._is_of_structure:  # shared by all objects that differ in numbers only
-            # `momentum(0.9)` and a copy with the decay 0.5 may have one structure object, which stores the result.
-            results: dict[str, Any] = instance.structure.attributes
-            if self._name not in results:
-                results[self._name] = self._compute(instance)
-            result = results[self._name]
-        else:
-            result = self._compute(instance)
+        result = self._compute(instance)
         # Objects created while tracing must not be stored on an object that outlives the trace.
         if not torch.compiler.is_compiling():
             instance.__dict__[self._name] = result
@@ -183,9 +168,18 @@ class Lazy(Generic[V]):
 
 
 class LazyOfStructure(Lazy[V]):
-    """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
+    """A `Lazy` property that is computed once for all values that differ in numbers only: they share a structure."""
 
-    _is_of_structure = True
+    def __get__(self, instance: Any, owner: type | None = None) -> V:
+        """Return the property of an object, and store it in the structure and in ``instance.__dict__``."""
+        if instance is None:
+            return cast("V", self)
+        results: dict[str, Any] = instance.structure.attributes
+        if self._name not in results:
+            results[self._name] = self._compute(instance)
+        if not torch.compiler.is_compiling():
+            instance.__dict__[self._name] = results[self._name]
+        return results[self._name]
 
 
 # ----------------------------------------------------------------------------------------- the options of the decorator
@@ -220,50 +214,58 @@ class _Hole:
 
 _HOLE = _Hole()
 
-
-def _split(value: Any, values: list[object], *, in_container: bool = False) -> object:
-    """Separate an argument into its fixed part, which is returned, and its numbers, which are appended to ``values``.
-
-    The fixed part has a placeholder for each number, transform and schedule. So ``torch.func`` can exchange them. A
-    float in a container, such as a pattern's learning rate in a dict, is fixed and not replaced.
-
-    >>> values = []
-    >>> _split({"a": torch.tensor(0.1), "b": 0.2}, values), values  # a placeholder prints as *
-    ({'a': *, 'b': 0.2}, [tensor(0.1000)])
-    """
-    types_to_replace: tuple[type, ...] = (Recorded, Tensor)
-    if not in_container:
-        types_to_replace = (Recorded, Tensor, float)
-    if isinstance(value, types_to_replace):  # the argument itself is a number, transform or schedule
-        values.append(value)
-        return _HOLE
-    # The items of a container are separated in the same way, in the order in which `_join` fills them in again.
-    kind: Any = type(value)
-    if kind in (tuple, list):
-        return kind([_split(item, values, in_container=True) for item in value])
-    if kind is dict:
-        return {key: _split(item, values, in_container=True) for key, item in _ordered_items(value)}
-    return value  # such as a string, a bool or a function, which is fixed
-
-
-def _ordered_items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of a dict, those of a dict of transforms in the order of its keys.
-
-    The order of a dict of transforms has no meaning, so it is normalized: ``{"b": scale(2.0), "a": scale(1.0)}`` gives
-    "a" first. The order of patterns has a meaning and is kept: of two that match a name, the first counts.
-    """
-    items = list(mapping.items())
-    if all(isinstance(value, Recorded) for value in mapping.values()):
-        items.sort(key=lambda item: str(item[0]))
-    return items
-
-
 _CONTAINERS = (tuple, list, dict)
 """The types of arguments in which transforms and tensors are replaced by placeholders."""
 
 
+def parts_within(argument: object) -> list[object]:
+    """Return the tensors, transforms and schedules in an argument, in order.
+
+    >>> parts_within({"b": [torch.tensor(0.2)], "a": 0.1})
+    [tensor(0.2000)]
+    """
+    if isinstance(argument, (Recorded, Tensor)):
+        return [argument]
+    if type(argument) not in _CONTAINERS:
+        return []
+    parts: list[object] = []
+    for _, item in _items(argument):
+        parts += parts_within(item)
+    return parts
+
+
+def _with_holes(argument: Any) -> object:
+    """Return an argument with a placeholder for each of its `parts_within`. A float in a container stays.
+
+    >>> _with_holes({"a": torch.tensor(0.1), "b": 0.2})  # a placeholder prints as *
+    {'a': *, 'b': 0.2}
+    """
+    if isinstance(argument, (Recorded, Tensor)):
+        return _HOLE
+    kind: Any = type(argument)
+    if kind is dict:
+        return {key: _with_holes(item) for key, item in _items(argument)}
+    if kind in (tuple, list):
+        return kind(map(_with_holes, argument))
+    return argument
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    """Return the keys and items of a dict, or the indices and items of a tuple or list.
+
+    The order of a dict of transforms has no meaning, so it is sorted: ``{"b": scale(2.0), "a": scale(1.0)}`` gives "a"
+    first. The order of patterns has a meaning and is kept: of two that match a name, the first counts.
+    """
+    if type(container) is not dict:
+        return list(enumerate(container))
+    items = list(container.items())
+    if all(isinstance(item, Recorded) for item in container.values()):
+        items.sort(key=lambda item: str(item[0]))
+    return items
+
+
 def _join(skeleton: Any, values: Iterator[object]) -> Any:
-    """Replace the placeholders in a container by the next of ``values``, in order. This is the inverse of `_split`.
+    """Replace the placeholders in a container by the next of ``values``, in order. It undoes `_with_holes`.
 
     >>> _join({"decay": _HOLE, "nesterov": True}, iter([0.9]))
     {'decay': 0.9, 'nesterov': True}
@@ -292,15 +294,10 @@ def _names_of_holes(skeleton: Any, name: str) -> list[str]:
     """
     if skeleton is _HOLE:  # the argument itself is a number or a transform
         return [name]
-    # The items of a container with their keys: names in a dict, and indices in a tuple or list.
-    if type(skeleton) is dict:
-        items = list(skeleton.items())
-    elif type(skeleton) in (tuple, list):
-        items = list(enumerate(skeleton))
-    else:  # a fixed value, such as True
+    if type(skeleton) not in _CONTAINERS:  # a fixed value, such as True
         return []
     names: list[str] = []
-    for key, item in items:
+    for key, item in _items(skeleton):
         names += _names_of_holes(item, joined_name(name, str(key)))
     return names
 
@@ -311,14 +308,10 @@ def _keys_in(skeleton: Any) -> list[object]:
     >>> _keys_in({"head*": 0.1, "*": {"b": 1, "a": 2}})
     ['head*', '*', 'b', 'a']
     """
-    if type(skeleton) not in (dict, tuple, list):
+    if type(skeleton) not in _CONTAINERS:
         return []
-    keys: list[object] = []
-    items = skeleton
-    if type(skeleton) is dict:  # its own keys, and then those within its values
-        keys += skeleton
-        items = skeleton.values()
-    for item in items:
+    keys: list[object] = list(skeleton) if type(skeleton) is dict else []
+    for _, item in _items(skeleton):
         keys += _keys_in(item)
     return keys
 
@@ -410,7 +403,13 @@ class Recorded:
             if argument is not definition.parameters[name].default:  # defaults are correct, so they need no check
                 argument = cls._checked(factory, name, argument)
             argument = definition.as_float(name, argument)
-            skeleton[name] = _split(argument, parts)  # appends to `parts`
+            skeleton[name] = argument
+            if isinstance(argument, (Recorded, Tensor, float)):  # in a container, a float is fixed
+                skeleton[name] = _HOLE
+                parts.append(argument)
+            elif type(argument) in _CONTAINERS:
+                skeleton[name] = _with_holes(argument)
+                parts += parts_within(argument)
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
@@ -437,12 +436,6 @@ class Recorded:
         if type(skeleton) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
             return _names_of_holes(skeleton, "")
         return _names_of_holes(skeleton, argument)
-
-    def _parts_in(self, argument: str) -> list[Any]:
-        """Return the numbers and recorded values (such as transforms) within one argument, in order."""
-        values: list[Any] = []
-        _split(self.arguments[argument], values)
-        return values
 
     @classmethod
     def _from(cls, structure: Structure, values: Iterable[object]) -> Self:
@@ -565,10 +558,11 @@ class Recorded:
 
         The code is, for example, "momentum(decay=0.9)" or "cautious(momentum(decay=0.9))".
         """
+        arguments = self.arguments
         positional: list[str] = []
         keywords: list[str] = []
         for name, parameter in self.factory.definition.parameters.items():
-            value = self.arguments[name]
+            value = arguments[name]
             if parameter.kind is parameter.VAR_POSITIONAL:
                 positional += map(code_of_value, value)
             elif parameter.kind is parameter.VAR_KEYWORD:
@@ -777,7 +771,7 @@ def _text_of_default(definition: Definition, name: str) -> str:
         return "{}"
     if parameter.default is parameter.empty:
         return _NUMBER
-    # The same steps as for the argument of a call: separate the numbers, and write the rest as text.
-    parts: list[object] = []
-    skeleton = _split(definition.as_float(name, parameter.default), parts)  # appends to `parts`
-    return _text_of_argument(skeleton, iter(parts))
+    default = definition.as_float(name, parameter.default)
+    if isinstance(default, float):
+        return _NUMBER
+    return _text_of_argument(_with_holes(default), iter(parts_within(default)))
