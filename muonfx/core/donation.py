@@ -60,14 +60,12 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
         return donate, updates, state
     if functorch_is_active() or is_traced():  # the memory of traced tensors cannot be compared
         return NOTHING, updates, state
-    update_leaves = tree.leaves(updates)
-    # Indices in one list of all leaves: the updates come first, then the state, then the parameters. With 2 updates,
-    # the index 3 is the second leaf of the state. Parameters are compared too, since a gradient may share their memory.
-    shared = _sharing([*update_leaves, *tree.leaves(state), *tree.leaves(params)])
+    # Parameters are compared too, since a gradient may share their memory.
+    shared = _sharing([*tree.leaves(updates), *tree.leaves(state), *tree.leaves(params)])
     if shared and donate.updates:
-        updates = _with_clones(updates, shared, start=0)
+        updates = _with_clones(updates, shared)
     if shared and donate.state:
-        state = _with_clones(state, shared, start=len(update_leaves))
+        state = _with_clones(state, shared)
     return donate, updates, state
 
 
@@ -77,58 +75,54 @@ def copied_where_shared(params: list[Any], updates: list[Any]) -> list[Any]:
     The result can then be overwritten one by one. If an update is a view of a parameter, the parameter is cloned.
     """
     leaves = [*params, *updates]
-    is_tracing = functorch_is_active() or is_traced()  # memory cannot be compared then
-    find_shared = _repeated if is_tracing else _sharing
-    return _with_clones(params, find_shared(leaves), start=0)
+    if functorch_is_active() or is_traced():  # memory cannot be compared then
+        return _with_clones(params, _repeated(leaves))
+    return _with_clones(params, _sharing(leaves))
 
 
-def _with_clones(values: PyTree, shared: set[int], *, start: int) -> PyTree:
-    """Return a tree with clones of the leaves whose indices, counted from ``start``, are in ``shared``.
-
-    With ``start=2`` and ``shared={0, 3}``, the leaf 1 of the tree is cloned: its index is 2 + 1.
-    """
+def _with_clones(values: PyTree, shared: set[Tensor]) -> PyTree:
+    """Return a tree with a clone in place of each of its tensors that are in ``shared``."""
     leaves, treedef = tree.flatten(values)
     for index, leaf in enumerate(leaves):
-        if start + index in shared:
+        if isinstance(leaf, Tensor) and leaf in shared:
             leaves[index] = leaf.clone()
     return tree.unflatten(treedef, leaves)
 
 
-def _repeated(leaves: Sequence[Any]) -> set[int]:
-    """Return the indices of tensors that occur more than once.
+def _repeated(leaves: Sequence[Any]) -> set[Tensor]:
+    """Return the tensors that occur more than once. They are compared as objects, not by their elements.
 
-    >>> w, b = torch.zeros(1), torch.zeros(1)
+    >>> w, b = torch.zeros(1), torch.ones(1)
     >>> _repeated([w, b, w])
-    {0, 2}
+    {tensor([0.])}
     """
-    first_index_of: dict[Tensor, int] = {}  # tensors are compared as objects here, not by their elements
-    repeated: set[int] = set()
-    for index, leaf in enumerate(leaves):
+    seen: set[Tensor] = set()
+    repeated: set[Tensor] = set()
+    for leaf in leaves:
         if not isinstance(leaf, Tensor):
             continue
-        first_index = first_index_of.setdefault(leaf, index)
-        if first_index != index:  # the tensor was seen before
-            repeated |= {first_index, index}
+        if leaf in seen:
+            repeated.add(leaf)
+        seen.add(leaf)
     return repeated
 
 
-def _sharing(leaves: Sequence[Any]) -> set[int]:
-    """Return the indices of tensors that share memory with another tensor, or whose own elements overlap.
+def _sharing(leaves: Sequence[Any]) -> set[Tensor]:
+    """Return the tensors that share memory with another tensor, or whose own elements overlap.
 
-    >>> buffer = torch.zeros(4)
-    >>> _sharing([buffer[:3], torch.zeros(2), buffer[2:]])
-    {0, 2}
+    >>> buffer = torch.tensor([1.0, 2.0, 3.0])
+    >>> shared = _sharing([buffer[:2], torch.zeros(2), buffer[1:]])
+    >>> len(shared)
+    2
     """
-    tensors: list[Tensor] = []
-    leaf_indices: list[int] = []  # of each of the tensors
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            tensors.append(leaf)
-            leaf_indices.append(index)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    plain_tensors = tensors
     if not PLAIN.issuperset(map(type, tensors)):  # a DTensor, for example, has its memory in its local tensor
-        tensors = list(map(_plain_tensor, tensors))
-    # `sharing` returns positions in the list of tensors, which are converted to indices of leaves.
-    return {leaf_indices[position] for position in sharing(tensors)}
+        plain_tensors = list(map(_plain_tensor, tensors))
+    shared: set[Tensor] = set()
+    for index in sharing(plain_tensors):
+        shared.add(tensors[index])
+    return shared
 
 
 def _plain_tensor(leaf: Tensor) -> Tensor:
