@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeGuard
+
+from muonfx.core.transform import unused_name
 
 CHAINS = "chain_code"
 """The key of a param group, in the state dict of an optimizer, with the code of the transforms of its parameters."""
@@ -67,16 +70,10 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
     for path in dict.fromkeys([*saved_values, *values]):  # all arguments of either chain, each once
         saved_value = saved_values.get(path, _NOT_SET)
         value = values.get(path, _NOT_SET)
-        if saved_value.head == value.head:  # equal, or calls of one function, whose arguments have paths of their own
-            continue
-        # The argument that contains this one. If it is another function, say, its own text reports the difference.
-        outer = path[:-1]  # (".momentum",) for (".momentum", ".decay")
-        has_same_outer = saved_values.get(outer, _NOT_SET).head == values.get(outer, _NOT_SET).head
-        if path and not has_same_outer:
+        if saved_value.head == value.head or _is_within_difference(path, saved_values, values):
             continue
         shown_path = "".join(path).removeprefix(".") or "the chain"
         text = f"{shown_path}: {saved_value.code:.{_LONGEST}} in the checkpoint, {value.code:.{_LONGEST}} here"
-        # Numbers, such as a learning rate, are reported apart, because fingerprints ignore them.
         if _is_number(path, saved_value) and _is_number(path, value):
             numbers.append(text)
         else:
@@ -84,6 +81,16 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
     if not structure:  # for example, the transforms are in another order
         structure.append(_first_difference(saved_chain, chain))
     return Differences(structure, numbers)
+
+
+def _is_within_difference(
+    path: ArgumentPath, saved_values: Mapping[ArgumentPath, _Value], values: Mapping[ArgumentPath, _Value]
+) -> bool:
+    """Return True if the argument that contains the one at ``path`` differs already, as another function does."""
+    if not path:
+        return False
+    outer = path[:-1]  # (".momentum",) for (".momentum", ".decay")
+    return saved_values.get(outer, _NOT_SET).head != values.get(outer, _NOT_SET).head
 
 
 def _is_number(path: ArgumentPath, value: _Value) -> bool:
@@ -99,33 +106,35 @@ def _values_in(chain: str) -> dict[ArgumentPath, _Value]:
     >>> list(_values_in("chain(momentum(decay=0.9))"))
     [(), ('.momentum',), ('.momentum', '.decay')]
     """
-    values: dict[ArgumentPath, _Value] = {}
     code = _OBJECT.sub("_", chain)  # a name, so that "module.f.<locals>.<lambda>" becomes "module.f._._"
-    _add_value((), ast.parse(code, mode="eval").body, values)
+    return _values_at((), ast.parse(code, mode="eval").body)
+
+
+def _values_at(path: ArgumentPath, node: ast.expr) -> dict[ArgumentPath, _Value]:
+    """Return the value of the argument at ``path``, and of all arguments and items in it.
+
+    ``node`` is the parsed code of the argument. For ``momentum(decay=0.9)``, these are the call, which is shown as
+    "momentum(...)", and the number 0.9 at a path that ends with ".decay".
+    """
+    code = ast.unparse(node)
+    head = code
+    items: list[tuple[str, ast.expr]] = []  # with the level of each
+    if isinstance(node, ast.Dict):
+        head = "{...}"
+        items = [(_level_of_key(key, item), item) for key, item in zip(node.keys, node.values, strict=True)]
+    elif _is_call(node):
+        head = f"{ast.unparse(node.func)}(...)"
+        items = list(_positional_arguments(node).items())
+        items += [(f".{keyword.arg}", keyword.value) for keyword in node.keywords]
+    values = {path: _Value(head, code)}
+    for level, item in items:
+        values |= _values_at((*path, level), item)
     return values
 
 
-def _add_value(path: ArgumentPath, node: ast.expr, values: dict[ArgumentPath, _Value]) -> None:
-    """Add the value of the argument at ``path``, and of all arguments and items in it, to ``values``.
-
-    ``node`` is the parsed code of the argument, such as that of ``momentum(decay=0.9)``. This adds the call, which is
-    shown as "momentum(...)", and then the number 0.9 at a path that ends with ".decay".
-    """
-    code = ast.unparse(node)
-    if isinstance(node, ast.Dict):
-        values[path] = _Value("{...}", code)  # the dict itself, and then each of its items
-        for key, item in zip(node.keys, node.values, strict=True):
-            _add_value((*path, _level_of_key(key, item)), item, values)
-    elif isinstance(node, ast.Call) and not _NUMBER.fullmatch(code):  # float("inf") is a call, but a number
-        values[path] = _Value(f"{ast.unparse(node.func)}(...)", code)
-        # Positional arguments first: the name of one may need a suffix, such as ".scale_2".
-        for index, argument in enumerate(node.args):
-            argument_path = _path_of_positional(path, node, index, values)
-            _add_value(argument_path, argument, values)
-        for keyword in node.keywords:
-            _add_value((*path, f".{keyword.arg}"), keyword.value, values)
-    else:  # a number, a string or a list, which is compared as a whole
-        values[path] = _Value(code, code)
+def _is_call(node: ast.expr) -> TypeGuard[ast.Call]:
+    """Return True for a call, as of a transform; not for ``float("inf")``, which is a number."""
+    return isinstance(node, ast.Call) and not _NUMBER.fullmatch(ast.unparse(node))
 
 
 def _level_of_key(key: ast.expr | None, item: ast.expr) -> str:
@@ -133,36 +142,31 @@ def _level_of_key(key: ast.expr | None, item: ast.expr) -> str:
 
     A param group has the numbers of the transform under such names, as in "muon.momentum.decay".
     """
-    is_transform = isinstance(item, ast.Call) and not _NUMBER.fullmatch(ast.unparse(item))
-    if is_transform and isinstance(key, ast.Constant) and str(key.value).isidentifier():
+    if _is_call(item) and isinstance(key, ast.Constant) and str(key.value).isidentifier():
         return f".{key.value}"
     key_code = ast.unparse(key) if key else "**"
     return f"[{key_code}]"
 
 
-def _path_of_positional(
-    path: ArgumentPath, call: ast.Call, index: int, values: dict[ArgumentPath, _Value]
-) -> ArgumentPath:
-    """Return the path of a positional argument of the call at ``path``: this path with one more level.
+def _positional_arguments(call: ast.Call) -> dict[str, ast.expr]:
+    """Return the positional arguments of a call by their levels: ".scale" and ".scale_2" for two calls of ``scale``.
 
-    For ``chain(scale(0.5), scale(2.0))`` at ``()``, the arguments have the paths ``(".scale",)`` and ``(".scale_2",)``.
-    ``values`` has the paths that are in use already. For an argument that is no call, as in ``MatrixView("in out ->
-    out in")``, the level is its index, "[0]", or an empty text if there is only one. The transforms by label of
-    `partition` have an empty level, too, and its labels, if they are a dict, ".labels".
+    The level of an argument that is no call is its index, "[0]", or empty if there is only one, as in ``MatrixView("in
+    out -> out in")``. The transforms of `partition` have an empty level, too, and its labels, if they are a dict,
+    ".labels".
     """
-    argument = call.args[index]
-    if isinstance(argument, ast.Dict) and ast.unparse(call.func) == "partition":
-        return (*path, "" if index == 0 else ".labels")
-    if not isinstance(argument, ast.Call):
-        is_only_argument = len(call.args) == 1
-        return (*path, "" if is_only_argument else f"[{index}]")
-    name = f".{ast.unparse(argument.func)}"
-    argument_path = (*path, name)
-    count = 1
-    while argument_path in values:  # a transform of the same name comes before
-        count += 1
-        argument_path = (*path, f"{name}_{count}")
-    return argument_path
+    is_partition = ast.unparse(call.func) == "partition"
+    arguments: dict[str, ast.expr] = {}
+    for index, argument in enumerate(call.args):
+        level = f"[{index}]"
+        if isinstance(argument, ast.Call):
+            level = unused_name(f".{ast.unparse(argument.func)}", arguments)
+        elif is_partition and isinstance(argument, ast.Dict):
+            level = ".labels" if index else ""
+        elif len(call.args) == 1:
+            level = ""
+        arguments[level] = argument
+    return arguments
 
 
 def _first_difference(saved_chain: str, chain: str) -> str:

@@ -68,19 +68,14 @@ def check_functions(owner: str, built: object) -> None:
         )
 
 
-def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_none: bool) -> Extras:
-    """Return the extra arguments, such as ``value=loss``, that an update function accepts.
+def extras_of(update: Callable[..., object]) -> Extras:
+    """Return the extra arguments in the signature of an update function. With ``**extras``, it accepts any name.
 
-    A function with ``**extras`` forwards them to the transforms that it calls, whose extra arguments are ``inner``, so
-    it accepts these too. If it calls none (``calls_none``), it reads ``**extras`` itself, and accepts any name.
-
-    >>> def update(updates, state, params=None, *, value, **extras): ...
-    >>> inner = Extras(frozenset({"max_logits"}), False, frozenset(), frozenset({"max_logits"}))
-    >>> extras = extras_of(update, [inner], calls_none=False)
-    >>> sorted(extras.named), sorted(extras.required), sorted(extras.understood)
-    (['value'], ['value'], ['max_logits', 'value'])
+    >>> def update(updates, state, params=None, *, value, donate): ...
+    >>> extras = extras_of(update)
+    >>> sorted(extras.required), sorted(extras.understood)
+    (['donate', 'value'], ['value'])
     """
-    # Read the signature of the function itself.
     names: set[str] = set()
     required: set[str] = set()  # those without a default
     takes_all = False
@@ -91,23 +86,24 @@ def extras_of(update: Callable[..., object], inner: Iterable[Extras], *, calls_n
             names.add(parameter.name)
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
-    named = frozenset(names)
-    understood: frozenset[str] | None = named - _OUR_EXTRAS  # without those that muonfx itself supplies
-    # Add the extra arguments that it forwards.
-    if takes_all and calls_none:
-        understood = None  # any name
-    elif takes_all:
-        for extras in inner:
-            required |= extras.required - named  # an argument that this signature names with a default is optional
-            understood = _union(understood, extras.understood)
-    return Extras(named, takes_all, frozenset(required - _ALWAYS_SUPPLIED), understood)
+    understood = None if takes_all else frozenset(names - _OUR_EXTRAS)
+    return Extras(frozenset(names), takes_all, frozenset(required - _ALWAYS_SUPPLIED), understood)
 
 
-def _union(names: frozenset[str] | None, further_names: frozenset[str] | None) -> frozenset[str] | None:
-    """Return the union of two sets of names. None means all names."""
-    if names is None or further_names is None:
-        return None
-    return names | further_names
+def forwarding(outer: Extras, inner: Iterable[Extras]) -> Extras:
+    """Return the extra arguments of a function that forwards its ``**extras`` to transforms with the extras ``inner``.
+
+    It requires and understands those of the inner transforms, too.
+    """
+    required = outer.required
+    understood: frozenset[str] | None = outer.named - _OUR_EXTRAS
+    for extras in inner:
+        required |= extras.required - outer.named  # an argument that it names with a default is optional
+        if understood is None or extras.understood is None:
+            understood = None  # any name
+        else:
+            understood |= extras.understood
+    return Extras(outer.named, outer.takes_all, required, understood)
 
 
 def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import NoneType
@@ -33,7 +33,6 @@ from typing import (
 )
 
 import torch
-from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import checks
@@ -45,6 +44,7 @@ from muonfx.core.extras import (
     check_extras_within,
     check_functions,
     extras_of,
+    forwarding,
     sum_over_leaves,
 )
 from muonfx.core.hyperparams import check_numbers
@@ -69,6 +69,9 @@ Position = Literal[
     "last_observer",
 ]
 """The place of a transform in a chain relative to the learning rate; `muonfx.transform` describes each value."""
+
+ShortNames = Mapping[str, str | tuple[str, ...]]
+"""Arguments by the short names that an author gives to them: ``{"eps": "eps", "betas": ("b1", "b2")}``."""
 
 LeafCost = Callable[[str, tuple[int, ...], torch.dtype], float]
 """A function ``(name, shape, dtype) -> operations`` for one leaf of the updates; a multiply-add is two operations."""
@@ -156,7 +159,7 @@ class Declaration:
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None
     position: Position | Callable[..., Position | None] | None = None
-    short_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, str | tuple[str, ...]])
+    short_names: ShortNames = field(default_factory=dict[str, str | tuple[str, ...]])
 
     def __post_init__(self) -> None:
         """Raise TypeError for an option of a wrong type, and ValueError for an unknown position.
@@ -189,8 +192,8 @@ _TYPES_OF_OPTIONS: dict[str, tuple[Any, str]] = {
 
 _shape_of = operator.attrgetter("shape")
 
-_CHECKED_STEPS = (0, 1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
-"""The steps at which the values of a schedule are checked when a transform is created."""
+_LATER_STEPS = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
+"""The steps after 0 at which the values of a schedule are checked when a transform is created."""
 
 
 class EmptyState(NamedTuple):
@@ -282,11 +285,12 @@ class Transform(Recorded):
         schedules: dict[str, Schedule] = {}
         if not [value for value in self.parts if isinstance(value, Schedule)]:  # the usual case, found fast
             return schedules
+        arguments = self.arguments
         for name, types in self.factory.definition.plain.items():  # such as "learning_rate" and {"float"}
-            value = self.arguments[name]
             # An argument that is annotated with Schedule alone is passed to the constructor as it is.
-            if isinstance(value, Schedule) and "float" in types and "Schedule" not in types:
-                schedules[name] = value
+            takes_number = "float" in types and "Schedule" not in types
+            if takes_number and isinstance(arguments[name], Schedule):
+                schedules[name] = arguments[name]
         return schedules
 
     def _build(self) -> Any:
@@ -310,22 +314,25 @@ class Transform(Recorded):
         """
         if not self._schedules:
             return
-        for step in _CHECKED_STEPS:
+        self._check_step(0, arguments_at(self, 0))
+        for step in _LATER_STEPS:
             try:
                 arguments = arguments_at(self, step)
-            except Exception:
-                if step == 0:  # every run has this step
-                    raise
-                return  # such as a table of values that ends; if a run is longer, its step raises this error
+            except Exception:  # such as a table of values that ends; if a run is longer, its step raises this error
+                return
             numbers = [arguments[name] for name in self._schedules]
-            # Under `torch.func`, a number is a tensor, whose value cannot be read.
-            is_infinite = any(not isinstance(number, Tensor) and math.isinf(number) for number in numbers)
-            if is_infinite and step > 0:
-                return  # a rate that grows until a run ends, as in a search for the best one, overflows if continued
-            try:
-                self._build_for(arguments)  # the constructor checks its arguments
-            except ValueError as error:
-                raise ValueError(f"{self.name}: at step {step}, {error}") from error
+            # A rate that grows until a run ends, as in a search for the best one, overflows if continued. Under
+            # `torch.func`, a number is a tensor, whose value cannot be read.
+            if any(isinstance(number, float) and math.isinf(number) for number in numbers):
+                return
+            self._check_step(step, arguments)
+
+    def _check_step(self, step: int, arguments: Mapping[str, Any]) -> None:
+        """Call the constructor, which checks its arguments, with those of a step. An error names the step."""
+        try:
+            self._build_for(arguments)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: at step {step}, {error}") from error
 
     @LazyOfStructure
     def locality(self) -> Locality:
@@ -374,18 +381,18 @@ class Transform(Recorded):
 
         For a chain, these are the extra arguments of its members, since it forwards ``**extras`` to each of them.
         """
-        # Without inner transforms, a function with ``**extras`` reads them itself. An empty chain reads nothing.
-        calls_none = not (self.children or self.declaration.combinator.in_sequence)
         _, update = self._built
-        return extras_of(update, [child.extras for child in self.children], calls_none=calls_none)
+        extras = extras_of(update)
+        # A chain forwards its extras, also if it is empty. Without inner transforms, any other function reads them.
+        if extras.takes_all and (self.children or self.declaration.combinator.in_sequence):
+            return forwarding(extras, [child.extras for child in self.children])
+        return extras
 
     @LazyOfStructure
     def _keeps_donation_promise(self) -> bool:
         """True if ``update`` of this and all inner transforms has the argument ``donate``, so inputs can be donated."""
-        for child in self.children:
-            if not child._keeps_donation_promise:
-                return False
-        return "donate" in self.extras.named
+        promises = [child._keeps_donation_promise for child in self.children]
+        return all(promises) and "donate" in self.extras.named
 
     def _prepare(self) -> None:
         """Create and cache the functions of this transform now, so that bad arguments raise before the first use."""
@@ -501,11 +508,8 @@ class Transform(Recorded):
         """Return the structure, shapes and dtypes that a state of this transform must have, to check a given state.
 
         For a momentum and a parameter "w" of shape (2,), it is one tensor "w" of shape (2,). The arguments describe the
-        parameters, as `muonfx.core.checks.check_update` returns them. ``specs`` are pairs (shape, dtype). If one of
-        them is None, the result is None.
-
-        ``init`` runs on meta tensors, which have shapes and no memory. It runs once for each set of shapes and dtypes,
-        and later steps read the result from a cache.
+        parameters, as `muonfx.core.checks.check_update` returns them. If one of ``specs`` is None, a parameter is
+        unknown, and the result is None. The state is computed once for a set of shapes and dtypes.
         """
         # A state may contain copies of numeric arguments, so its shapes depend on theirs.
         number_shapes = tuple(map(_shape_of, self.tensors))
@@ -514,18 +518,17 @@ class Transform(Recorded):
         cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
         key = (treedef, tuple(specs), number_shapes)
         expected = cache.get(key)
-        if expected is not None:  # from an earlier step
-            return expected
-        if None in specs:  # without params, a leaf with a None gradient may still have a parameter and a state
-            return None
-        # Run `init` on tensors like the parameters, without their values.
-        meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+        if expected is None and None not in specs:
+            meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+            expected = self._state_like(tree.unflatten(treedef, meta_leaves))
+            cache[key] = expected
+        return expected
+
+    def _state_like(self, meta_params: PyTree) -> checks.ExpectedState:
+        """Return the structure, shapes and dtypes of the initial state for parameters on the meta device."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # init has already issued these warnings
-            state = self.functions.init(tree.unflatten(treedef, meta_leaves))
-        expected = checks.ExpectedState.of(state)
-        cache[key] = expected
-        return expected
+            return checks.ExpectedState.of(self.functions.init(meta_params))
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).
@@ -548,25 +551,23 @@ class Transform(Recorded):
         return result
 
     def _accepted(self, extras: dict[str, Any], donate: Donation) -> dict[str, Any]:
-        """Choose the keyword arguments for one call of the ``update`` function: only those that it accepts.
+        """Return the keyword arguments for one call of the ``update`` function: only those that it accepts.
 
-        A function ``update(updates, state, params, *, value, donate)`` receives ``value`` and ``donate`` of the extras
-        ``{"value": ..., "max_logits": ...}``. ``donate`` is the caller's promise not to use inputs again. ``extras``
-        belongs to one call of `run`, so entries may be added to it.
+        A function with the keyword-only arguments ``value`` and ``donate`` receives these two, and no ``max_logits``
+        that is for another transform. Entries may be added to ``extras``.
         """
-        signature = self.extras  # of the ``update`` function
-        names = signature.named  # its keyword-only arguments
+        names = self.extras.named
         accepted = extras
-        if extras and not signature.takes_all:  # without ``**extras``
-            accepted = {}  # else a name for another transform of the chain would be a TypeError
+        if extras and not self.extras.takes_all:
+            accepted = {}  # a name for another transform of the chain would be a TypeError
             for name, extra in extras.items():
                 if name in names:
                     accepted[name] = extra
         # Not with ``**extras`` alone: a function that does not name `donate` may read its inputs after a call.
         if "donate" in names:
             accepted["donate"] = donate
+        # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.
         if "sum_over_leaves" in names:
-            # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.
             accepted.setdefault("sum_over_leaves", sum_over_leaves)
         return accepted
 
@@ -704,7 +705,7 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
     """
     entries: dict[str, Transform] = {}
     for index, entry in enumerate(transforms):
-        name: Any = None  # not given
+        name: Any = None
         tx: Any = entry
         if isinstance(entry, tuple) and len(entry) == 2:
             name, tx = entry
@@ -713,7 +714,7 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
                 f"{of}: argument {index} must be a Transform or a pair (name, Transform), found {_described(entry)}"
             )
         if name is None:
-            name = _unused_name(tx.name, entries)
+            name = unused_name(tx.name, entries)
         # "." and "/" separate the levels of dotted names, as in "scale.factor", and of paths in checkpoints.
         elif name in entries or not name or "." in name or "/" in name:
             expected = "expected a nonempty name without '.' or '/' that no other transform of the chain has"
@@ -722,18 +723,18 @@ def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: st
     return entries
 
 
-def _unused_name(name: str, entries: Mapping[str, Transform]) -> str:
-    """Return a name, with a suffix such as "_2" if the members of a chain have it already.
+def unused_name(name: str, names: Container[str]) -> str:
+    """Return a name, with a suffix such as "_2" if it is one of ``names`` already.
 
-    >>> _unused_name("scale", {"scale": None, "scale_2": None})
+    >>> unused_name("scale", ["scale", "scale_2"])
     'scale_3'
     """
-    unused_name = name
-    count = 1  # the first transform of a name has no number, the second has "_2"
-    while unused_name in entries:
+    candidate = name
+    count = 1  # the first of a name has no number, the second has "_2"
+    while candidate in names:
         count += 1
-        unused_name = f"{name}_{count}"
-    return unused_name
+        candidate = f"{name}_{count}"
+    return candidate
 
 
 def require_transform(name: str, value: object) -> None:
@@ -777,7 +778,7 @@ def transform(
     name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
     position: Position | Callable[..., Position | None] | None = None,
-    short_names: Mapping[str, str | tuple[str, ...]] | None = None,
+    short_names: ShortNames | None = None,
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
 
 

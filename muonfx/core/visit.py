@@ -17,7 +17,7 @@ from muonfx import tree
 from muonfx.core.chain import ORDER_IS_CHECKED, chain, chain_entries
 from muonfx.core.extras import ON_PIECES
 from muonfx.core.partition import partition
-from muonfx.core.transform import Declaration, Locality, Transform
+from muonfx.core.transform import Declaration, Locality, ShortNames, Transform
 from muonfx.core.value import Recorded, joined_name, make_factory, part_names, parts_of, prepared
 from muonfx.tree import PyTree
 
@@ -35,7 +35,7 @@ class OwnNumbers:
     """Dotted names in the outermost transform, such as "muon.momentum.decay", in order."""
     keys: tuple[str, ...]
     """`names` without labels, such as "momentum.decay": the keys in an optimizer's groups."""
-    short_names: Mapping[str, str | tuple[str, ...]]
+    short_names: ShortNames
     """Short keys that the author declares, such as "lr", with the dotted name; a tuple of names for several numbers."""
 
     @classmethod
@@ -44,19 +44,29 @@ class OwnNumbers:
 
         ``key`` is this name without the labels of partitions: "momentum".
         """
-        # The numbers under their long names, which begin with the name of the transform: "muon.momentum.decay".
-        own_numbers = _own_numbers(tx)  # such as ["decay"]
-        names = [joined_name(name, argument) for argument in own_numbers]
-        keys = [joined_name(key, argument) for argument in own_numbers]
-        # The short keys of the author, such as "betas", with the long names of the arguments: ("adam.b1", "adam.b2").
-        short_names: dict[str, str | tuple[str, ...]] = {}
-        for short_name, declared in tx.declaration.short_names.items():  # {"eps": "eps", "betas": ("b1", "b2")}
-            arguments = (declared,) if isinstance(declared, str) else declared
-            if not set(arguments) <= set(own_numbers):  # one of the arguments is no number, but None or a schedule
-                continue
-            full_names = tuple([joined_name(name, argument) for argument in arguments])
-            short_names[short_name] = full_names[0] if isinstance(declared, str) else full_names
-        return cls(tuple(names), tuple(keys), short_names)
+        numbers = _own_numbers(tx)  # such as ["decay"]
+        names = [joined_name(name, number) for number in numbers]  # such as ["muon.momentum.decay"]
+        keys = [joined_name(key, number) for number in numbers]
+        name_of = dict(zip(numbers, names, strict=True))
+        return cls(tuple(names), tuple(keys), _short_names(tx.declaration.short_names, name_of))
+
+
+def _short_names(declared: ShortNames, name_of: Mapping[str, str]) -> ShortNames:
+    """Return the full names of the numbers to which an author has given short names, by short name.
+
+    An argument that is no number, but None or a schedule, has no name.
+
+    >>> _short_names({"eps": "eps", "betas": ("b1", "b2")}, {"b1": "adam.b1", "b2": "adam.b2"})
+    {'betas': ('adam.b1', 'adam.b2')}
+    """
+    short_names: dict[str, str | tuple[str, ...]] = {}
+    for short_name, arguments in declared.items():
+        if isinstance(arguments, str):
+            if arguments in name_of:
+                short_names[short_name] = name_of[arguments]
+        elif name_of.keys() >= set(arguments):
+            short_names[short_name] = tuple([name_of[argument] for argument in arguments])
+    return short_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,34 +148,31 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
 
 
 def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
-    """Describe how a transform works on some parameters, and how each transform that it calls does, as a `Visit`.
-
-    The arguments are fields of `Visit`. For ``cautious(momentum())``, the inner visit has the name "cautious.inner". It
-    has no path to its state, since the wrapper may store this state in any form.
-    """
+    """Return the `Visit` of a transform, with those of the transforms that it calls. The arguments are its fields."""
     resolved = tx.resolve(params)  # choices that depend on names and shapes are made now
     is_partition = resolved.factory is partition
-    arguments: list[str] = []  # the names of the inner transforms, such as "inner", or the members of a chain
-    for argument, part in zip(part_names(resolved), resolved.parts, strict=True):
-        if isinstance(part, Transform):
-            arguments.append(argument)
     calls: list[Visit] = []
-    for argument, inner, call in zip(arguments, resolved.children, _calls(resolved, params), strict=True):
-        inner_state = None  # unknown
-        if state is not None and call.state is not None:
-            inner_state = (*state, *call.state)
-        inner_name = joined_name(name, argument)
-        inner_key = joined_name(key, argument)
-        inner_label = None
-        if is_partition:  # a key has no labels, so it is the same for "muon" and "adamw"
-            inner_key = key
-            inner_label = argument
-        inner_visit = _visit(inner, call.params, state=inner_state, name=inner_name, key=inner_key, label=inner_label)
+    for call in _calls(resolved, params):
+        inner_visit = _visit(
+            call.tx,
+            call.params,
+            state=_joined_path(state, call.state),
+            name=joined_name(name, call.argument),
+            key=joined_name(key, "" if is_partition else call.argument),  # the same for the labels "muon" and "adamw"
+            label=call.argument if is_partition else None,
+        )
         calls.append(inner_visit)
     names = tuple(tree.names(params))
     # Not computed later, on demand: torch.compile cannot trace the lock of a cached property.
     numbers = OwnNumbers.of(resolved, name, key)
     return Visit(resolved, params, state, name, key, label, tuple(calls), names, numbers)
+
+
+def _joined_path(path: Path | None, inner_path: Path | None) -> Path | None:
+    """Return the path of a state within the state at another path; None if one of them is unknown."""
+    if path is None or inner_path is None:
+        return None
+    return (*path, *inner_path)
 
 
 # --------------------------------------------------------------------------------- how a transform calls its inner ones
@@ -174,6 +181,9 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
 class _Call(NamedTuple):
     """A call of an inner transform by the transform that contains it."""
 
+    argument: str
+    """The name of the inner transform: "inner", a label of `partition`, or the name of a chain's member."""
+    tx: Transform
     params: PyTree
     """The parameters that the inner transform receives."""
     state: Path | None
@@ -181,23 +191,24 @@ class _Call(NamedTuple):
 
 
 def _calls(tx: Transform, params: PyTree) -> list[_Call]:
-    """Return the parameters that ``tx`` passes to each of its `children`, and the path of the child's state, in order.
+    """Return the calls of inner transforms by ``tx``, in order. ``tx`` is resolved for ``params``.
 
     For example, a `partition` with the labels "muon" and "adamw" gives two calls. The first has the parameters with the
-    label "muon", and the path ``("muon",)`` of its state. ``tx`` is resolved for ``params``.
+    label "muon", and the path ``("muon",)`` of its state.
     """
-    if not tx.children:
+    names = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
+    inner_transforms = list(zip(names, tx.children, strict=True))
+    if not inner_transforms:
         return []
-    members = chain_entries(tx)
-    if members is not None:  # a chain passes all parameters to each member, and stores the states by name
-        return [_Call(params, (name,)) for name in members]
+    if tx.declaration.combinator.in_sequence:  # a chain passes all parameters on, and stores the states by name
+        return [_Call(name, inner, params, (name,)) for name, inner in inner_transforms]
     # Any other transform is observed: its `init` runs once with substitutes of its children.
     recorded = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(recorded.state)
     calls: list[_Call] = []
-    for index in range(len(tx.children)):
-        params_of_child = recorded.params_of.get(index, params)  # all of them, if `init` does not call the child
-        calls.append(_Call(params_of_child, path_of.get(index)))
+    for index, (name, inner) in enumerate(inner_transforms):
+        params_of_inner = recorded.params_of.get(index, params)  # all of them, if `init` does not call it
+        calls.append(_Call(name, inner, params_of_inner, path_of.get(index)))
     return calls
 
 
