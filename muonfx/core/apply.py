@@ -61,18 +61,23 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
             leaves = copied_where_shared(leaves, update_leaves)
         new_leaves = _sums(leaves, update_leaves, in_place=donate)
     except (AttributeError, TypeError, ValueError):  # inputs are examined only if they fail, to save time
-        if type(updates) is tuple and type(params) is not tuple:
-            raise TypeError(
-                "apply_updates: found a tuple in place of updates: Transform.update returns a pair (updates, state), "
-                "pass the first"
-            ) from None
-        check_floating("params", params)
-        check_floating("updates", updates)
-        check_updates_fit(params, updates)
+        _check_inputs(params, updates)
         raise
     if not torch.compiler.is_compiling():
         count_update_in_graph(leaves, new_leaves)
     return tree.unflatten(treedef, new_leaves)
+
+
+def _check_inputs(params: PyTree, updates: PyTree) -> None:
+    """Raise if parameters and updates are not trees of floating-point tensors with equal structures and shapes."""
+    if type(updates) is tuple and type(params) is not tuple:
+        raise TypeError(
+            "apply_updates: found a tuple in place of updates: Transform.update returns a pair (updates, state), "
+            "pass the first"
+        ) from None
+    check_floating("params", params)
+    check_floating("updates", updates)
+    check_updates_fit(params, updates)
 
 
 def _have_equal_shapes(leaves: Sequence[Any], update_leaves: Sequence[Any]) -> bool:

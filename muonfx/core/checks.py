@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,41 +50,38 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _is_finite(number: float) -> bool:
-    # Compiled code may compare a float that changes between calls, but cannot call `math.isfinite` with it.
-    return -math.inf < number < math.inf
-
-
-def _number(name: str, value: object, expected: str = "finite", fits: Callable[[float], bool] = _is_finite) -> Any:
-    """Check that an argument is a finite number for which ``fits`` is True, and return it. Else raise.
-
-    ``expected`` describes the condition ``fits`` in the error, as in "below 1". A tensor is returned unchecked, because
-    reading its value may wait for a GPU. The same holds for an object that replaces a number while a compiler traces,
-    since it has no value.
-
-    >>> _number("decay", 1.5, "below 1", lambda number: number < 1)
-    Traceback (most recent call last):
-    ValueError: decay must be below 1, found 1.5
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):  # it is no Python number
-        if isinstance(value, Tensor) or is_symbolic(value):
-            return value
-        raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
-    if not _is_finite(value):
-        raise ValueError(f"{name} must be finite, found {value!r}")
-    if not fits(value):
-        raise ValueError(f"{name} must be {expected}, found {value!r}")
-    return value
-
-
 def finite(name: str, value: object) -> float:
     """Check that an argument is a finite number, and return it. A tensor is returned unchecked.
+
+    Reading the value of a tensor may wait for a GPU. An object that replaces a number while a compiler traces has none.
 
     >>> finite("factor", float("nan"))
     Traceback (most recent call last):
     ValueError: factor must be finite, found nan
     """
-    return _number(name, value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, Tensor) or is_symbolic(value):
+            return cast("float", value)
+        raise TypeError(f"{name} must be a number or a 0-d tensor, found {value!r}")
+    # Compiled code may compare a float that changes between calls, but cannot call `math.isfinite` with it.
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be finite, found {value!r}")
+    return value
+
+
+def _number(name: str, value: object, expected: str, fits: Callable[[float], bool]) -> Any:
+    """Check that an argument is a finite number for which ``fits`` is True, and return it. Else raise.
+
+    ``expected`` describes the condition in the error. A tensor is returned unchecked.
+
+    >>> _number("decay", 1.5, "below 1", lambda number: number < 1)
+    Traceback (most recent call last):
+    ValueError: decay must be below 1, found 1.5
+    """
+    number: Any = finite(name, value)
+    if isinstance(number, int | float) and not fits(number):
+        raise ValueError(f"{name} must be {expected}, found {number!r}")
+    return number
 
 
 def at_least(name: str, value: object, low: float) -> float:
@@ -264,15 +261,15 @@ def mixed_devices(**trees: PyTree) -> str | None:
     >>> mixed_devices(updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
     "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
     """
-    first_leaf_on: dict[torch.device, str] = {}  # the name of the first leaf on each device
+    name_on: dict[torch.device, str] = {}  # the name of the first leaf on each device
     for tree_name, values in trees.items():
         for name, leaf in tree.named_leaves(values):
             if isinstance(leaf, Tensor):
-                first_leaf_on.setdefault(leaf.device, f"{tree_name}: {shown_name(name)}")
-    if len(first_leaf_on) < 2:  # the error has another cause
+                name_on.setdefault(leaf.device, f"{tree_name}: {shown_name(name)}")
+    if len(name_on) < 2:  # the error has another cause
         return None
-    device, different_device, *_ = first_leaf_on
-    leaves = f"{first_leaf_on[device]} is on {device} and {first_leaf_on[different_device]} on {different_device}"
+    (device, name), (other_device, other_name), *_ = name_on.items()
+    leaves = f"{name} is on {device} and {other_name} on {other_device}"
     return f"{leaves}, expected one device: move one of them with .to(device)"
 
 
@@ -422,12 +419,11 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     leaves, treedef = tree.flatten(state)
     if treedef != expected.structure:
         raise _wrong_structure(name, state, expected)
-    specs = specs_of(leaves)  # the shape and dtype of each leaf
+    specs = specs_of(leaves)
     if specs == expected.specs:  # the usual case, in one comparison
         return
-    # Find the leaf that differs, for the message.
     for index, (spec, expected_spec) in enumerate(zip(specs, expected.specs, strict=True)):
-        if expected_spec is None or spec == expected_spec:  # None: a leaf that is no tensor, of which any is accepted
+        if expected_spec is None or spec == expected_spec:  # None: no tensor, in place of which anything is accepted
             continue
         leaf_name = shown_name(tree.names(state)[index])
         if spec is None:
@@ -504,11 +500,6 @@ def warn_of_growing_graphs(
 ) -> None:
     """Warn if parameters were not detached, so that their autograd graph grows with every step.
 
-    If the updates have no graph, the graph of the parameters is a mistake, and each call warns. If they have one, as
-    from ``torch.func.grad`` or ``create_graph=True``, the user may differentiate through the steps: there is one
-    warning, when the graph has `MANY_UPDATES` updates. The state is not examined, since it may have a graph only
-    through the parameters.
-
     Args:
         caller: the name of the calling function in the warning: "update" or "apply_updates".
         params: the parameters.
@@ -527,29 +518,30 @@ def warn_of_growing_graphs(
     if not torch.is_grad_enabled() or functorch_is_active():
         return
     index = _index_of_graph(leaves)
-    if index is None:
+    if index is None or any(number.requires_grad for number in numbers):
         return
-    if any(number.requires_grad for number in numbers):
-        return
-    updates_have_graph = any(leaf.requires_grad for leaf in tree.tensors(updates))
-    if not updates_have_graph:
-        reason = "because the gradients have no graph"
-    elif caller == "update" and updates_in_graph(leaves[index]) == MANY_UPDATES:
-        # "apply_updates" follows in the same step. Not `>=`: there is one warning.
-        reason = f"because one graph records the last {MANY_UPDATES} updates"
-    else:
-        return
-    warn_caller(_growing_graph(caller, tree.names(params)[index], reason))
+    reason = _mistake_in_graph(caller, leaves[index], updates)
+    if reason:
+        name = tree.names(params)[index]
+        warn_caller(
+            f"{caller}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
+            f"parameters, {reason}. The graph grows with every step. Unless you differentiate through the optimizer, "
+            "detach the parameters, {n: p.detach() for n, p in model.named_parameters()}, or step under torch.no_grad()"
+        )
 
 
-def _growing_graph(caller: str, name: str, reason: str) -> str:
-    """Return the warning that the parameter ``name`` has a graph of earlier steps, which is a mistake for a reason."""
-    return (
-        f"{caller}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
-        f"parameters, {reason}. The graph grows with every step. Unless you differentiate "
-        "through the optimizer, detach the parameters, {n: p.detach() for n, p in model.named_parameters()}, or step "
-        "under torch.no_grad()"
-    )
+def _mistake_in_graph(caller: str, leaf: object, updates: PyTree) -> str:
+    """Return why the graph of a parameter is probably a mistake, such as "because ..."; "" if it may be intended.
+
+    Updates have a graph if the user differentiates through the steps, as with ``create_graph=True``. A graph of
+    `MANY_UPDATES` updates is then reported once.
+    """
+    if not any(update.requires_grad for update in tree.tensors(updates)):
+        return "because the gradients have no graph"
+    # Not `>=`, and not in "apply_updates", which follows in the same step: there is one warning.
+    if caller == "update" and updates_in_graph(leaf) == MANY_UPDATES:
+        return f"because one graph records the last {MANY_UPDATES} updates"
+    return ""
 
 
 def _index_of_graph(leaves: Sequence[object]) -> int | None:

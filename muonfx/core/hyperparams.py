@@ -103,19 +103,14 @@ def stack(transforms: Sequence[R]) -> R:
     transforms = list(transforms)
     if not transforms:
         raise ValueError("stack: expected at least one transform, found none")
-    treedef = tree.flatten(transforms[0])[1]  # all arguments but the numbers
-    rows: list[list[Tensor]] = []  # the numbers of each transform
     for index, tx in enumerate(transforms):
         _check_recorded("stack", tx)
-        leaves, structure = tree.flatten(tx)
-        if structure != treedef:
+        if not tree.same_structure(tx, transforms[0]):
             raise ValueError(
                 f"stack: transform {index} is {tx!r}, expected one that differs from transform 0, {transforms[0]!r}, "
                 "in numeric arguments only"
             )
-        rows.append([_tensor(leaf) for leaf in leaves])
-    # A column has one number of all transforms, such as the learning rates [0.1, 0.2].
-    return tree.unflatten(treedef, [torch.stack(column) for column in zip(*rows, strict=True)])
+    return tree.map(lambda *numbers: torch.stack(list(map(_tensor, numbers))), *transforms)
 
 
 def as_tensors(tx: R, *, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> R:

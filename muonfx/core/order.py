@@ -6,6 +6,7 @@ chain is constructed. `signs` returns whether the updates of a transform have th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -94,9 +95,8 @@ def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
     """
     if tx._schedules:
         return "advances its schedule"
-    if tx.children:  # they are examined on their own
-        return ""
-    if tx.position == "observer":  # such as a recorder of metrics, which may run at every call
+    # Children are examined on their own, and an observer, such as a recorder of metrics, may run at every call.
+    if tx.children or tx.position == "observer":
         return ""
     # A call with updates of zero shows the effect. The parameters are not known here, so the transform runs on an
     # example.
@@ -107,8 +107,7 @@ def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
         updates, _ = tx.run(zeros, state, params)
     except Exception:  # it depends on the names, shapes or masks of the real parameters
         return ""
-    has_state = len(list(tree.tensors(state))) > 0
-    if has_state:
+    if list(tree.tensors(state)):
         return "changes its state"
     if after_zeros and any(bool(leaf.any()) for leaf in tree.tensors(updates)):
         return "changes the parameters"
@@ -200,18 +199,13 @@ def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[i
     Signs in sequence multiply: a chain of transforms with the signs {1} and {-1} has the sign {-1}. A `partition` of
     them has the signs {1, -1}, since the updates of a wrapper may come from any transform that it calls.
     """
-    own_signs = frozenset({_sign_without_inner(tx)})  # {-1} for a learning rate
+    signs_of_tx = frozenset({_sign_without_inner(tx)})  # {-1} for a learning rate
+    inner_signs = list(inner)
     if tx.declaration.combinator.in_sequence:  # a chain: every member acts on the updates
-        signs_of_chain = own_signs
-        for member_signs in inner:
-            signs_of_chain = _products(signs_of_chain, member_signs)
-        return signs_of_chain
-    signs_of_any: set[int] = set()  # a wrapper: any of the inner transforms may act on an update
-    for inner_signs in inner:
-        signs_of_any.update(inner_signs)
-    if not signs_of_any:  # it calls no transform
-        return own_signs
-    return _products(own_signs, frozenset(signs_of_any))
+        return functools.reduce(_products, inner_signs, signs_of_tx)
+    if not inner_signs:
+        return signs_of_tx
+    return _products(signs_of_tx, frozenset().union(*inner_signs))
 
 
 def _products(signs: frozenset[int], factors: frozenset[int]) -> frozenset[int]:

@@ -14,7 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -81,32 +81,28 @@ class _Choice(NamedTuple):
 
 
 class _Chooser:
-    """Chooses a value for each parameter by the argument ``labels`` of `partition` or ``mask`` of `masked`.
-
-    A value is a label, such as "muon", or True or False.
+    """Chooses a value for each parameter: a label by `partition`, or True or False by `masked`.
 
     Args:
         argument: the name of the argument, for errors.
         source: a tree of values, a mapping by name, a `Condition`, or a function of the parameters that returns a tree
             or mapping and depends on names, shapes and dtypes only.
-        expected: what a value must be, for errors.
-        kinds: the types of the values.
         memory: stores the results by the names (and shapes) of parameters, for a transform that is rebuilt at every
             step.
     """
 
-    def __init__(
-        self, argument: str, source: object, expected: str, kinds: tuple[type, ...], memory: Memory | None = None
-    ) -> None:
+    expected: ClassVar[str]
+    """The words for a value, for errors."""
+    kinds: ClassVar[tuple[type, ...]]
+    """The types of the values."""
+
+    def __init__(self, argument: str, source: object, memory: Memory | None = None) -> None:
         if isinstance(source, Condition) and source.needs_modules():
             raise _condition_on_modules(argument, source)
         if isinstance(source, torch.nn.Module):
             raise _whole_model(argument, source)
-        # The arguments are stored as they are. The source is evaluated when the parameters are known.
         self.argument = argument
         self.source = source
-        self.expected = expected
-        self.kinds = kinds
         self._cache: dict[Any, _Choice] = {} if memory is None else memory
         """A dict from the `_cache_key` of some parameters to the choice for them."""
 
@@ -142,35 +138,28 @@ class _Chooser:
     def for_step(self, updates: PyTree, params: PyTree) -> dict[str, Any]:
         """Return a dict from parameter name to value, such as ``{"w": "muon"}``, for a step. It issues no warnings.
 
-        ``params`` may be None. The updates then give the names, shapes and dtypes. A function that chooses values may
-        read the shape of any parameter, so an update of None, which has no shape, is an error.
+        ``params`` may be None. The updates then give the names, shapes and dtypes.
         """
-        if params is not None:  # the usual case; `init` has issued the warnings
-            return self(params, quiet=True).value_of
-        if callable(self.source):  # a function of the parameters, in place of a dict or tree of values
-            for name, leaf in tree.named_leaves(updates):
-                if leaf is None:
-                    raise ValueError(
-                        f"{self.argument}: found no parameters, and no gradient for {name!r}, so the function that "
-                        "chooses values cannot read its shape; expected parameters: call update(updates, state, params)"
-                    )
-        return self(updates, quiet=True).value_of
+        if params is None:
+            self._require_shapes(updates)
+            params = updates
+        return self(params, quiet=True).value_of
+
+    def _require_shapes(self, updates: PyTree) -> None:
+        """Raise if a function chooses values and an update is None, since the function may read any shape."""
+        if not callable(self.source):
+            return
+        for name, leaf in tree.named_leaves(updates):
+            if leaf is None:
+                raise ValueError(
+                    f"{self.argument}: found no parameters, and no gradient for {name!r}, so the function that "
+                    "chooses values cannot read its shape; expected parameters: call update(updates, state, params)"
+                )
 
     def _choose(self, params: PyTree, names: list[str]) -> _Choice:
-        """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one.
-
-        A condition or a function is first evaluated on the parameters, which gives one of two forms: a mapping by name,
-        ``{"fc.weight": "muon"}``, or a tree like the parameters, ``{"fc": {"weight": "muon"}}``. The leaves of both
-        have the same dotted names. A dict may have more of them than there are parameters.
-        """
-        # First, the values by the names in the user's argument.
+        """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one."""
         chosen = self._evaluated(params)
-        if isinstance(chosen, Mapping):
-            values = dict(tree.named_leaves(dict(chosen)))
-        else:
-            values = dict(tree.named_leaves(chosen))
-            if values.keys() != set(names):
-                raise self._wrong_form(chosen, names)
+        values = self._by_name(chosen, names)
         # The key in `values` of each parameter. It is another name if a wrapper, such as DDP, has renamed parameters.
         key_of = _keys_of(names, values)
         missing = [name for name in names if name not in key_of]
@@ -179,7 +168,6 @@ class _Chooser:
                 f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
                 "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
             )
-        # Then, the values by the names of the parameters, each of which must be a label, or True or False.
         value_of = {name: values[key] for name, key in key_of.items()}
         for name, value in value_of.items():
             if not isinstance(value, self.kinds):
@@ -187,6 +175,20 @@ class _Chooser:
         if isinstance(chosen, RoutedLabels):  # labels with reasons, which are kept
             return _Choice(value_of, chosen.for_names(key_of))
         return _Choice(value_of)
+
+    def _by_name(self, chosen: object, names: list[str]) -> dict[str, Any]:
+        """Return values as a dict by dotted name. They are a dict, flat or nested, or a tree like the parameters.
+
+        A dict may have more values than there are parameters.
+        """
+        if isinstance(chosen, RoutedLabels):
+            return dict(chosen)
+        if isinstance(chosen, Mapping):
+            return dict(tree.named_leaves(dict(chosen)))
+        values = dict(tree.named_leaves(chosen))
+        if values.keys() != set(names):
+            raise self._wrong_form(chosen, names)
+        return values
 
     def _evaluated(self, params: PyTree) -> Any:
         """Return the argument of the user, with a condition or a function of the parameters replaced by its result."""
@@ -219,6 +221,16 @@ class _Chooser:
                 "each parameter: muonfx.routing.where(lambda info: info.ndim > 1)"
             )
             raise
+
+
+class _LabelChooser(_Chooser):
+    expected = "a label (a string, or None for no update)"
+    kinds = (str, type(None))
+
+
+class _MaskChooser(_Chooser):
+    expected = "True or False"
+    kinds = (bool,)
 
 
 def _condition_on_modules(argument: str, condition: Condition) -> ValueError:
@@ -259,22 +271,10 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
         return exact_keys
     key_of: dict[str, str] = {}
     for name, plain_name in unwrapped(names).items():
-        if name in source:  # an exact key is preferred
-            key_of[name] = name
-        elif plain_name in key_of_plain_name:
-            key_of[name] = key_of_plain_name[plain_name]
+        key = name if name in source else key_of_plain_name.get(plain_name)
+        if key is not None:
+            key_of[name] = key
     return key_of
-
-
-def _label_chooser(labels: object, memory: Memory | None = None) -> _Chooser:
-    """Return a function from parameters to the label of each, for the argument ``labels`` of `partition`."""
-    expected = "a label (a string, or None for no update)"
-    return _Chooser("partition: labels", labels, expected, (str, type(None)), memory)
-
-
-def _mask_chooser(argument: str, mask: object, memory: Memory | None = None) -> _Chooser:
-    """Return a function from parameters to True or False for each. ``argument`` names the mask in errors."""
-    return _Chooser(argument, mask, "True or False", (bool,), memory)
 
 
 def _leaves_by_label(label_of: Mapping[str, Any], labels: Iterable[Any], values: PyTree) -> dict[Any, Any]:
@@ -383,7 +383,7 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     For example, the labels are a function ``lambda params: ...`` that looks at shapes. It is called here with the full
     shapes, and its result replaces it: ``{"w": "muon", "b": "adamw"}``.
     """
-    choice = _label_chooser(tx.arguments["labels"])(params)
+    choice = _LabelChooser("partition: labels", tx.arguments["labels"])(params)
     if choice.routed_labels is None:
         return tx.replace(labels=choice.value_of)
     choice.routed_labels.check_shapes(tx.arguments["transforms"], params)
@@ -396,7 +396,7 @@ def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
 
     For the labels ``{"w": "muon", "b": None}``, the result is ``{"b"}``.
     """
-    labels = _label_chooser(tx.arguments["labels"])(params, quiet=True).value_of
+    labels = _LabelChooser("partition: labels", tx.arguments["labels"])(params, quiet=True).value_of
     transforms = tx.arguments["transforms"]
     names = {name for name, label in labels.items() if label is None}
     # A transform in the partition may be, or contain, another partition with the label None.
@@ -407,13 +407,13 @@ def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
 
 def _left_out_by_mask(tx: Transform, params: PyTree) -> set[str]:
     """Return the names of the selected parameters that the inner transform of `masked` does not update."""
-    is_selected = _mask_chooser("masked: mask", tx.arguments["mask"])(params, quiet=True).value_of
+    is_selected = _MaskChooser("masked: mask", tx.arguments["mask"])(params, quiet=True).value_of
     return left_out(tx.arguments["inner"], _selected(is_selected, params))
 
 
 def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
     """Return an equal `masked` whose mask is a plain dict by name, so that it also works on shards."""
-    return tx.replace(mask=_mask_chooser("masked: mask", tx.arguments["mask"])(params).value_of)
+    return tx.replace(mask=_MaskChooser("masked: mask", tx.arguments["mask"])(params).value_of)
 
 
 @transform(
@@ -457,7 +457,7 @@ def partition(
         {'w': tensor([-0.1000]), 'b': tensor([-1.])}
     """
     _require_transforms(transforms)
-    choose_labels = _label_chooser(labels, _memory)
+    choose_labels = _LabelChooser("partition: labels", labels, _memory)
 
     def init(params: PyTree) -> dict[str, PyTree]:
         """Return the state of each group, by label. Check the labels, and warn of probable mistakes."""
@@ -525,7 +525,7 @@ def masked(
     if isinstance(mask, Transform):
         raise TypeError(f"masked: found {short_repr(inner)} before the transform, expected the transform first")
     require_transform("masked: inner", inner)
-    choose = _mask_chooser("masked: mask", mask, _memory)
+    choose = _MaskChooser("masked: mask", mask, _memory)
 
     def init(params: PyTree) -> PyTree:
         """Return the state of the inner transform for the selected parameters."""
@@ -558,5 +558,5 @@ def resolve_mask(argument: str, mask: object, memory: Memory | None = None) -> C
     """
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))
-    choose = _mask_chooser(argument, mask, memory)
+    choose = _MaskChooser(argument, mask, memory)
     return lambda params: list(choose(params).value_of.values())

@@ -61,7 +61,7 @@ def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
 
 
 def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
-    """Find mistakes in globs: report each group of globs that selects no parameter, by a warning or an error.
+    """Report each group of globs of an argument that selects no parameter, by a warning or an error.
 
     A glob is, for example, ``*.bias``. In a group of globs, at least one must match one of the parameter names.
     """
@@ -73,12 +73,11 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
         matches = {name for name in candidates if _matches(name, group)}
         if not matches:
             _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
-            continue
-        # Some patterns are tried in order. After "*.weight", a second pattern "head.weight" is never used.
-        if pattern.first_counts and matches <= matched_before:  # earlier groups have taken all its names
-            shown_matches = format_list(sorted(matches), shown_name)
-            problem = f"matches only names that an earlier pattern matches, and the first counts: {shown_matches}"
-            _report(pattern, group, problem)
+        elif pattern.first_counts and matches <= matched_before:  # as for "head.weight" after "*.weight"
+            shown = format_list(sorted(matches), shown_name)
+            _report(
+                pattern, group, f"matches only names that an earlier pattern matches, and the first counts: {shown}"
+            )
         matched_before |= matches
 
 
@@ -88,14 +87,11 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 
 def _advice(globs: tuple[str, ...], names: list[str]) -> str:
     """Return the parameter names that are close to some globs, such as "close: 'h.qkv'"; if none is, list all."""
-    # "*.qvk" is compared without "*." to the names, of which "h.qkv" is close.
-    close: list[str] = []
+    close: dict[str, None] = {}  # each name once, in order
     for glob in globs:
-        for name in close_names(glob.strip("*."), names):
-            if name not in close:
-                close.append(name)
+        close |= dict.fromkeys(close_names(glob.strip("*."), names))
     if close:
-        return f"close: {format_list(close, shown_name)}"
+        return f"close: {format_list(list(close), shown_name)}"
     return f"they are {format_list(names, shown_name)}"
 
 

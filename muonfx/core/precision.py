@@ -42,9 +42,7 @@ def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device
     compute_dtypes = product_dtypes(tx, param_dtypes, device)
     library_of: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
-        if name not in compute_dtypes:  # it has no matrix products
-            continue
-        if inner.arguments.get("products") != "auto":
+        if name not in compute_dtypes or inner.arguments.get("products") != "auto":
             continue
         dtypes = [compute_dtypes[name]]
         # With the dtype "auto", some shapes are computed in fp16 where most are computed in bf16.
