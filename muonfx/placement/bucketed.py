@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.transform import EmptyState
 from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Placeholder, record_calls, stand_in
-from muonfx.placement.arguments import device_of
+from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import (
     BucketedState,
     can_be_shared_out,
@@ -67,21 +67,18 @@ def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[l
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
-        # 1. The buckets of this step.
         current_buckets = buckets
         if sorted(_present(params)) != names_in_buckets:
             current_buckets = buckets_by_shape(params, bucket_bytes)
-        # 2. All parameters at once. This is before the cache is written: `torch.cond` may trace such a step in a
-        # branch, which must not write.
+        # All parameters at once. This is before the cache is written: `torch.cond` may trace such a step in a branch,
+        # which must not write.
         if params is None or len(current_buckets) <= 1:
             return tx.run(updates, state, params, donate=donate, **extras)
         parameters = remembered_parameters(_cache, state, updates)
         if not can_be_shared_out(tree.leaves(state), parameters):
             return tx.run(updates, state, params, donate=donate, **extras)
-        # 3. Bucket by bucket.
-        device = device_of(updates, params)
-        bucketed = BucketedState(IN_MEMORY, device, state, parameters, current_buckets, donate)
-        return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
+        call = Arguments(updates, state, params, donate, extras)
+        return _run_in_buckets(tx, call, IN_MEMORY, parameters, current_buckets)
 
     return tx.functions.init, update
 
@@ -123,8 +120,8 @@ def in_store(_cache: Memory, tx: Transform, store: Store):
             buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]  # a step without updates has one empty bucket
         else:  # a tensor without a parameter, such as a sum over all leaves, belongs to no bucket
             buckets = [tree.names(updates)]
-        bucketed = BucketedState(store, device_of(updates, params), state, parameters, buckets, donate)
-        return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
+        call = Arguments(updates, state, params, donate, extras)
+        return _run_in_buckets(tx, call, store, parameters, buckets)
 
     return init, update
 
@@ -153,9 +150,8 @@ def at_once(_cache: Memory, tx: Transform, store: Store):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` with its whole state on the device, as one bucket of all parameters."""
         parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
-        buckets = [tree.names(updates)]
-        bucketed = BucketedState(store, device_of(updates, params), state, parameters, buckets, donate)
-        return _run_in_buckets(tx, bucketed, updates, params, donate, extras)
+        call = Arguments(updates, state, params, donate, extras)
+        return _run_in_buckets(tx, call, store, parameters, [tree.names(updates)])
 
     return init, update
 
@@ -222,7 +218,6 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
 
         The wrapper receives its own state on the device, and the states of the inner transforms as they are stored.
         """
-        # 1. Load its own state, run the wrapper, and store its own state again.
         own_state, inner_states = division.split(state)
         device = device_of(updates, params)
         parameters = remembered_parameters(_cache, own_state, updates)
@@ -234,8 +229,8 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
             bucketed.write_back(0, new_own_state)
             new_updates = bucketed.copied_from_buffers(new_updates)
             stored_own_state = bucketed.end()
-        # 2. An inner transform has stored its new state. The wrapper may have replaced this state, as by `torch.where`
-        # of the old and the new one, by tensors that are not in the store.
+        # An inner transform has stored its new state. The wrapper may have replaced this state, as by `torch.where` of
+        # the old and the new one, by tensors that are not in the store.
         for index, inner_state in enumerate(inner_states):
             new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index])
         return new_updates, division.merge(stored_own_state, new_inner_states)
@@ -247,14 +242,14 @@ class StateDivision(NamedTuple):
     """Separates the state of a wrapper (a transform that calls others) from the states of its inner transforms."""
 
     structure: Structure
-    is_inner: tuple[bool, ...]
-    """For each leaf of the structure, True if it represents the state of an inner transform."""
+    inner_indices: tuple[int, ...]
+    """The indices of the leaves of the structure that represent the states of inner transforms."""
 
     @classmethod
     def of(cls, tx: Transform, params: PyTree) -> StateDivision:
         """Find out which parts of a wrapper's state belong to inner transforms. Meta tensors suffice as `params`."""
         leaves, treedef = tree.flatten(record_calls(tx, params).state)
-        return cls(treedef, tuple([isinstance(leaf, Placeholder) for leaf in leaves]))
+        return cls(treedef, tuple([index for index, leaf in enumerate(leaves) if isinstance(leaf, Placeholder)]))
 
     def split(self, state: PyTree) -> tuple[PyTree, list[PyTree]]:
         """Split a wrapper's state. Return its own part, and a list with the state of each inner transform.
@@ -262,23 +257,18 @@ class StateDivision(NamedTuple):
         `accumulate` has a sum of gradients, its own, and the state of one inner transform, for which its own part has
         an `EmptyState`.
         """
-        # The structure has one leaf in the place of each inner state. A subtree is the part of the state there.
-        wrapper_state: list[PyTree] = []
+        # The structure has one leaf in the place of each inner state.
+        wrapper_state = tree.subtrees(self.structure, state)
         inner_states: list[PyTree] = []
-        for subtree, is_inner in zip(tree.subtrees(self.structure, state), self.is_inner, strict=True):
-            if is_inner:
-                inner_states.append(subtree)
-                wrapper_state.append(EmptyState())
-            else:
-                wrapper_state.append(subtree)
+        for index in self.inner_indices:
+            inner_states.append(wrapper_state[index])
+            wrapper_state[index] = EmptyState()
         return tree.unflatten(self.structure, wrapper_state), inner_states
 
     def merge(self, wrapper_state: PyTree, inner_states: Sequence[PyTree]) -> PyTree:
         """Build a wrapper's state from its own part and the states of its inner transforms; it undoes `split`."""
-        # `split` has left an `EmptyState` in the place of each inner state: replace these in order.
         subtrees = tree.subtrees(self.structure, wrapper_state)
-        inner_indices = [index for index, is_inner in enumerate(self.is_inner) if is_inner]
-        for index, inner_state in zip(inner_indices, inner_states, strict=True):
+        for index, inner_state in zip(self.inner_indices, inner_states, strict=True):
             subtrees[index] = inner_state
         return tree.unflatten(self.structure, subtrees)
 
@@ -292,23 +282,23 @@ def remembered_parameters(memory: Memory, state: PyTree, updates: PyTree) -> lis
 
 
 def _run_in_buckets(
-    tx: Transform, bucketed: BucketedState, updates: PyTree, params: PyTree, donate: Donation, extras: Mapping[str, Any]
+    tx: Transform, call: Arguments, store: Store, parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]
 ) -> tuple[PyTree, PyTree]:
     """Run a transform for each bucket of parameters in turn. Return all updates and the whole next state.
 
     For a bucket, the updates of all other parameters are None: the bucket ``["w"]`` has ``{"w": update, "b": None}``.
-    `bucketed` has the buckets, and loads and stores the state.
+    The state is loaded from the store. ``parameters`` has the name of the parameter of each leaf of the state.
     """
-    leaves, treedef = tree.flatten(updates)
-    index_of = {name: index for index, name in enumerate(tree.names(updates))}  # of an update among the leaves
+    leaves, treedef = tree.flatten(call.updates)
+    index_of = {name: index for index, name in enumerate(tree.names(call.updates))}  # of an update among the leaves
     new_leaves: list[Any] = [None] * len(leaves)
-    with bucketed:
-        for bucket_index, bucket in enumerate(bucketed.buckets):
-            # 1. The updates of this bucket.
+    device = device_of(call.updates, call.params)
+    with BucketedState(store, device, call.state, parameters, buckets, call.donate) as bucketed:
+        for bucket_index, bucket in enumerate(buckets):
             indices = [index_of[name] for name in bucket]
             bucket_updates = tree.unflatten(treedef, _only(leaves, indices))
-            # 2. The step on them. The updates may be overwritten if the caller has donated them.
-            results = bucketed.run(bucket_index, tx.run, bucket_updates, params, extras, may_write=donate.updates)
+            may_write = call.donate.updates
+            results = bucketed.run(bucket_index, tx.run, bucket_updates, call.params, call.extras, may_write=may_write)
             result_leaves = tree.leaves(results)
             for index in indices:
                 new_leaves[index] = result_leaves[index]

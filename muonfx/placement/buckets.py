@@ -251,7 +251,7 @@ class BucketedState:
 
         A leaf whose parameter is in no bucket is not updated, and stays where it is.
         """
-        # 1. The leaves that move, by bucket, and the tensor in the store to which each new value is written.
+        # The leaves that move, by bucket, and the tensor in the store to which each new value is written.
         without_target: list[int] = []  # leaves for which the store needs new tensors
         for index, leaf in enumerate(self._leaves):
             bucket_index = self._bucket_of[index]
@@ -265,7 +265,6 @@ class BucketedState:
         specs = [tree.spec(self._leaves[index]) for index in without_target]
         new_tensors = self._store.allocate(specs, self._device)
         self._targets.update(zip(without_target, new_tensors, strict=True))
-        # 2. The transfer, which starts to load the first bucket.
         if any(self._moving):
             leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]
             self._transfer = BucketTransfer(self._device, leaves_of_buckets, on_disk=self._store.on_disk)

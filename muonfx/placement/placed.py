@@ -111,7 +111,7 @@ def _input_of(tx: Transform, where: Where) -> Input:
         return "leaves"
     if tx.locality <= Locality.LEAF and not where.is_sharded:  # each leaf is whole
         return "leaves"
-    if needs_matrices(tx) and where.is_sharded:  # a rank may hold some rows of a matrix only
+    if needs_matrices(tx):  # over ranks, one of which may hold some rows of a matrix only
         return "matrices"
     return "tree"
 
@@ -281,16 +281,18 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     entries = chain_entries(visited.tx)  # the members by name
     assert entries is not None
     groups = _groups(dict(zip(entries, visited.calls, strict=True)), where)
-    rewritten: dict[str, Transform] = {}  # by the number of the group
-    for index, group in enumerate(groups):
-        is_last = index == len(groups) - 1
-        result = _place_group(group, visited.params, where, applies=applies and is_last)
-        if applies and not is_last and result.extras.takes_all:
+    *earlier_groups, last_group = groups
+    rewritten: list[Transform] = []
+    for group in earlier_groups:
+        result = _place_group(group, visited.params, where, applies=False)
+        if applies and result.extras.takes_all:
             result = without_apply(result)  # else it would pass the argument on, to a transform that applies updates
-        rewritten[str(index)] = result
+        rewritten.append(result)
+    rewritten.append(_place_group(last_group, visited.params, where, applies=applies))
+    by_number = {str(index): result for index, result in enumerate(rewritten)}
     # The rewritten chain has groups as members, but the state keeps the names of the original members.
     names_of_groups = tuple([list(group) for group in groups])
-    return in_groups(as_chain(rewritten), names_of_groups)
+    return in_groups(as_chain(by_number), names_of_groups)
 
 
 def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:

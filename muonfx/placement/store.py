@@ -8,6 +8,7 @@ the last tensor, even if the process is killed. To keep a state after the proces
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import shutil
@@ -46,15 +47,11 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     Each tensor begins at a page of memory: with pages of 4,096 bytes, the second one after a tensor of 6,000 bytes
     begins at 8,192.
     """
-    # 1. Where each tensor begins: at a multiple of the size of a page, which the kernel can free or read alone.
-    starts: list[int] = []
-    length = 0
-    for spec in specs:
-        starts.append(length)
-        length += rounded_up(spec.nbytes, PAGE)
+    # Each begins at a multiple of the size of a page, which the kernel can free or read alone.
+    sizes = [rounded_up(spec.nbytes, PAGE) for spec in specs]
+    *starts, length = itertools.accumulate(sizes, initial=0)
     if not length:
         return []
-    # 2. The tensors, as views of the file.
     mapped = _mapped(folder, length)
     tensors: list[Tensor] = []
     for spec, start in zip(specs, starts, strict=True):
@@ -72,21 +69,17 @@ def rounded_up(nbytes: int, multiple: int) -> int:
 def _mapped(folder: str, length: int) -> mmap.mmap:
     """Return `length` bytes of memory that are backed by a new file in a folder. Raise OSError if there is no room.
 
-    The file has no name: it is unlinked while it is open, so its space is freed when the process ends, even by a crash.
+    The file has no name, so its space is freed when the process ends, even by a crash.
     """
     require_room(folder, length)
     try:
-        descriptor, path = tempfile.mkstemp(prefix="muonfx-state-", dir=folder)
-        try:
-            os.unlink(path)  # the open file remains, without a name
+        with tempfile.TemporaryFile(prefix="muonfx-state-", dir=folder) as file:  # the mapping keeps it open
             # Reserve the space: a file that is only extended could run out of it during a step.
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, length)
+                os.posix_fallocate(file.fileno(), 0, length)
             else:
-                os.ftruncate(descriptor, length)
-            return mmap.mmap(descriptor, length)
-        finally:
-            os.close(descriptor)  # the mapping keeps its own descriptor
+                os.ftruncate(file.fileno(), length)
+            return mmap.mmap(file.fileno(), length)
     except OSError as error:
         raise _explained(error, folder, length) from error
 

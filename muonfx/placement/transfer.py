@@ -134,23 +134,15 @@ class BucketTransfer:
         views = _cut(self._buffers[bucket_index % 2], stored)
         for tensor in stored:
             read_ahead(tensor)
-        # 1. On a CPU, one copy.
-        if self._stream is None:
-            _copy_on_cpu(stored, views, stored=stored)
+        if self._stream is None:  # on a CPU
+            _copy_on_cpu(stored, views)
             return views, None
-        # 2. On a GPU, state on disk is first copied to pinned host memory, from which the GPU can read.
         sources = stored
-        if self._staging:
+        if self._staging:  # state on disk: a GPU reads from pinned host memory only
             sources = _cut(self._staging[bucket_index % 2], stored)
             self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
-            _copy_on_cpu(stored, sources, stored=stored)
-        # 3. The copies to the GPU run in the background; the event is after the last of them.
-        with torch.cuda.stream(self._stream):
-            for view, source in zip(views, sources, strict=True):
-                view.copy_(source, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record(self._stream)
-        return views, ready
+            _copy_on_cpu(stored, sources)
+        return views, _copy_to_gpu(self._stream, sources, views)
 
     def _write(
         self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], computed: torch.cuda.Event | None
@@ -159,19 +151,27 @@ class BucketTransfer:
 
         The event is recorded on a GPU after the computation; None on a CPU.
         """
-        # 1. On a CPU, one copy.
-        if self._stream is None or computed is None:
-            _copy_on_cpu(leaves, targets, stored=targets)
+        if self._stream is None or computed is None:  # on a CPU
+            _copy_on_cpu(leaves, targets)
             return
-        # 2. From a GPU to host memory.
-        if not self._staging:
+        if not self._staging:  # from a GPU to host memory
             _copy_from_gpu(self._stream, leaves, targets, computed)
             return
-        # 3. From a GPU to a disk, through pinned host memory.
+        # From a GPU to a disk, through pinned host memory.
         staged = _cut(self._staging[bucket_index % 2], targets)
         _copy_from_gpu(self._stream, leaves, staged, computed)
         self._stream.synchronize()  # the staging buffer now has the values
-        _copy_on_cpu(staged, targets, stored=targets)
+        _copy_on_cpu(staged, targets)
+
+
+def _copy_to_gpu(stream: torch.cuda.Stream, sources: Sequence[Tensor], views: Sequence[Tensor]) -> torch.cuda.Event:
+    """Start to copy host memory to a GPU on a stream. Return the event after the last copy."""
+    with torch.cuda.stream(stream):
+        for view, source in zip(views, sources, strict=True):
+            view.copy_(source, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(stream)
+    return ready
 
 
 def _copy_from_gpu(
@@ -189,11 +189,12 @@ def _copy_from_gpu(
                 leaf.record_stream(stream)
 
 
-def _copy_on_cpu(sources: Sequence[Tensor], targets: Sequence[Tensor], *, stored: Sequence[Tensor]) -> None:
-    """Copy tensors in host memory, and free the memory of those in files: ``stored`` is the sources or the targets."""
-    for source, target, stored_tensor in zip(sources, targets, stored, strict=True):
+def _copy_on_cpu(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy tensors in host memory, and free the memory of those that are in files."""
+    for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-        release(stored_tensor)
+        release(source)
+        release(target)
 
 
 def _cut(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
