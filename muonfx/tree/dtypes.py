@@ -41,16 +41,17 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     if source == target or (source, target) == (torch.complex64, torch.complex128):
         return True
     if source.is_floating_point and target in _FLOATS:
-        # Every value is kept if the target has as fine steps, as large numbers and as small numbers.
-        narrow = torch.finfo(source)
-        wide = torch.finfo(target)
-        keeps_subnormals = narrow.tiny * narrow.eps >= wide.tiny * wide.eps  # the least subnormal numbers
-        return narrow.eps >= wide.eps and narrow.max <= wide.max and keeps_subnormals
-    # Only casts between two ints remain.
+        return _widens_floats(torch.finfo(source), torch.finfo(target))
     for dtype in (source, target):
         if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
             return False
-    # The range of the target must contain the range of the source: uint8 fits int16, and int8 does not fit uint16.
-    source_range = torch.iinfo(source)
-    target_range = torch.iinfo(target)
-    return target_range.min <= source_range.min and source_range.max <= target_range.max
+    # Of two ints, the range of the target must contain that of the source: uint8 fits int16, int8 does not fit uint16.
+    narrow = torch.iinfo(source)
+    wide = torch.iinfo(target)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
+def _widens_floats(narrow: torch.finfo, wide: torch.finfo) -> bool:
+    """Return True if ``wide`` has as fine steps, as large numbers and as small (subnormal) numbers as ``narrow``."""
+    keeps_subnormals = narrow.tiny * narrow.eps >= wide.tiny * wide.eps
+    return narrow.eps >= wide.eps and narrow.max <= wide.max and keeps_subnormals

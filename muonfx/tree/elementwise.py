@@ -275,11 +275,11 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     if not isinstance(c, Tensor):  # a Python number, added to all tensors in one call
         return _foreach("add", xs, c, reuse=reuse)
     # A 0-d tensor, such as a hyperparameter of a compiled step: repeat it, in the dtype of each tensor.
-    summands = _scalar_for_each(c, xs)
-    if is_traced() or not all(x.is_cuda for x in xs):
-        # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
-        return _foreach("add", xs, summands, reuse=reuse)
-    return _foreach("add", xs, _one_or_each(summands, xs), reuse=reuse)
+    summands: Any = _scalar_for_each(c, xs)
+    # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
+    if not is_traced() and all(x.is_cuda for x in xs):
+        summands = _one_or_each(summands, xs)
+    return _foreach("add", xs, summands, reuse=reuse)
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:

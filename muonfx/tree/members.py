@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -94,36 +94,25 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     # so a name alone is a path too.
     name_of = dict(zip(param_paths, param_names, strict=True))
     name_of |= {(Key(name),): name for name in param_names}
-    # For each leaf, where its path has the path of a parameter: ("w",) is at [1:2] in ("momenta", "w").
     state_paths = typed_paths(state)
-    matches_of_paths = [_matches(path, name_of) for path in state_paths]
-    # Matches below a mixed node are coincidences.
-    mixed_nodes = _mixed_nodes(state_paths, matches_of_paths)
+    matches_of = {path: _matches(path, name_of) for path in state_paths}
+    mixed_nodes = _mixed_nodes(matches_of)
     ownerships: list[Ownership] = []
-    for path, matches in zip(state_paths, matches_of_paths, strict=True):
-        ownerships.append(_ownership_of_path(path, matches, name_of, mixed_nodes))
+    for path in state_paths:
+        # Matches below a mixed node are coincidences.
+        matches = [match for match in matches_of[path] if path[: match.start] not in mixed_nodes]
+        ownerships.append(_ownership_of_path(path, matches, name_of))
     return ownerships
 
 
-def _ownership_of_path(
-    path: TypedPath, matches: Sequence[_Match], name_of: Mapping[TypedPath, str], mixed_nodes: Set[TypedPath]
-) -> Ownership:
-    """Return the ownership of the leaf of a state at a path.
+def _ownership_of_path(path: TypedPath, matches: Sequence[_Match], name_of: Mapping[TypedPath, str]) -> Ownership:
+    """Return the ownership of the leaf of a state at a path, in which ``matches`` are the paths of parameters.
 
     If ("mlp", "weight") is a parameter, ("trace", "mlp", "weight") belongs to it, and the rest of the path is
     ("trace",).
-
-    Args:
-        path: the path of the leaf.
-        matches: where the path of a parameter is in this path. Some may be there by coincidence.
-        name_of: the names of the parameters, by path.
-        mixed_nodes: the paths of the nodes of the state with a child that is no parameter. In ``{"b": 0.9, "eps":
-            1e-8}``, "b" is the name of an option, not the parameter "b".
     """
-    # The node in which a match begins must have parameters as children, and nothing else.
-    candidates = [match for match in matches if path[: match.start] not in mixed_nodes]
     # Longer paths and deeper nodes are less likely to match by coincidence.
-    match = max(candidates, key=_length_and_depth, default=None)
+    match = max(matches, key=_length_and_depth, default=None)
     if match is None:
         return Ownership(None, entries_of_path(path))
     name = name_of[path[match.start : match.stop]]
@@ -156,19 +145,19 @@ def _matches(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Match]:
     return matches
 
 
-def _mixed_nodes(state_paths: Sequence[TypedPath], matches_of_paths: Sequence[Sequence[_Match]]) -> set[TypedPath]:
+def _mixed_nodes(matches_of: Mapping[TypedPath, Sequence[_Match]]) -> set[TypedPath]:
     """Return the paths of the nodes of a state that have a child that is no parameter.
 
     In ``{"momenta": {"b": ...}, "options": {"b": 0.9, "eps": 1e-8}}``, "options" is such a node, and so is the whole
     state. In the path ("options", "eps"), no parameter begins at the index 1, so the node ("options",) is mixed.
+    ``matches_of`` has the matches in each path.
     """
     mixed: set[TypedPath] = set()
-    for path, matches in zip(state_paths, matches_of_paths, strict=True):
+    for path, matches in matches_of.items():
         starts = {match.start for match in matches}
         for start in range(len(path)):
-            # The node at path[:start] has the child path[start], with which no parameter begins.
             if start not in starts:
-                mixed.add(path[:start])
+                mixed.add(path[:start])  # the node with the child path[start]
     return mixed
 
 

@@ -93,19 +93,22 @@ class _Node:
         """
         if self.kind is None:  # a leaf of the structure, at which any subtree may be
             return [tree]
-        # The tree and the structure must have the same container at the top, with the same keys.
-        node, children = open_node(tree)
-        are_dicts = self.kind in _DICTS and type(tree) in _DICTS
-        if are_dicts and {*tree} == {*self.entries}:
-            # The types of dicts are interchangeable and are matched by key, as in optree.
-            children = [tree[entry] for entry in self.entries]
-        elif node is None or node.kind is not self.kind or node.entries != self.entries:
-            raise ValueError(f"expected {self.kind.__name__} of {self.entries}, found {type(tree).__name__}")
-        # Cut each child by the structure of its position, and join the lists of subtrees.
         subtrees: list[PyTree] = []
-        for structure, child in zip(self.children, children, strict=True):
+        for structure, child in zip(self.children, self._children_of(tree), strict=True):
             subtrees += structure.flatten_up_to(child)
         return subtrees
+
+    def _children_of(self, tree: PyTree) -> list[PyTree]:
+        """Return the children of a tree, in the order of `children`. Raise ValueError if it is another container.
+
+        The types of dicts are interchangeable, as in optree.
+        """
+        if self.kind in _DICTS and type(tree) in _DICTS and {*tree} == {*self.entries}:
+            return [tree[entry] for entry in self.entries]
+        node, children = open_node(tree)
+        if node is None or node.kind is not self.kind or node.entries != self.entries:
+            raise ValueError(f"expected {self.kind} of {self.entries}, found {type(tree).__name__}")
+        return children
 
 
 def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
@@ -156,17 +159,17 @@ def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
     return _Node(kind, tuple(keys), default_factory, rebuild), [node[key] for key in keys]
 
 
-def _traced_flatten(tree: PyTree, leaves: list[Any]) -> _Node:
-    """Do the work of `flatten` while a compiler traces: append the leaves to a list, and return the structure.
-
-    For ``{"b": 2, "a": None}``, None and then 2 are appended, and the structure is a `_Node` of a dict with two leaves.
-    """
+def _traced_flatten(tree: PyTree) -> tuple[list[Any], _Node]:
+    """Do the work of `flatten` while a compiler traces, which cannot trace optree."""
     node, children = open_node(tree)
-    if node is None:  # no container, but a leaf
-        leaves.append(tree)
-        return _Node()
-    node.children = tuple([_traced_flatten(child, leaves) for child in children])
-    return node
+    if node is None:
+        return [tree], _Node()
+    leaves: list[Any] = []
+    for child in children:
+        child_leaves, child_node = _traced_flatten(child)
+        leaves += child_leaves
+        node.children += (child_node,)
+    return leaves, node
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
@@ -175,10 +178,9 @@ def flatten(tree: PyTree) -> tuple[list[Any], Structure]:
     >>> flatten({"b": 2, "a": None})[0]
     [None, 2]
     """
-    if torch.compiler.is_compiling():  # the compiler cannot trace optree
-        tree_leaves: list[Any] = []
-        node: Any = _traced_flatten(tree, tree_leaves)
-        return tree_leaves, node
+    if torch.compiler.is_compiling():
+        traced: Any = _traced_flatten(tree)
+        return traced
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
@@ -351,16 +353,13 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     {'a': 11, 'b': None}
     """
 
-    def unless_none(leaf: Any, *leaves_of_rest: Any) -> Any:
-        """Apply the function to one leaf of the first tree and the corresponding leaves of the others."""
-        return None if leaf is None else function(leaf, *leaves_of_rest)
+    def unless_none(leaf: Any, *corresponding: Any) -> Any:
+        return None if leaf is None else function(leaf, *corresponding)
 
     if torch.compiler.is_compiling():  # the compiler cannot trace optree
         tree_leaves, treedef = flatten(tree)
-        lists = [tree_leaves]  # a list of leaves for each of the trees
-        for further_tree in rest:
-            lists.append(subtrees(treedef, further_tree))
-        return unflatten(treedef, builtins.map(unless_none, *lists))
+        leaves_of_rest = [subtrees(treedef, further_tree) for further_tree in rest]
+        return unflatten(treedef, builtins.map(unless_none, tree_leaves, *leaves_of_rest))
     return optree.tree_map(unless_none, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
@@ -440,18 +439,16 @@ class Present:
 
     def __init__(self, tree: PyTree) -> None:
         """Read from ``tree`` which of its leaves are None."""
-        # A flat dict, such as {"w": tensor}, is read by its keys, which takes less time than flattening.
-        self._keys = list(tree) if is_flat(tree) else None
-        if self._keys is None:
-            self._leaves, self._treedef = flatten(tree)
-        else:
+        if is_flat(tree):  # such as {"w": tensor}: it is read by its keys, which takes less time than flattening
+            self._keys = list(tree)
             self._leaves = list(tree.values())
-        # Without None, all leaves are picked and filled, and no index is needed.
+        else:
+            self._keys = None
+            self._leaves, self._treedef = flatten(tree)
         leaf_types = set(builtins.map(type, self._leaves))  # faster than a loop over hundreds of leaves
         self._is_complete = type(None) not in leaf_types
-        if self._is_complete:
-            self._indices: Sequence[int] = range(len(self._leaves))
-        else:
+        self._indices: Sequence[int] = range(len(self._leaves))
+        if not self._is_complete:
             self._indices = [index for index, leaf in enumerate(self._leaves) if leaf is not None]
 
     def _subtrees(self, tree: PyTree) -> list[Any]:
@@ -491,7 +488,6 @@ class Present:
         """
         if self._is_complete:  # no leaf is None
             return self._tree(values)
-        # Begin with None or the old leaves at all positions, and put the new values in.
         merged: list[object] = [None] * len(self._leaves)
         if old is not None:
             merged = self._subtrees(old)
@@ -501,5 +497,7 @@ class Present:
 
     def names(self) -> list[str]:
         """Return a list of the dotted names of the leaves that are not None."""
-        all_names = names(self._tree(self._leaves)) if self._keys is None else self._keys
+        all_names = self._keys
+        if all_names is None:
+            all_names = names(self._tree(self._leaves))
         return [all_names[index] for index in self._indices]
