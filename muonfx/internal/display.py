@@ -156,8 +156,7 @@ class Shown:
     def __str__(self) -> str:
         return self.to_text()
 
-    def __repr__(self) -> str:
-        return self.to_text()
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -237,16 +236,14 @@ def _escaped(text: str) -> str:
 
 # The class is repeated so that these rules win over the more specific rules of Jupyter for all tables.
 _STYLE = (
-    """
-.mfx-report{font:12px/1.5 var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace);overflow-x:auto}
-.mfx-report table{border-collapse:collapse;margin:.4em 0;font:inherit;width:auto;display:table}
-.mfx-report caption{text-align:left;font-weight:600;caption-side:top}
-.mfx-report th,.mfx-report td{border:0;padding:.1em 1.6em .1em 0;text-align:left;white-space:pre;max-width:none}
-.mfx-report thead th{border-bottom:1px solid rgba(128,128,128,.35)}
-.mfx-report tfoot td{font-weight:600}
-.mfx-report tfoot tr:first-child td{border-top:1px solid rgba(128,128,128,.35)}
-.mfx-report .mfx-right{text-align:right}
-""".strip()
-    .replace("\n", "")
-    .replace(".mfx-report ", 3 * ".mfx-report" + " ")
+    ".mfx-report{font:12px/1.5 var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace);overflow-x:auto}"
+    ".mfx-report.mfx-report.mfx-report table"
+    "{border-collapse:collapse;margin:.4em 0;font:inherit;width:auto;display:table}"
+    ".mfx-report.mfx-report.mfx-report caption{text-align:left;font-weight:600;caption-side:top}"
+    ".mfx-report.mfx-report.mfx-report th,.mfx-report.mfx-report.mfx-report td"
+    "{border:0;padding:.1em 1.6em .1em 0;text-align:left;white-space:pre;max-width:none}"
+    ".mfx-report.mfx-report.mfx-report thead th{border-bottom:1px solid rgba(128,128,128,.35)}"
+    ".mfx-report.mfx-report.mfx-report tfoot td{font-weight:600}"
+    ".mfx-report.mfx-report.mfx-report tfoot tr:first-child td{border-top:1px solid rgba(128,128,128,.35)}"
+    ".mfx-report.mfx-report.mfx-report .mfx-right{text-align:right}"
 )

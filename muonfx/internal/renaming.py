@@ -97,7 +97,7 @@ def _unused(pattern: str, names: Sequence[str], level: str, what: str) -> str:
     "'layer/*' matches no leaf in the checkpoint, close: 'layers/0/w': correct or remove it"
     """
     # It matches names, but for each of them another entry was applied.
-    if any(_matches(name, pattern, level) for name in names):
+    if any(_new_name(name, pattern, pattern, level) is not None for name in names):
         return f"{pattern!r} has no effect, because more exact entries rename the same names: remove it"
     similar_names = close_names(pattern.strip("*" + level), names, level)
     if similar_names:
@@ -105,10 +105,6 @@ def _unused(pattern: str, names: Sequence[str], level: str, what: str) -> str:
     else:
         candidates = f"which has {format_list(sorted(set(names)))}"
     return f"{pattern!r} matches no {what} in the checkpoint, {candidates}: correct or remove it"
-
-
-def _matches(name: str, pattern: str, level: str) -> bool:
-    return _new_name(name, pattern, target=pattern, level=level) is not None
 
 
 def _new_name(name: str, pattern: str, target: str, level: str) -> str | None:

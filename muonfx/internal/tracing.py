@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
@@ -72,16 +72,13 @@ def is_wrapped(x: Tensor) -> bool:
     return bool(_C._functorch.is_functorch_wrapped_tensor(x))
 
 
-@contextmanager
-def without_transforms() -> Generator[None]:
-    """Suspend all ``torch.func`` transforms in a ``with`` block, so that tensors created in it are plain."""
+def without_transforms() -> AbstractContextManager[object]:
+    """Return a context for ``with`` without ``torch.func`` transforms, so that tensors created in it are plain."""
     if not functorch_is_active():
-        yield
-        return
+        return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    with temporarily_clear_interpreter_stack():
-        yield
+    return temporarily_clear_interpreter_stack()
 
 
 @contextmanager
