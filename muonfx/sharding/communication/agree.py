@@ -7,6 +7,7 @@ and all ranks raise one error that names the first difference.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,10 +27,10 @@ from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 _ERROR = 2
-"""The first number of the message of a rank that has an error. It is larger than the number of a request."""
+"""The urgency of a rank that has an error. It is larger than that of a request."""
 
 _REQUEST = 1
-"""The first number of the message of a rank that has no error, but a request, such as to compare replicas."""
+"""The urgency of a rank that has no error, but a request, such as to compare replicas."""
 
 _CALL_WORDS = 3
 """The number of words in the digest of the values that must be equal on all ranks."""
@@ -38,7 +39,10 @@ _VALUE_WORDS = 2
 """The number of words in the digest of a value that may differ, such as the dtypes of gradients."""
 
 _LARGEST_WORD = 0x3FFFFFFF
-"""The largest number of 30 bits."""
+"""The largest number of 30 bits. Such a number and its negative fit into the int32 numbers of the message."""
+
+_BELOW_ALL_WORDS = -0x40000000
+"""A number below all words and below their negatives."""
 
 NO_VALUE = object()
 """In the place of a value that a rank does not have, so that only the values of the other ranks are compared."""
@@ -76,68 +80,60 @@ def agree(
         explain: returns texts for the error to compare, if the calls are not the same.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
-    # 1. Each rank sends some numbers. The all-reduce returns the maximum over ranks of each number.
-    numbers = _message((what, same), compared, problem, request=request)
+    # 1. One all-reduce of this rank's urgency, a hash of the call, and a hash of each value that may differ.
+    urgency = [_urgency(problem, request=request)]
+    call = _signed_hash((what, same), _CALL_WORDS)
+    values = [_signed_hash(value, _VALUE_WORDS) for value in compared]
+    [largest_urgency], call_maxima, *value_maxima = _maxima_over_ranks([urgency, call, *values], group, what)
+    # 2. The maxima are the same on all ranks. So if one rank has an error, or makes another call, all ranks raise.
+    if largest_urgency == _ERROR:
+        _raise_errors(what, problem, group)
+    if not _are_equal(call_maxima):
+        _raise_difference({"calls": what, **explain()}, group)
+    are_equal = list(map(_are_equal, value_maxima))
+    return Agreement(are_equal, is_requested=largest_urgency == _REQUEST)
+
+
+def _urgency(problem: BaseException | None, *, request: bool) -> int:
+    """Return `_ERROR` for a rank with an error, else `_REQUEST` with a request, else 0."""
+    if problem is not None:
+        return _ERROR
+    if request:
+        return _REQUEST
+    return 0
+
+
+def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, what: str) -> list[list[int]]:
+    """Return, for each list of numbers, the largest of each number on any rank. This is one all-reduce.
+
+    For ``[[0], [7, 5]]`` on rank 0 and ``[[1], [6, 8]]`` on rank 1, both get ``[[1], [7, 8]]``. In a call of `agree`
+    with one value, a rank sends 11 numbers of 4 bytes.
+    """
+    numbers = list(itertools.chain.from_iterable(values))
     message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    urgency, *maxima = message.cpu().tolist()
-    # 2. The maxima are equal on all ranks. So if one rank has an error, or makes another call, all ranks raise. How
-    # maxima show whether all ranks sent the same hash is explained in `_words_and_complements`.
-    if urgency == _ERROR:
-        _raise_errors(what, problem, group)
-    end_of_call = 2 * _CALL_WORDS
-    if not _are_equal(maxima[:end_of_call]):
-        _raise_difference({"calls": what, **explain()}, group)
-    # 3. Other values may differ. Each has this number of maxima:
-    size = 2 * _VALUE_WORDS
-    are_equal = [_are_equal(maxima[start : start + size]) for start in range(end_of_call, len(maxima), size)]
-    return Agreement(are_equal, is_requested=urgency == _REQUEST)
+    return [maxima.tolist() for maxima in message.cpu().split(list(map(len, values)))]
 
 
-def _message(call: object, compared: Sequence[object], problem: BaseException | None, *, request: bool) -> list[int]:
-    """Return the numbers that a rank sends in `agree`: its error or request, and hashes of the compared values.
+def _signed_hash(value: object, count: int) -> list[int]:
+    """Hash a value to `count` words of 30 bits. Return the words, and then the same words with a negative sign.
 
-    1. the urgency: 0, `_REQUEST` or `_ERROR`
-    2. `_CALL_WORDS` words of a hash of the call, and the complements of these words
-    3. for each value in `compared`, `_VALUE_WORDS` words of its hash, and the complements
-
-    With one value, these are 11 numbers (44 bytes) in every call, so ranks that make different calls find that out.
-    """
-    urgency = 0
-    if request:
-        urgency = _REQUEST
-    if problem is not None:
-        urgency = _ERROR
-    numbers = [urgency]
-    numbers += _words_and_complements(call, _CALL_WORDS)
-    for value in compared:
-        numbers += _words_and_complements(value, _VALUE_WORDS)
-    return numbers
-
-
-def _words_and_complements(value: object, count: int) -> list[int]:
-    """Hash a value to `count` words of 30 bits. Return the words, and then the complement of each word.
-
-    Maxima over ranks of these numbers suffice to find out if all ranks have the same value. The complement of a word is
-    `_LARGEST_WORD` minus the word, so its maximum belongs to the least word. If rank 0 has the word 5 and rank 1 the
-    word 7, the maxima are 7 and `_LARGEST_WORD` - 5: the largest word is 7, the least is 5, so the values differ.
+    From maxima over ranks of these numbers follows whether all ranks have the same value. If rank 0 has the word 5 and
+    rank 1 the word 7, the maxima are 7 and -5: the largest word is 7 and the least is 5, so the values differ.
     """
     if value is NO_VALUE:
-        return [0] * (2 * count)  # zeros change no maximum, so only the values of the other ranks are compared
+        return [_BELOW_ALL_WORDS] * (2 * count)  # changes no maximum, so only the values of the other ranks count
     hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
-    numbers = struct.unpack(f">{count}I", hashed)  # big-endian numbers of 32 bits
-    words = [number & _LARGEST_WORD for number in numbers]  # 30 bits fit into the int32 numbers of the message
-    complements = [_LARGEST_WORD - word for word in words]
-    return words + complements
+    words = [number & _LARGEST_WORD for number in struct.unpack(f">{count}I", hashed)]
+    return words + [-word for word in words]
 
 
 def _are_equal(maxima: Sequence[int]) -> bool:
-    """Return True if all ranks have the same words, from the maxima over ranks of `_words_and_complements`."""
-    # The first half has the largest words of any rank. The second half has the largest complements, of the least words.
+    """Return True if all ranks have the same value, from the maxima over ranks of its `_signed_hash`."""
     count = len(maxima) // 2
-    largest_words = maxima[:count]
-    least_words = [_LARGEST_WORD - maximum for maximum in maxima[count:]]
+    largest_words = list(maxima[:count])
+    least_words = [-maximum for maximum in maxima[count:]]
     return largest_words == least_words
 
 
@@ -160,11 +156,8 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     # 1. The first subject on which a rank differs from rank 0, and the ranks that all have that other fact.
     digests = {subject: digest(fact) for subject, fact in facts.items()}
     difference = first_difference(all_objects(digests, group, operation))
-    if difference is None:  # the compared values differ, but not the facts that explain them
-        raise ShardingError(
-            "nothing was changed on any rank: found different calls, parameters or options on different ranks, "
-            "expected the same: construct and step the optimizer in the same way on all ranks"
-        )
+    if difference is None:
+        raise _unexplained_difference()
     subject, ranks = difference
     # 2. The fact of rank 0, and that of one of the different ranks. The remaining ranks send None.
     different_rank = ranks[0]
@@ -175,6 +168,14 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     text = difference_text(fact_of_rank[0], fact_of_rank[different_rank], listed(ranks))
     raise ShardingError(
         f"nothing was changed on any rank: the ranks have different {subject}: {text}\nAll ranks must have the same."
+    )
+
+
+def _unexplained_difference() -> ShardingError:
+    """Return an error for ranks whose compared values differ, but not the facts that explain them."""
+    return ShardingError(
+        "nothing was changed on any rank: found different calls, parameters or options on different ranks, "
+        "expected the same: construct and step the optimizer in the same way on all ranks"
     )
 
 
