@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Donation, Transform, checks
@@ -57,39 +61,34 @@ def agreed_call(
     # 2. In every step, with one all-reduce: the ranks make the same call.
     local, unplaced, agreement = _agree_on_call(binding, progress, tx, call, problem, check=check)
     # 3. In the first step after `init` or a load on any rank: the replicas have equal values.
-    compares_replicas = agreement.is_requested
-    if compares_replicas:
+    if agreement.is_requested:
         if local.params is not None:
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
+        progress.lacking = frozenset(tree.names(local.updates))  # their first gradients are compared below
     # 4. Gradients that are None on some ranks, or partial sums, are completed. Those of replicas should then be equal.
     if agreement.missing or unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
         local = local._replace(updates=completed)
-    # 5. The first gradient of each parameter: the replicas have equal values.
-    if compares_replicas or progress.lacking:
-        _compare_first_gradients(progress, layout, local.updates, is_first_step=compares_replicas)
+    if progress.lacking:
+        _compare_first_gradients(progress, layout, local.updates)
     progress.verified(local.state)
     return local
 
 
-def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree, *, is_first_step: bool) -> None:
+def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree) -> None:
     """Warn if replicas of a parameter have different gradients in the first step in which it has one.
 
     This may be a later step than the first: `DistributedDataParallel` does not reduce the gradients of parameters that
     were frozen when it wrapped the model, and are unfrozen later.
     """
-    gradients = dict(tree.named_leaves(updates))
-    lacking = frozenset([name for name, gradient in gradients.items() if gradient is None])
-    # 1. The first step: all gradients that there are.
-    if is_first_step:
-        warn_of_gradients(layout, gradients)
-    # 2. A later step with other missing gradients: only those that are there for the first time.
-    elif lacking != progress.lacking:
-        late = progress.lacking - lacking
-        warn_of_gradients(layout, {name: gradients.get(name) for name in late})
-        lacking &= progress.lacking  # a parameter that has had a gradient is not compared again
-    progress.lacking = lacking
+    first_gradients: dict[str, Tensor] = {}
+    for name, gradient in tree.named_leaves(updates):
+        if gradient is not None and name in progress.lacking:
+            first_gradients[name] = gradient
+    if first_gradients:
+        warn_of_gradients(layout, first_gradients)
+        progress.lacking = progress.lacking.difference(first_gradients)
 
 
 def _agree_on_call(
@@ -101,7 +100,7 @@ def _agree_on_call(
     *,
     check: bool,
 ) -> tuple[Arguments, list[str], LeafAgreement]:
-    """Check a call on this rank, and that all ranks make the same call.
+    """Check a call on this rank, and that all ranks make the same call. An error of any rank is raised on all.
 
     Returns:
         The call with local tensors; the names of the gradients that are partial sums; and the gradients that are None
@@ -109,16 +108,14 @@ def _agree_on_call(
     """
     layout = binding.layout
     assert layout.group is not None
-    # 1. This rank's arguments, and the facts about them that must be equal on all ranks, such as the number of steps so
-    # far. An error may be on this rank only: `agree` raises it on all ranks together.
+    # 1. This rank's arguments, and the facts about them that must be equal on all ranks, such as the number of steps.
+    if problem is not None:
+        _raise_on_all_ranks(problem, layout.group)
     try:
-        if problem is not None:
-            raise problem
         local, unplaced = _checked_call(binding, tx, call, check=check)
         facts = facts_of_step(binding, progress, tx, local)
     except Exception as error:
-        agree("a step", layout.group, error)
-        raise
+        _raise_on_all_ranks(error, layout.group)
     # 2. The facts and the gradients of all ranks, by one all-reduce of their digests. Texts for an error are made only
     # if the ranks differ (`explain`). If any rank must compare replicas, all ranks do (`request`).
     agreement = agree_on_leaves(
@@ -133,30 +130,40 @@ def _agree_on_call(
     return local, unplaced, agreement
 
 
+def _raise_on_all_ranks(problem: Exception, group: dist.ProcessGroup) -> NoReturn:
+    """Raise an error of this rank. The other ranks, which compare a step with this one, raise it too."""
+    agree("a step", group, problem)
+    raise problem
+
+
 def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> tuple[Arguments, list[str]]:
     """Raise if this rank's arguments of `update` are wrong. Return them with local tensors in place of DTensors.
 
     Also return the names of the gradients with other DTensor placements than their parameters, such as Partial. With
     `check`, the trees of updates, params and state are also compared with each other.
     """
-    # 1. The updates, and the arguments with local tensors.
+    local = Arguments(
+        local_tree(call.updates), call.state, local_tree(call.params), Donation.of(call.donate), call.extras
+    )
     check_extras(tx, call.extras)
-    local_updates = local_tree(call.updates)
-    checks.check_floating("updates", local_updates)
+    checks.check_floating("updates", local.updates)
     unplaced = unplaced_shards(binding.layout, call.updates)
-    local = Arguments(local_updates, call.state, local_tree(call.params), Donation.of(call.donate), call.extras)
-    # 2. The other arguments.
     if check:
         _check_trees(binding, tx, call, local)
-    if local.extras:
-        transforms = [visited.tx for visited in binding.visits(tx, local.like)]
-        check_values_of_extras(transforms, local.extras)
+    _check_values_of_extras(binding, tx, local)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
-    # 3. The shapes are remembered for `to_global` and `from_global`, which may be called without parameters.
+    # `to_global` and `from_global`, which may be called without parameters, need their shapes.
     if tx.treedef not in binding.likes:
         binding.likes[tx.treedef] = meta_like(local.like)
     return local, unplaced
+
+
+def _check_values_of_extras(binding: Binding, tx: Transform, local: Arguments) -> None:
+    """Raise if an extra argument has a wrong value for any transform that receives it."""
+    if local.extras:
+        transforms = [visited.tx for visited in binding.visits(tx, local.like)]
+        check_values_of_extras(transforms, local.extras)
 
 
 def _check_trees(binding: Binding, tx: Transform, call: Arguments, local: Arguments) -> None:
