@@ -18,7 +18,7 @@ from muonfx.sharding.communication.messages import Exchange, collective, copied,
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
 from muonfx.sharding.shards.dtensors import is_dtensor, outside_transforms, require_shards
-from muonfx.sharding.shards.position import boxes_in
+from muonfx.sharding.shards.position import ShardPosition, boxes_in
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
@@ -34,15 +34,15 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     If rank 0 holds ``{"w": tensor([1., 2.])}`` and rank 1 ``{"w": tensor([3., 4.])}`` of a parameter with 4 elements,
     both get ``{"w": tensor([1., 2., 3., 4.])}``.
     """
-    leaves, treedef = tree.flatten(local)
-    names = tree.names(local)
-    leaf_of = dict(zip(names, leaves, strict=True))
+    leaf_of = dict(tree.named_leaves(local))
     # An error of this rank (`problem`) is raised after the first message, on all ranks: none waits for another.
     with outside_transforms("layout.gather", local) as problem, torch.no_grad():
-        shard_of = _shards_to_gather(layout, leaf_of, None, problem)
+        _require_same_leaves(layout, leaf_of, problem)
+        shard_of = _local_shards(leaf_of)
         wholes = _gather(layout, list(shard_of), list(shard_of.values()))
-    whole_of = dict(zip(shard_of, wholes, strict=True))
-    return tree.unflatten(treedef, [whole_of.get(name) for name in names])
+    leaf_of.update(zip(shard_of, wholes, strict=True))
+    _, treedef = tree.flatten(local)
+    return tree.unflatten(treedef, leaf_of.values())
 
 
 def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequence[str] | None) -> PyTree:
@@ -50,52 +50,54 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
 
     Leaves whose names are not in `chosen` are returned unchanged. None: gather all leaves.
     """
-    leaves, treedef = tree.flatten(local)
-    names = tree.names(local)
-    leaf_of = dict(zip(names, leaves, strict=True))
-    shard_of = _shards_to_gather(layout, leaf_of, chosen)
+    leaf_of = dict(tree.named_leaves(local))
+    if chosen is None:
+        chosen = list(leaf_of)
+    names = sorted(set(chosen))
+    _require_same_leaves(layout, leaf_of, names=names)
+    for name in names:  # they are now the same on all ranks, so all of them raise
+        if name not in leaf_of:
+            raise ShardingError(f"names: {name!r} is not a leaf of the tree")
+    shard_of = _local_shards({name: leaf_of[name] for name in names})
     # The backward pass of `_gather` is `_reduce`, and the other way round.
     wholes = _Linear.apply(_gather, _reduce, layout, list(shard_of), *shard_of.values())
-    # The whole tensors replace their shards; all other leaves (None, or not in `chosen`) stay.
     leaf_of.update(zip(shard_of, wholes, strict=True))
-    return tree.unflatten(treedef, [leaf_of[name] for name in names])
+    _, treedef = tree.flatten(local)
+    return tree.unflatten(treedef, leaf_of.values())
 
 
-def _shards_to_gather(
-    layout: ShardTable, leaf_of: dict[str, Any], chosen: Sequence[str] | None, problem: Exception | None = None
-) -> dict[str, Tensor]:
-    """Return by name the shards of the `chosen` leaves (None: of all). Raise on all ranks unless all have the same.
+def _require_same_leaves(
+    layout: ShardTable, leaf_of: dict[str, Any], problem: Exception | None = None, *, names: Sequence[str] = ()
+) -> None:
+    """Raise on all ranks unless each leaf is a shard on all ranks or None on all, and all pass the same `names`.
 
-    `leaf_of` has all leaves by name: a flat dict, because the names in a tree of many levels take as long to find as
+    `leaf_of` has the leaves by name: a flat dict, because the names in a tree of many levels take as long to find as
     the collectives. `problem` is an error that this rank already has.
     """
-    # 1. The ranks agree on the names, and on the leaves that are None.
-    required_names = sorted(chosen or [])
     with without_transforms():
         agreement = agree_on_shards(
             "gathering leaves",
             leaf_of,
             layout,
             problem,
-            same=required_names,
-            explain=lambda: {"arguments": str(required_names)},  # for the error if `chosen` differs between ranks
+            same=names,
+            explain=lambda: {"arguments": str(names)},
         )
-    # 2. These errors follow from values that are now equal on all ranks, so all of them raise.
-    for name in required_names:
-        if name not in leaf_of:
-            raise ShardingError(f"names: {name!r} is not a leaf of the tree")
-    for index in agreement.missing:
+    for index in agreement.missing:  # the same on all ranks, so all of them raise
         raise ShardingError(
             f"{tree.names(leaf_of)[index]!r} is None on some ranks, expected a shard on all ranks or None on all: pass "
             "the shard of every rank"
         )
-    # 3. The shards as local tensors. `to_local` is differentiable, so a gradient reaches the DTensor.
+
+
+def _local_shards(leaf_of: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the leaves by name as local tensors, without those that are None."""
     shards: dict[str, Tensor] = {}
     for name, leaf in leaf_of.items():
-        is_chosen = chosen is None or name in chosen
-        if leaf is None or not is_chosen:
-            continue
-        shards[name] = leaf.to_local() if is_dtensor(leaf) else leaf
+        if is_dtensor(leaf):
+            shards[name] = leaf.to_local()  # differentiable, so a gradient reaches the DTensor
+        elif leaf is not None:
+            shards[name] = leaf
     return shards
 
 
@@ -137,7 +139,10 @@ def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) 
         outgoing = lists_by_rank(layout)
         incoming = lists_by_rank(layout)
         for index in indices:
-            _list_messages(layout, names[index], shards[index], wholes[index], outgoing, incoming)
+            for receiver, boxes in _sent_boxes(layout, names[index], shards[index]):
+                outgoing[receiver] += boxes
+            for sender, boxes in _received_boxes(layout, names[index], wholes[index]):
+                incoming[sender] += boxes
         # If every rank has every element, or there is one rank, this rank only copies its own. This follows from the
         # layout, so it is the same on all ranks: one rank alone must not skip an exchange for which others wait.
         needs_no_message = _are_on_all_ranks(layout, [names[index] for index in indices])
@@ -148,40 +153,33 @@ def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) 
     return wholes
 
 
-def _list_messages(
-    layout: ShardTable,
-    name: str,
-    shard: Tensor,
-    whole: Tensor,
-    outgoing: list[list[Tensor]],
-    incoming: list[list[Tensor]],
-) -> None:
-    """Add the boxes of a parameter that this rank sends to `outgoing`, and those that it receives to `incoming`.
-
-    A box is a rectangular part of a tensor. Boxes of this rank's `shard` are sent to the ranks that do not hold it, and
-    received as boxes of `whole`.
+def _sent_boxes(layout: ShardTable, name: str, shard: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield each rank to which this rank sends its shard of a parameter, itself included, with the boxes of the shard.
 
     The holders of a shard share the work: if ranks 1 and 3 of six hold it, rank 1 sends it to ranks 0, 2 and 4, and
     rank 3 sends it to rank 5.
     """
-    for position, holders in layout.holders(name).items():
-        boxes_of_whole = [box.of(whole) for box in position.boxes]
-        # This rank does not hold the shard: it receives it from one holder. For two holders, even ranks receive it from
-        # the first, and odd ranks from the second.
+    boxes = boxes_in(shard, layout.views(name))
+    for holders in layout.holders(name).values():
         if layout.rank not in holders:
-            sender = holders[layout.rank % len(holders)]
-            incoming[sender] += boxes_of_whole
             continue
-        # This rank holds the shard. It copies the shard to its own whole tensor, without a message.
-        boxes_of_shard = boxes_in(shard, layout.views(name))
-        outgoing[layout.rank] += boxes_of_shard
-        incoming[layout.rank] += boxes_of_whole
-        # Holder number i sends it to the ranks i, i + n, i + 2n, ..., for n holders. These are the ranks that compute
-        # this holder as their `sender` above.
-        first_receiver = holders.index(layout.rank)
-        for receiver in range(first_receiver, layout.size, len(holders)):
+        yield layout.rank, boxes
+        # Holder number i sends it to the ranks i, i + n, i + 2n, ..., for n holders.
+        for receiver in range(holders.index(layout.rank), layout.size, len(holders)):
             if receiver not in holders:
-                outgoing[receiver] += boxes_of_shard
+                yield receiver, boxes
+
+
+def _received_boxes(layout: ShardTable, name: str, whole: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield the rank that sends each shard of a parameter to this rank, with the boxes of the whole tensor to fill.
+
+    For two holders of a shard, even ranks receive it from the first, and odd ranks from the second.
+    """
+    for position, holders in layout.holders(name).items():
+        sender = holders[layout.rank % len(holders)]
+        if layout.rank in holders:  # it copies its own shard
+            sender = layout.rank
+        yield sender, [box.of(whole) for box in position.boxes]
 
 
 class _Linear(torch.autograd.Function):
@@ -310,7 +308,10 @@ def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) 
 
 def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks: send each rank its shards, bucket by bucket. Return the shards of means."""
-    means = [layout.position(name).blank(whole) for name, whole in zip(names, wholes, strict=True)]
+    positions = [layout.position(name) for name in names]
+    if layout.size == 1:  # the mean of one rank
+        return list(map(ShardPosition.cut, positions, wholes))
+    means = list(map(ShardPosition.blank, positions, wholes))
     for indices in in_buckets(wholes, BUCKET):
         outgoing = lists_by_rank(layout)  # for each rank, the boxes of this rank's whole tensors that it averages
         targets: list[Tensor] = []  # the boxes that this rank averages, as views of its shards
@@ -333,18 +334,13 @@ def _exchange_and_average(
     Each rank sends one tensor for each target, in the order of the targets. The messages have the dtype and the device
     of `wire`.
     """
-    if layout.group is None:  # one rank
-        copied(outgoing[0], targets)
-        return
-    # Each rank sends this rank its own values of all targets, so all messages to it have one size.
     numel = sum(target.numel() for target in targets)
+    shapes = [target.shape for target in targets]
     expected = [numel] * layout.size  # from each rank, itself included
     messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
-    shapes = [target.shape for target in targets]
     tensors_of_rank = messages.arrived([shapes] * layout.size)
-    # The values of one target from all ranks, in the order of the ranks.
-    for index, target in enumerate(targets):
-        _average([tensors[index] for tensors in tensors_of_rank], target)
+    for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
+        _average(tensors, target)
     messages.end()
 
 
@@ -366,22 +362,21 @@ def _in_equal_parts(layout: ShardTable, names: tuple[str, ...]) -> ShardTable:
 
 
 def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
-    """Write the mean of some tensors to `target`.
+    """Write the mean of two or more tensors to `target`.
 
     They are added in order, in fp32 or higher, and the mean is rounded once. So all ranks get the same bits. The mean
     of ``[1., 3.]`` and ``[3., 5.]`` is ``[2., 4.]``.
     """
-    first, *others = tensors
-    total = first.to(ew.wide_dtype(target.dtype))
-    # The sum must not overwrite `first`, which may be the caller's tensor. It is written to the wide copy of `first`
-    # or, if no copy was needed, to the target.
-    memory = total
-    if total is first:
-        memory = target
+    first, second, *others = tensors
+    wide_dtype = ew.wide_dtype(target.dtype)
+    total = first.to(wide_dtype)
+    if target.dtype == wide_dtype:  # `total` may be the caller's tensor: the sum is written to the target
+        total = torch.add(total, second, out=target)
+    else:
+        total.add_(second)
     for tensor in others:
-        total = torch.add(total, tensor, out=memory)
-    torch.div(total, len(tensors), out=memory)
-    target.copy_(memory)  # rounds to the dtype of the target, or does nothing if it is the same tensor
+        total.add_(tensor)
+    target.copy_(total.div_(len(tensors)))  # does nothing if `total` is the target
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
