@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import binding
-from muonfx.sharding.communication.matrix_stage import _Gather, _Step
+from muonfx.sharding.communication.matrix_stage import _boxes_of_entries, _Step
 from muonfx.sharding.communication.messages import Exchange, host_device
 from muonfx.sharding.plan import matrix_shards
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Settings
@@ -132,7 +132,7 @@ def test_matrices_of_one_shape_are_received_with_as_many_calls_as_one(done: dict
 
         def profile(frame: Any, event: str, arg: Any) -> None:
             nonlocal found
-            found += event == "call" and frame.f_back.f_code is _Gather._allocate_stack.__code__
+            found += event == "call" and frame.f_back.f_code is _boxes_of_entries.__code__
 
         sys.setprofile(profile)
         try:

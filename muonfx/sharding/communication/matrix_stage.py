@@ -42,8 +42,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,17 +82,21 @@ class MatrixStage:
         """Return this rank's initial state, for the matrices that it computes. All ranks call this together."""
         if self.store == IN_MEMORY or tree.device_of(params).type == "meta":
             return self._init(params)
-        # With the state in host memory or on disk, it is built bucket by bucket. A parameter whose matrices are in
-        # several buckets has one state: it belongs to the first of these buckets.
+        # With the state in host memory or on disk, it is built bucket by bucket.
+        return init_in_buckets(self.store, self._names_of_buckets(), params, self._init, outside=None)
+
+    def _names_of_buckets(self) -> list[list[str]]:
+        """Return the parameters whose state is built with each bucket. There is at least one bucket, perhaps empty.
+
+        A parameter whose matrices are in several buckets has one state: it belongs to the first of these buckets.
+        """
         earlier_names: set[str] = set()
-        names_of_bucket: list[list[str]] = []
+        names_of_buckets: list[list[str]] = []
         for indices in self.plan.buckets:
             names = {self.plan.shards[index].name for index in indices}
-            names_of_bucket.append(sorted(names - earlier_names))
+            names_of_buckets.append(sorted(names - earlier_names))
             earlier_names |= names
-        if not names_of_bucket:  # the transforms are initialized once, also without a matrix
-            names_of_bucket.append([])
-        return init_in_buckets(self.store, names_of_bucket, params, self._init, outside=None)
+        return names_of_buckets or [[]]  # the transforms are initialized once, also without a matrix
 
     def _init(self, params: PyTree) -> PyTree:
         """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
@@ -111,6 +114,30 @@ class MatrixStage:
         state = self.tx.functions.init(gathered)
         return self._with_missing_leaves(state, params)
 
+    def _with_missing_leaves(self, state: PyTree, params: PyTree) -> PyTree:
+        """Add a leaf None to a state for each parameter whose matrices this rank does not compute.
+
+        All ranks must have the same structure, but `init` may leave out a parameter that is None: it may return
+        ``{"w": ...}`` where another rank has ``{"v": ...}``. Both then get ``{"v": ..., "w": ...}``.
+        """
+        full_state = self._init_on_meta(params)
+        _, full_treedef = tree.flatten(full_state)
+        leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
+        return tree.unflatten(full_treedef, [leaf_at.get(path) for path in tree.paths(full_state)])
+
+    def _init_on_meta(self, params: PyTree) -> PyTree:
+        """Return the initial state for all matrices of all ranks, as meta tensors: shapes without values."""
+        shapes = {name: spec.shape for name, spec in self.plan.specs.items()}
+        for shard in self.plan.shards:  # the shapes in which owners compute
+            shapes[shard.name] = shard.shape
+
+        def meta_tensor(name: str, leaf: Tensor) -> Tensor:
+            return torch.empty(shapes[name], dtype=leaf.dtype, device="meta")
+
+        with warnings.catch_warnings():  # the `init` of this rank's matrices has already warned
+            warnings.simplefilter("ignore")
+            return self.tx.functions.init(map_named(meta_tensor, params))
+
     def _params_of_nan(self, local_params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return NaN in the shapes of the matrices that this rank computes, by parameter name. Nothing is sent.
 
@@ -125,31 +152,6 @@ class MatrixStage:
                 nan = torch.full((), math.nan, dtype=param.dtype, device=param.device)
                 matrices[shard.name] = nan.expand(shard.shape)  # without memory for each element
         return matrices
-
-    def _with_missing_leaves(self, state: PyTree, params: PyTree) -> PyTree:
-        """Add a leaf None to a state for each parameter whose matrices this rank does not compute.
-
-        All ranks must have the same structure, but `init` may leave out a parameter that is None: it may return
-        ``{"w": ...}`` where another rank has ``{"v": ...}``. Both then get ``{"v": ..., "w": ...}``, the structure that
-        `init` returns for meta tensors of all parameters.
-        """
-        # 1. The structure, from `init` for meta tensors. They have the shapes in which owners compute.
-        shapes = {shard.name: shard.shape for shard in self.plan.shards}
-
-        def meta_tensor(name: str, leaf: Tensor) -> Tensor:
-            shape = shapes.get(name, self.plan.specs[name].shape)
-            return torch.empty(shape, dtype=leaf.dtype, device="meta")
-
-        with warnings.catch_warnings():  # the first `init` has already warned
-            warnings.simplefilter("ignore")
-            full_state = self.tx.functions.init(map_named(meta_tensor, params))
-        _, full_treedef = tree.flatten(full_state)
-        _, treedef = tree.flatten(state)
-        if full_treedef == treedef:
-            return state
-        # 2. The leaves of this rank at their paths, and None at the others.
-        leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
-        return tree.unflatten(full_treedef, [leaf_at.get(path) for path in tree.paths(full_state)])
 
     def update(self, call: Arguments, find_parameters: Callable[[], list[str | None]]) -> tuple[PyTree, PyTree]:
         """Run one step. Return this rank's updates and the next state. All ranks call this together.
@@ -173,19 +175,19 @@ class _Step:
         """Find this rank's shards and the buckets of the step. The arguments are as in `MatrixStage.update`."""
         self._stage = stage
         self._call = call
-        # 1. This rank's shards of the updates, by parameter name, and of the parameters, if the transforms read them.
+        # This rank's shards of the updates, by parameter name, and of the parameters, if the transforms read them.
         leaves, self._treedef = tree.flatten(call.updates)
         self._local_updates: dict[str, Any] = dict(zip(tree.names(call.updates), leaves, strict=True))
         self._local_params: dict[str, Any] | None = None
         if call.params is not None and stage.reads_params:
             self._local_params = dict(tree.named_leaves(call.params))
-        # 2. The buckets: the matrices that are sent together. If there are several, each takes a part of the state.
         self._buckets = stage.plan.local_buckets(self._local_updates)
-        self._bucketed_state: BucketedState | None = None
+        # If there are several buckets, each takes a part of the state.
+        self._state: _WholeState | BucketedState = _WholeState(call.state, call.donate)
         if len(self._buckets) > 1 or stage.store != IN_MEMORY:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in self._buckets]
-            self._bucketed_state = BucketedState(stage.store, device, call.state, find_parameters(), names, call.donate)
+            self._state = BucketedState(stage.store, device, call.state, find_parameters(), names, call.donate)
 
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state.
@@ -193,22 +195,21 @@ class _Step:
         Messages overlap with the computation: while a bucket is computed, the next one is gathered, and the results of
         the previous one are sent back.
         """
-        state = self._call.state
         updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds the shards of its bucket
         for name, leaf in self._local_updates.items():
             if leaf is not None and not leaf.numel():  # without elements on this rank: nothing is written to it
                 updated_shards[name] = leaf
         gathers = self._start_gathers(self._buckets[0])
         scatter: _Scatter | None = None
-        with self._bucketed_state or nullcontext():
+        with self._state:
             for index, bucket in enumerate(self._buckets):
                 # 1. The matrices of this bucket arrive, and the next bucket is sent while they are computed.
-                may_write = self._call.donate.updates or gathers[0].is_in_new_memory
+                may_write = self._call.donate.updates or not bucket.already_local
                 gathered = [self._as_tree(gather.wait()) for gather in gathers]
                 if index + 1 < len(self._buckets):
                     gathers = self._start_gathers(self._buckets[index + 1])
                 # 2. The owners run the transforms.
-                results, state = self._compute(index, gathered, state, may_write=may_write)
+                results = self._compute(index, *gathered, may_write=may_write)
                 del gathered  # free the gathered matrices
                 # 3. The results are sent back. Wait for those of the previous bucket, to use their buffers again.
                 if scatter is not None:
@@ -217,9 +218,7 @@ class _Step:
                 del results
         if scatter is not None:
             scatter.wait()
-        if self._bucketed_state is not None:
-            state = self._bucketed_state.end()
-        return self._as_tree(updated_shards), state
+        return self._as_tree(updated_shards), self._state.end()
 
     def _start_gathers(self, bucket: Bucket) -> list[_Gather]:
         """Start to gather the updates of a bucket and, if the transforms read them, the parameters."""
@@ -233,32 +232,48 @@ class _Step:
         return tree.unflatten(self._treedef, map(values.get, self._local_updates))
 
     def _compute(
-        self, index: int, gathered: list[PyTree], state: PyTree, *, may_write: bool
-    ) -> tuple[dict[str, Tensor | None], PyTree]:
-        """Run the transforms on the gathered matrices of a bucket. Return the results by name, and the next state.
+        self, index: int, updates: PyTree, params: PyTree = None, *, may_write: bool
+    ) -> dict[str, Tensor | None]:
+        """Run the transforms on the gathered matrices of the bucket `index`. Return the results by parameter name.
 
-        Args:
-            index: the number of the bucket.
-            gathered: the updates and, if the transforms read them, the parameters.
-            state: the state before the step. With several buckets, `_bucketed_state` has it instead.
-            may_write: True if the transforms may overwrite the updates.
+        The trees have whole matrices for the parameters of this bucket, and None for all others. With `may_write`, the
+        transforms may overwrite the updates.
         """
-        # 1. The arguments: whole matrices for the parameters of this bucket, and None for all others.
-        updates = gathered[0]
-        params: PyTree = None
-        if self._local_params is not None:
-            params = gathered[1]
-        # 2. The update of these matrices.
-        run = self._stage.tx.run
-        extras = self._call.extras
-        if self._bucketed_state is None:
-            donate = Donation(may_write, self._call.donate.state)
-            out, state = run(updates, state, params, donate=donate, **extras)
-        else:  # it loads the part of the state that belongs to this bucket, and stores it again
-            out = self._bucketed_state.run(index, run, updates, params, extras, may_write=may_write)
-        # The names of `_local_updates` are in the order of the leaves. A parameter without result has None.
-        results = dict(zip(self._local_updates, tree.leaves(out), strict=True))
-        return results, state
+        out = self._state.run(index, self._stage.tx.run, updates, params, self._call.extras, may_write=may_write)
+        return dict(zip(self._local_updates, tree.leaves(out), strict=True))
+
+
+class _WholeState:
+    """The state of a step with one bucket, in memory. It has the methods of `BucketedState` that a step calls."""
+
+    def __init__(self, state: PyTree, donate: Donation) -> None:
+        self._state = state
+        self._donate = donate
+
+    def run(
+        self,
+        bucket_index: int,
+        update: Callable[..., tuple[PyTree, PyTree]],
+        updates: PyTree,
+        params: PyTree,
+        extras: Mapping[str, Any],
+        *,
+        may_write: bool,
+    ) -> PyTree:
+        """Call a transform's `update` with the state, and keep the new state. Return the updates."""
+        donate = self._donate._replace(updates=may_write)
+        out, self._state = update(updates, self._state, params, donate=donate, **extras)
+        return out
+
+    def end(self) -> PyTree:
+        """Return the next state."""
+        return self._state
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class _Gather:
@@ -277,17 +292,8 @@ class _Gather:
         self._bucket = bucket
         self._local_shards = local_shards
         self._as_params = as_params
-        # 1. The matrices that this rank computes and already has, perhaps as views of its local shards.
-        self._matrices: dict[str, Tensor] = {}
-        """The matrices that this rank computes, by parameter name. `wait` adds those that are received."""
-        for local in bucket.already_local:
-            name = local.shard.name
-            self._matrices[name] = _local_matrices(local, local_shards[name])
-        self.is_in_new_memory = not self._matrices
-        """True if all matrices are received in new memory, and may be overwritten."""
-        # 2. The messages for the others. This is equal on all ranks, so all or none of them start the exchange.
         self._exchange: Exchange | None = None
-        if bucket.gathered:
+        if bucket.gathered:  # this is equal on all ranks, so all or none of them start the exchange
             self._exchange = self._start_exchange()
 
     def _start_exchange(self) -> Exchange:
@@ -321,62 +327,67 @@ class _Gather:
 
     def wait(self) -> dict[str, Tensor]:
         """Wait for the messages. Return the matrices that this rank computes, by parameter name."""
-        if self._exchange is not None:
-            self._exchange.wait(self._allocate_incoming())
-        matrices = self._matrices
-        self._matrices = {}  # the caller alone keeps them alive
+        # 1. The matrices that this rank already has, perhaps as views of its local shards.
+        matrices: dict[str, Tensor] = {}
+        for local in self._bucket.already_local:
+            name = local.shard.name
+            matrices[name] = _local_matrices(local, self._local_shards[name])
+        if self._exchange is None:
+            return matrices
+        # 2. The others are received in new memory: one stack for matrices of one shape and dtype.
+        boxes_of: dict[str, Sequence[Tensor]] = {}
+        for members in self._members_of_stacks():
+            stack = self._allocate_stack(members)
+            for local, entry, boxes in zip(members, stack, _boxes_of_entries(stack, members[0]), strict=True):
+                matrices[local.shard.name] = entry
+                boxes_of[local.shard.name] = boxes
+        self._exchange.wait(self._incoming(boxes_of))
         return matrices
 
-    def _allocate_incoming(self) -> list[list[Tensor]]:
-        """Allocate the gathered matrices. Return, for each rank, the boxes that it sends: rectangular views of them.
+    def _members_of_stacks(self) -> list[list[LocalTransfers]]:
+        """Return the matrices to receive, in groups of one shape and dtype whose boxes are at the same positions."""
+        members_of: dict[Hashable, list[LocalTransfers]] = {}
+        for index, group in enumerate(self._bucket.received_groups):
+            for local in group:
+                dtype = self._local_shards[local.shard.name].dtype
+                members_of.setdefault((index, dtype), []).append(local)
+        return list(members_of.values())
+
+    def _allocate_stack(self, members: Sequence[LocalTransfers]) -> Tensor:
+        """Return new memory for matrix shards of one shape: a tensor with one entry for each of them."""
+        first = members[0].shard
+        like = self._local_shards[first.name]
+        dtype = like.dtype
+        if len(self._plan.run) == 1:
+            # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
+            dtype = self._wire_dtype(dtype)
+        return torch.empty((len(members), *first.shape), dtype=dtype, device=like.device)
+
+    def _incoming(self, boxes_of: Mapping[str, Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Return, for each rank, the boxes that it sends, of all boxes of the received matrices by parameter name.
 
         If ranks 0 and 1 hold two rows each of the matrix "w", which this rank gathers, the result is
         ``[[w[0:2]], [w[2:4]]]``.
         """
-        # 1. One stack for the matrices of one shape and dtype. For each parameter, the boxes of each transfer, which is
-        # the part that one rank sends:
-        boxes_of: dict[str, list[list[Tensor]]] = {}
-        for group in self._bucket.received_groups:
-            members_of_dtype: dict[torch.dtype, list[LocalTransfers]] = {}
-            for local in group:
-                dtype = self._local_shards[local.shard.name].dtype
-                members_of_dtype.setdefault(dtype, []).append(local)
-            for dtype, members in members_of_dtype.items():
-                boxes_of.update(self._allocate_stack(members, dtype))
-        # 2. A rank sends the boxes in the order of the matrices and, for each matrix, of its transfers.
+        # A rank sends the boxes in the order of the matrices and, for each matrix, in the order of `owner_boxes`.
         incoming = lists_by_rank(self._layout)
         for local in self._bucket.received:
-            for (transfer, _), boxes in zip(local.transfers, boxes_of[local.shard.name], strict=True):
-                incoming[transfer.sender] += boxes
+            for owner_box, box in zip(local.owner_boxes, boxes_of[local.shard.name], strict=True):
+                incoming[owner_box.sender].append(box)
         return incoming
 
-    def _allocate_stack(self, members: list[LocalTransfers], dtype: torch.dtype) -> dict[str, list[list[Tensor]]]:
-        """Allocate one stack for matrix shards of one shape, whose boxes are at the same positions.
 
-        Return the boxes of each transfer, as views of the stack: ``{"w": [[a, b], [c]], "v": [[d, e], [f]]}`` if the
-        first transfer of each matrix shard has two boxes, and the second has one.
-        """
-        # 1. The stack. Each entry has the matrices of one parameter.
-        if len(self._plan.run) == 1:
-            # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
-            dtype = self._wire_dtype(dtype)
-        first = members[0]
-        names = [local.shard.name for local in members]
-        device = self._local_shards[names[0]].device
-        stack = torch.empty((len(members), *first.shard.shape), dtype=dtype, device=device)
-        self._matrices.update(zip(names, stack.unbind(), strict=True))
-        # 2. The boxes in it. Those of a range of matrices, not of a whole parameter, are intervals of flat entries.
-        if first.shard.shape != first.shard.whole:
-            stack = stack.flatten(1)
-        boxes_of: dict[str, list[list[Tensor]]] = {name: [] for name in names}
-        for _, views in first.transfers:
-            for name in names:
-                boxes_of[name].append([])
-            for view in views:
-                # One call for the same box of all matrices is faster than a view of each.
-                for name, box in zip(names, view.of_each(stack), strict=True):
-                    boxes_of[name][-1].append(box)
-        return boxes_of
+def _boxes_of_entries(stack: Tensor, first: LocalTransfers) -> list[tuple[Tensor, ...]]:
+    """Return, for each entry of a stack of matrix shards, its boxes that come from the ranks, as views of the stack.
+
+    The boxes of all entries are at the same positions as those of the `first` entry.
+    """
+    if first.shard.shape != first.shard.whole:  # a range of matrices, whose boxes are intervals of the flat entry
+        stack = stack.flatten(1)
+    entries_of_boxes: list[tuple[Tensor, ...]] = []
+    for owner_box in first.owner_boxes:  # one call for the same box of all entries is faster than a view of each
+        entries_of_boxes.append(owner_box.view.of_each(stack))
+    return list(zip(*entries_of_boxes, strict=True))
 
 
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
@@ -441,20 +452,11 @@ class _Scatter:
 
         `local` says where the elements of the result are in the shard of this rank.
         """
-        # 1. The shard has further elements, or others in another order: copy box by box.
-        if not local.is_same_shard:
-            sources = boxes_in(local.shard.as_shard(result), local.matrix_views)
-            copied(sources, self._boxes(local))
-            return
-        # 2. The shard has exactly these elements: the result replaces it.
-        local_update = self._local_updates[local.shard.name]
-        updated = result.reshape(local_update.shape).to(local_update.dtype)
-        # If a transform returns its input, `updated` is a view of the caller's tensor. The tensor itself is returned
-        # then, because a caller that compares it with its input must not take it for a new one.
-        has_same_memory = updated.data_ptr() == local_update.data_ptr() and updated.stride() == local_update.stride()
-        if has_same_memory and local_update.numel():
-            updated = local_update
-        self._updated_shards[local.shard.name] = updated
+        name = local.shard.name
+        if local.is_same_shard:  # the shard has exactly these elements: the result replaces it
+            self._updated_shards[name] = _like_input(result, self._local_updates[name])
+        else:  # the shard has further elements, or others in another order: copy box by box
+            copied(boxes_in(local.shard.as_shard(result), local.matrix_views), self._boxes(local))
 
     def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
         """Send the boxes of the results of this rank to all ranks that hold them. A box is a rectangular part.
@@ -469,10 +471,11 @@ class _Scatter:
             result = results[local.shard.name]
             if not local.computes or result is None:  # another rank computes it and sends the result
                 continue
-            for transfer, views in local.transfers:
-                boxes = boxes_in(local.shard.as_shard(result), views)
-                for rank in transfer.ranks:
-                    outgoing[rank] += boxes
+            flat_or_whole = local.shard.as_shard(result)
+            for owner_box in local.owner_boxes:
+                box = owner_box.view.of(flat_or_whole)
+                for rank in owner_box.holders:
+                    outgoing[rank].append(box)
         # The message has one dtype. All updates are on one device.
         updates = [self._local_updates[local.shard.name] for local in returned]
         dtypes = {self._wire_dtype(update.dtype) for update in updates}
@@ -512,3 +515,15 @@ class _Scatter:
             like = self._local_updates[name]
             self._updated_shards[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
         return boxes_in(self._updated_shards[name], local.local_views)
+
+
+def _like_input(result: Tensor, local_update: Tensor) -> Tensor:
+    """Return a result with the shape and dtype of this rank's update; the update itself if the result is a view of it.
+
+    If a transform returns its input, a caller that compares it with its input must not take it for a new one.
+    """
+    updated = result.reshape(local_update.shape).to(local_update.dtype)
+    has_same_memory = updated.data_ptr() == local_update.data_ptr() and updated.stride() == local_update.stride()
+    if has_same_memory and local_update.numel():
+        return local_update
+    return updated

@@ -61,7 +61,7 @@ class Bucket:
         # Matrices are in one group if this key is equal: then a box is at the same place in each entry of the stack.
         groups: dict[Hashable, list[LocalTransfers]] = {}
         for local in self.received:
-            views = tuple([views for _, views in local.transfers])
+            views = tuple([box.view for box in local.owner_boxes])
             is_whole_parameter = local.shard.shape == local.shard.whole
             key = (local.shard.shape, is_whole_parameter, views)
             groups.setdefault(key, []).append(local)
@@ -82,8 +82,8 @@ class Bucket:
         """For each rank, the number of elements that it sends to this rank."""
         expected = [0] * self.size
         for local in self.gathered:
-            for transfer, _ in local.transfers:
-                expected[transfer.sender] += transfer.numel
+            for box in local.owner_boxes:
+                expected[box.sender] += box.numel
         return expected
 
     @cached_property

@@ -55,12 +55,16 @@ class Transfer(NamedTuple):
     numel: int
 
 
-class OwnerTransfer(NamedTuple):
-    """A transfer, as the owner of the matrix shard sees it."""
+class OwnerBox(NamedTuple):
+    """One box of a transfer, as the owner of the matrix shard sees it."""
 
-    transfer: Transfer
-    views: tuple[ShardView, ...]
-    """Where the boxes of the transfer are in the tensor of the matrix shard."""
+    view: ShardView
+    """Where the box is in the tensor of the matrix shard."""
+    numel: int
+    sender: int
+    """The rank that sends the box to the owner."""
+    holders: tuple[int, ...]
+    """The ranks that hold the box, ascending. The owner sends its result to them."""
 
 
 class LocalTransfers(NamedTuple):
@@ -79,8 +83,8 @@ class LocalTransfers(NamedTuple):
     """The number of elements in these boxes."""
     sends: bool
     """True if the rank sends these elements to the owner; another rank may hold a replica and send it."""
-    transfers: list[OwnerTransfer]
-    """On the owner, all transfers of the matrix shard; empty on other ranks."""
+    owner_boxes: list[OwnerBox]
+    """On the owner, the boxes of all transfers of the matrix shard; empty on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -165,32 +169,32 @@ class MatrixShard:
         rank (``local_views``), and rows 2 and 3 of the tensor in which the owner computes (``matrix_views``).
         """
         local_shard = self.cut[rank]  # the elements of the parameter that the rank holds
-        # 1. Those of them that are in these matrices.
-        boxes: tuple[Box, ...] = ()
+        boxes: tuple[Box, ...] = ()  # those of them that are in these matrices
         sends = False
         overlap = self.transfer_of(rank)
         if overlap is not None:
             boxes = overlap.boxes
             sends = overlap.sender == rank  # of several ranks that hold these elements, only one sends them
         numel = numel_of(boxes)
-        # The overlap is all of the matrices and all of the shard, so the tensor of one can be used as the other.
-        is_same_shard = numel == self.numel and numel == local_shard.numel
-        # 2. On the owner, which receives from all ranks: where the elements of each rank are in its own tensor.
-        transfers: list[OwnerTransfer] = []
-        if rank == self.owner:
-            for transfer in self.transfers:
-                views = tuple([self.position.view(box) for box in transfer.boxes])
-                transfers.append(OwnerTransfer(transfer, views))
         return LocalTransfers(
             shard=self,
             computes=self.owner is None or self.owner == rank,
-            is_same_shard=is_same_shard,
-            local_views=tuple([local_shard.view(box) for box in boxes]),
-            matrix_views=tuple([self.position.view(box) for box in boxes]),
+            # The overlap is all of the matrices and all of the shard, so the tensor of one can be used as the other.
+            is_same_shard=numel == self.numel == local_shard.numel,
+            local_views=tuple(map(local_shard.view, boxes)),
+            matrix_views=tuple(map(self.position.view, boxes)),
             numel=numel,
             sends=sends,
-            transfers=transfers,
+            owner_boxes=self._owner_boxes() if rank == self.owner else [],
         )
+
+    def _owner_boxes(self) -> list[OwnerBox]:
+        """Return the boxes that the owner receives from the ranks that hold them, itself included."""
+        owner_boxes: list[OwnerBox] = []
+        for transfer in self.transfers:
+            for box in transfer.boxes:
+                owner_boxes.append(OwnerBox(self.position.view(box), box.numel, transfer.sender, transfer.ranks))
+        return owner_boxes
 
     @property
     def the_owner(self) -> int:
@@ -202,11 +206,14 @@ class MatrixShard:
     def _at_owner(self) -> Transfer | None:
         return None if self.owner is None else self.transfer_of(self.owner)
 
-    @cached_property
+    @property
     def _numel_at_owner(self) -> int:
-        if self._at_owner is None:
-            return 0
-        return self._at_owner.numel
+        return 0 if self._at_owner is None else self._at_owner.numel
+
+    @property
+    def _replicas_at_owner(self) -> tuple[int, ...]:
+        """The ranks that hold the same elements of these matrices as the owner, itself included."""
+        return () if self._at_owner is None else self._at_owner.ranks
 
     @cached_property
     def needs_gather(self) -> bool:
@@ -216,7 +223,7 @@ class MatrixShard:
     @cached_property
     def needs_send(self) -> bool:
         """True if the owner (the rank that computes these matrices) must send results to other ranks."""
-        return self.needs_gather or (self._at_owner is not None and len(self._at_owner.ranks) > 1)
+        return self.needs_gather or len(self._replicas_at_owner) > 1
 
     @property
     def route(self) -> str:
@@ -239,12 +246,12 @@ class MatrixShard:
 
         For example, "cut into 2 shards; the owner holds 50%".
         """
-        if self.owner is None:
+        if self.route == "everyone":
             return f"every rank holds it; computing it ({self.cost:.1e} operations) is faster than sending it"
-        if not self.needs_send:
+        if self.route == "local":
             return "the owner alone holds it"
-        if self._at_owner is not None and not self.needs_gather:
-            return f"{len(self._at_owner.ranks)} ranks hold it; the owner sends the result to the others"
+        if self.route == "split":
+            return f"{len(self._replicas_at_owner)} ranks hold it; the owner sends the result to the others"
         fraction = self._numel_at_owner / max(self.numel, 1)
         return f"cut into {len(list(self.transfers))} shards; the owner holds {fraction:.0%}"
 

@@ -126,8 +126,8 @@ def transferred(on: Setting, layout: str, **chosen: object) -> list[int]:
             moves = shard.local_transfers(rank)
             if moves.sends and rank != shard.owner:
                 sent[rank] += moves.numel * on.dtype.itemsize
-            for transfer, _ in moves.transfers:
-                sent[rank] += transfer.numel * on.dtype.itemsize * sum(other != rank for other in transfer.ranks)
+            for box in moves.owner_boxes:
+                sent[rank] += box.numel * on.dtype.itemsize * sum(other != rank for other in box.holders)
     return sent
 
 
