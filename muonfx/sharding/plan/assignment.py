@@ -10,7 +10,6 @@ compute the same plan without communication.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +29,7 @@ from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import cut_into_buckets
 from muonfx.sharding.plan.balance import Item, assign
 from muonfx.sharding.plan.bucket import Bucket
-from muonfx.sharding.plan.cost import Run, cost_of_run, runs_of
+from muonfx.sharding.plan.cost import CostOf, Run, cost_of_run, runs_of
 from muonfx.sharding.plan.matrix_shards import (
     LocalTransfers,
     MatrixShard,
@@ -221,24 +220,17 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     it depends on shapes and on the layout alone.
     """
     specs = {name: layout.specs[name] for name in names}
-    # A transform's dtype "auto" is not resolved by this machine's CPU here, since ranks may have different CPUs.
-    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     shapes = {name: spec.shape for name, spec in specs.items()}
+    # 1. The whole matrices of each parameter, with their costs and the ranks that may compute them.
     matrices = matrices_of(run, shapes)
     run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
+    # A transform's dtype "auto" is not resolved by this machine's CPU here, since ranks may have different CPUs.
+    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     cost_of = cost_of_run(run_on_stacks, device.type, compute)
-    # 1. The whole matrices of each parameter, with the ranks that may compute them.
-    divided: list[MatrixShard] = []
-    for name, spec in specs.items():
-        for shard in unassigned_shards(matrices.get(name), name, layout):
-            cost = cost_of(name, shard.shape, spec.dtype)
-            divided.append(replace(shard, cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
+    unassigned = _unassigned_shards(specs, matrices, layout, cost_of)
     # 2. One of these ranks, or every rank.
-    unassigned = with_ranks_of_their_own(divided, layout.size)
     owner_of = _owners(unassigned, layout.size, Machine.of(device.type, compute), settings)
-    shards: list[MatrixShard] = []
-    for index, shard in enumerate(unassigned):
-        shards.append(replace(shard, owner=owner_of.get(index)))
+    shards = [replace(shard, owner=owner_of.get(index)) for index, shard in enumerate(unassigned)]
     # 3. The matrices that are sent together.
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
     return RunPlan(
@@ -253,6 +245,21 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     )
 
 
+def _unassigned_shards(
+    specs: Mapping[str, Spec], matrices: Mapping[str, tuple[int, int]], layout: ShardTable, cost_of: CostOf
+) -> list[MatrixShard]:
+    """Return the matrix shards of all parameters with their costs, and with the ranks that may compute them.
+
+    `matrices` has (rows, columns) for each parameter that is a stack of matrices.
+    """
+    shards: list[MatrixShard] = []
+    for name, spec in specs.items():
+        for shard in unassigned_shards(matrices.get(name), name, layout):
+            cost = cost_of(name, shard.shape, spec.dtype)
+            shards.append(replace(shard, cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
+    return with_ranks_of_their_own(shards, layout.size)
+
+
 def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
     """Choose the rank that computes each matrix shard (some whole matrices). Return it by the index of the shard.
 
@@ -261,77 +268,67 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
 
     Several sets of shards to split may be tried. The assignment that takes the fewest seconds in a step is returned.
     """
-    # Only a shard that all ranks hold can be computed on every rank without sending it.
-    on_some_ranks: list[int] = []
-    on_all_ranks: list[int] = []
-    for index, shard in enumerate(shards):
-        if size > 1 and shard.complete and len(shard.candidates) == size:
-            on_all_ranks.append(index)
-        else:
-            on_some_ranks.append(index)
-    items = [Item(shard.cost, shard.numel, shard.candidates) for shard in shards]
-    fewest_seconds = math.inf
-    best: dict[int, int] = {}
-    for split in _sets_to_split(shards, on_all_ranks, machine, settings.replicas):
-        # 1. The shards with one owner, balanced over the ranks.
-        indices = sorted(on_some_ranks + split)
-        owners = assign([items[index] for index in indices], size)
-        owner_of = dict(zip(indices, owners, strict=True))
-        # 2. The seconds to compute all shards, and to send the results of those that are split. An equal time later in
-        # the order does not replace the best: splitting less is preferred.
-        results = [(owner_of[index], shards[index].nbytes) for index in split]
-        seconds = _seconds_of_step(shards, owner_of, size, machine)
-        seconds += _seconds_to_send(results, size, machine, settings)
-        if seconds < fewest_seconds:
-            fewest_seconds = seconds
-            best = owner_of
-    return best
+    assignments: list[dict[int, int]] = []
+    for split in _sets_to_split(shards, machine, settings.replicas):
+        with_owner = [index for index, shard in enumerate(shards) if index in split or not shard.is_on_all_ranks]
+        items = [Item(shards[index].cost, shards[index].numel, shards[index].candidates) for index in with_owner]
+        assignments.append(dict(zip(with_owner, assign(items, size), strict=True)))
+    # Of equal times, `min` returns the first: splitting less is preferred.
+    return min(assignments, key=lambda owner_of: _seconds_of_step(shards, owner_of, size, machine, settings))
 
 
-def _sets_to_split(
-    shards: Sequence[MatrixShard], on_all_ranks: list[int], machine: Machine, replicas: Replicas
-) -> list[list[int]]:
-    """Return the sets of shards, by index, that `_owners` tries to split. `on_all_ranks` has all that can be.
+def _sets_to_split(shards: Sequence[MatrixShard], machine: Machine, replicas: Replicas) -> list[set[int]]:
+    """Return the sets of shards, by index, that `_owners` tries to split, of those that all ranks hold.
 
     The setting "auto" compares whole assignments, because splitting saves nothing if, for example, there are fewer
     matrices than ranks: it tries to split none, those that are slower to compute than to send, and all.
     """
+    on_all_ranks = {index for index, shard in enumerate(shards) if shard.is_on_all_ranks}
     if replicas == "everyone":
-        return [[]]
+        return [set()]
     if replicas == "split":
         return [on_all_ranks]
     # A shard that takes less time to compute than to send is better computed on every rank.
-    slower_to_compute: list[int] = []
+    slower_to_compute: set[int] = set()
     for index in on_all_ranks:
         seconds_to_send = shards[index].nbytes / machine.bandwidth
         if _seconds_to_compute(shards[index], machine) > seconds_to_send:
-            slower_to_compute.append(index)
-    return [[], slower_to_compute, on_all_ranks]
+            slower_to_compute.add(index)
+    return [set(), slower_to_compute, on_all_ranks]
 
 
 def _seconds_to_compute(shard: MatrixShard, machine: Machine) -> float:
     return machine.computing(shard.cost, prod(shard.shape[:-2]))
 
 
-def _seconds_of_step(shards: Sequence[MatrixShard], owner_of: Mapping[int, int], size: int, machine: Machine) -> float:
-    """Estimate the seconds in which the busiest rank computes its shards. Every rank computes those without owner."""
-    # If rank 0 owns shards of 2 and 3 seconds, rank 1 one of 4, and every rank computes one of 1: 5 + 1 seconds.
+def _seconds_of_step(
+    shards: Sequence[MatrixShard], owner_of: Mapping[int, int], size: int, machine: Machine, settings: Settings
+) -> float:
+    """Estimate the seconds to compute all shards, and to send the results of those that are split.
+
+    If rank 0 owns shards of 2 and 3 seconds, rank 1 one of 4, and every rank computes one of 1, they are computed in
+    5 + 1 seconds. Transfers of shards that not all ranks hold are not counted: they are equal for all choices.
+    """
     seconds_of_rank = [0.0] * size
     seconds_of_every_rank = 0.0
+    results: list[tuple[int, int]] = []
     for index, shard in enumerate(shards):
         seconds = _seconds_to_compute(shard, machine)
-        if index in owner_of:
-            seconds_of_rank[owner_of[index]] += seconds
-        else:
+        if index not in owner_of:
             seconds_of_every_rank += seconds
-    return max(seconds_of_rank) + seconds_of_every_rank
+            continue
+        owner = owner_of[index]
+        seconds_of_rank[owner] += seconds
+        if shard.is_on_all_ranks:
+            results.append((owner, shard.nbytes))
+    return max(seconds_of_rank) + seconds_of_every_rank + _seconds_to_send(results, size, machine, settings)
 
 
 def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Machine, settings: Settings) -> float:
     """Estimate the seconds in which owners send `results`, pairs (owner, bytes), to all other ranks.
 
     With ``[(0, 100), (1, 50)]`` on four ranks, rank 0 sends 300 bytes and rank 1 sends 150 at the same time, so the 300
-    bytes count. Transfers of shards that not all ranks hold are not counted: they are equal for all choices.
+    bytes count.
     """
     if not results:
         return 0.0
@@ -352,24 +349,27 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
     The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another, so that
     a rank can compute them in batches. The groups ``[(0, 2), (1,)]`` send shards 0 and 2 first, and then shard 1.
     """
-    # 1. The shards of each dtype, ordered by the sides of their matrices.
     by_shape = sorted(range(len(shards)), key=lambda index: (sorted(shards[index].shape[-2:]), index))
-    indices_of_dtype: dict[torch.dtype, list[int]] = {specs[shard.name].dtype: [] for shard in shards}
+    shards_of_dtype: dict[torch.dtype, dict[int, MatrixShard]] = {specs[shard.name].dtype: {} for shard in shards}
     for index in by_shape:
-        dtype = specs[shards[index].name].dtype
-        indices_of_dtype[dtype].append(index)
-    # 2. Their buckets.
+        shard = shards[index]
+        shards_of_dtype[specs[shard.name].dtype][index] = shard
     buckets: list[tuple[int, ...]] = []
-    for indices in indices_of_dtype.values():
-        nbytes_on: dict[int | None, dict[int, int]] = {}  # for each owner, from the index of a shard to its bytes
-        for index in indices:
-            nbytes_on.setdefault(shards[index].owner, {})[index] = shards[index].nbytes
-        # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
-        nbytes_on_every_rank = nbytes_on.pop(None, {})
-        for bucket in cut_into_buckets(nbytes_on_every_rank, limit):
-            buckets.append(tuple(bucket))
-        buckets += _one_of_each_owner([cut_into_buckets(nbytes, limit) for nbytes in nbytes_on.values()])
+    for shards_of_one_dtype in shards_of_dtype.values():
+        buckets += _buckets_of_dtype(shards_of_one_dtype, limit)
     return buckets
+
+
+def _buckets_of_dtype(shards: Mapping[int, MatrixShard], limit: int) -> list[tuple[int, ...]]:
+    """Return groups of matrix shards of one dtype, by index, with at most `limit` bytes for each computing rank."""
+    nbytes_on: dict[int | None, dict[int, int]] = {}  # for each owner, from the index of a shard to its bytes
+    for index, shard in shards.items():
+        nbytes_on.setdefault(shard.owner, {})[index] = shard.nbytes
+    # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
+    nbytes_on_every_rank = nbytes_on.pop(None, {})
+    buckets = list(map(tuple, cut_into_buckets(nbytes_on_every_rank, limit)))
+    buckets_of_owners = [cut_into_buckets(nbytes, limit) for nbytes in nbytes_on.values()]
+    return buckets + _one_of_each_owner(buckets_of_owners)
 
 
 def _one_of_each_owner(buckets_of_owners: Sequence[list[list[int]]]) -> list[tuple[int, ...]]:
@@ -463,7 +463,6 @@ def _table_of_run(run: RunPlan) -> Table:
     A row is, for example, "w, 64 x 64, 0, local, 0.007905, 0, the owner alone holds it": the parameter, shape and
     owner, how the matrices reach it, the cost, the KiB sent, and the reason.
     """
-    # 1. The rows.
     rows: list[tuple[str, ...]] = []
     for shard in run.shards:
         shape = " x ".join(map(str, shard.shape))
@@ -471,12 +470,16 @@ def _table_of_run(run: RunPlan) -> Table:
         gflop = f"{shard.cost / 1e9:.4g}"
         kib_sent = f"{sum(run.sent_for([shard])) / 1024:.4g}"
         rows.append((shard.name, shape, owner, shard.route, gflop, kib_sent, shard.reason))
-    # 2. The title, such as "run of orthogonalize in 2 buckets". A bucket is a set of matrices that are sent together.
+    columns = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
+    return Table(columns, rows, right=(2, 4, 5), title=_title_of_run(run))
+
+
+def _title_of_run(run: RunPlan) -> str:
+    """Return a title such as "run of orthogonalize in 2 buckets" (sets of matrices that are sent together)."""
     names = ", ".join(name for name, _ in run.run)
     count = len(run.buckets)
     buckets = "1 bucket" if count == 1 else f"{count} buckets"
-    titles = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
-    return Table(titles, rows, right=(2, 4, 5), title=f"run of {names} in {buckets}")
+    return f"run of {names} in {buckets}"
 
 
 @plain_arguments

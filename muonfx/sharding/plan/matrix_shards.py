@@ -121,6 +121,11 @@ class MatrixShard:
         """The number of elements in these matrices."""
         return self.stop - self.start
 
+    @property
+    def is_on_all_ranks(self) -> bool:
+        """True if there are several ranks, and each of them holds all of these matrices."""
+        return self.complete and len(self.candidates) == self.cut.size > 1
+
     @cached_property
     def position(self) -> ShardPosition:
         """Which elements of the parameter these matrices have."""
@@ -314,19 +319,13 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
     The matrices of a stack have different ranks: if matrices 0 and 1 of "w" have the candidates 0 to 3, and rank 0 has
     the highest load, they may be assigned to ranks 1 and 2. Stacks with the highest cost of a matrix come first.
     """
-    # 1. The stacks, by (name, candidates), and the loads of the ranks from shards without a choice. Shards with several
-    # candidates that are not in such a stack are assigned later, and count for no rank yet.
+    # Shards with several candidates that are not in such a stack are assigned later, and count for no rank yet.
     loads = [0.0] * size
-    indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for index, shard in enumerate(shards):
-        if shard.one_each:
-            indices_of_stack.setdefault((shard.name, shard.candidates), []).append(index)
-        elif len(shard.candidates) == 1:
+    for shard in shards:
+        if len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
-    # 2. The matrices of each stack, to the candidates with the lowest loads.
     assigned = list(shards)
-    stacks = sorted(indices_of_stack.values(), key=lambda indices: -shards[indices[0]].cost)
-    for indices in stacks:
+    for indices in _stacks_by_cost(shards):
         candidates = shards[indices[0]].candidates
         by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
         owners = sorted(by_load[: len(indices)])  # as many ranks as matrices, in ascending order like the matrices
@@ -334,6 +333,15 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
             assigned[index] = replace(shards[index], candidates=(owner,))
             loads[owner] += shards[index].cost
     return assigned
+
+
+def _stacks_by_cost(shards: Sequence[MatrixShard]) -> list[list[int]]:
+    """Return, for each stack, the indices of its shards with the flag ``one_each``. The highest cost comes first."""
+    indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for index, shard in enumerate(shards):
+        if shard.one_each:
+            indices_of_stack.setdefault((shard.name, shard.candidates), []).append(index)
+    return sorted(indices_of_stack.values(), key=lambda indices: -shards[indices[0]].cost)
 
 
 class _Range(NamedTuple):
@@ -348,15 +356,21 @@ class _Range(NamedTuple):
     """True if each candidate may compute at most one of the ranges that have this flag."""
 
 
-class _Holders(NamedTuple):
-    """The ranks that hold elements of one matrix of a stack."""
+class _Matrix(NamedTuple):
+    """One matrix of a stack, and the ranks that hold elements of it."""
 
+    number: int
+    """Its index in the stack."""
     ranks: tuple[int, ...]
     """The ranks that hold the whole matrix or, if there is no such rank, the ranks that hold some of it."""
     complete: bool
     """True if these ranks hold the whole matrix."""
     most: tuple[int, ...]
     """The ranks that hold the largest part of the matrix."""
+
+    def alone(self, *candidates: int, one_each: bool = False) -> _Range:
+        """Return a range of this matrix alone, with the ranks of which one will compute it."""
+        return _Range(self.number, self.number + 1, candidates, self.complete, one_each)
 
 
 @remembered  # parameters with the same shape and partition share a cut
@@ -370,67 +384,64 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     >>> [(matrices.first, matrices.stop, matrices.candidates) for matrices in ranges]
     [(0, 3, (0,)), (3, 6, (1,))]
     """
-    # 1. The ranks that hold each matrix.
-    holders_of_matrices: list[_Holders] = []
-    num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
-    for start in range(0, prod(cut.shape), numel):
-        boxes = boxes_of_interval(cut.shape, start, start + numel)  # the matrix that begins at this element
-        holders = _holders_of_matrix(cut.holders, boxes, numel)
-        holders_of_matrices.append(holders)
-        num_matrices.update(holders.ranks)
-    # 2. Neighbouring matrices that the same ranks hold are divided among these ranks.
-    ranges: list[_Range] = []
-    first = 0
-    for _, group in itertools.groupby(holders_of_matrices, lambda holders: (holders.ranks, holders.complete)):
-        neighbours = list(group)
-        for divided in _divide(neighbours, first, num_matrices):
-            _append(ranges, divided)
-        first += len(neighbours)
-    # 3. A rank has one tensor of state for the stack, so it must not compute two ranges with a gap between them. If one
-    # would, a single rank computes the whole stack. Matrices with `one_each` all get different ranks later. Each other
-    # range has a single candidate here, its owner: an owner that is listed twice has two ranges.
-    owners = [matrices.candidates[0] for matrices in ranges if not matrices.one_each]
-    has_gaps = len(set(owners)) < len(owners)
-    if not has_gaps:
+    matrices = [_matrix(cut, number, numel) for number in range(prod(cut.shape) // numel)]
+    # By rank: of how many matrices it holds elements.
+    num_matrices = Counter(itertools.chain.from_iterable(matrix.ranks for matrix in matrices))
+    # Neighbouring matrices that the same ranks hold are divided among these ranks.
+    divided: list[_Range] = []
+    for _, neighbours in itertools.groupby(matrices, lambda matrix: (matrix.ranks, matrix.complete)):
+        divided += _divide(list(neighbours), num_matrices)
+    ranges = _joined(divided)
+    if not _have_gaps(ranges):
         return ranges
-    candidates: set[int] = set()
-    for matrices in ranges:
-        candidates.update(matrices.candidates)
-    return [_Range(0, len(holders_of_matrices), tuple(sorted(candidates)), complete=False)]
+    # A single rank computes the whole stack.
+    candidates = set(itertools.chain.from_iterable(each.candidates for each in ranges))
+    return [_Range(0, len(matrices), tuple(sorted(candidates)), complete=False)]
 
 
-def _divide(neighbours: Sequence[_Holders], first: int, num_matrices: Mapping[int, int]) -> list[_Range]:
+def _have_gaps(ranges: Sequence[_Range]) -> bool:
+    """Return True if a rank would compute two ranges of a stack, with a gap between them.
+
+    It must not, because it has one tensor of state for the stack.
+    """
+    # Ranges with `one_each` all get different ranks later. Each other range has a single candidate here, its owner.
+    owners = [each.candidates[0] for each in ranges if not each.one_each]
+    return len(set(owners)) < len(owners)
+
+
+def _divide(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[_Range]:
     """Divide neighbouring matrices of a stack, which the same ranks hold, among these ranks. Return each matrix alone.
 
-    1. With at least as many matrices as ranks, each rank computes an equal range of them.
-    2. With fewer matrices, `with_ranks_of_their_own` chooses a different rank for each matrix later, by load
-       (``one_each``). It chooses from the ranks that hold the largest part of every matrix. There must be enough of
-       them, and they must hold no other matrix of the stack.
-    3. Otherwise, each matrix is computed by the first of the ranks that hold the largest part of it.
+    For example, of four matrices on ranks 0 and 1, rank 0 computes the first two and rank 1 the last two. Of two
+    matrices that are each split equally over ranks 0 to 3, two different ranks of these compute one each.
 
-    For example, of four matrices on ranks 0 and 1, rank 0 computes the first two and rank 1 the last two (1.). Of two
-    matrices that are each split equally over ranks 0 to 3, two different ranks of these compute one each (2.).
+    `num_matrices` has, by rank, of how many matrices it holds elements.
+    """
+    ranks = neighbours[0].ranks
+    # 1. With at least as many matrices as ranks, each rank computes an equal range of them.
+    if len(neighbours) >= len(ranks):
+        owners = _in_equal_ranges(ranks, len(neighbours))
+        return [matrix.alone(owner) for matrix, owner in zip(neighbours, owners, strict=True)]
+    # 2. With fewer matrices, `with_ranks_of_their_own` chooses a different rank for each matrix later, by load.
+    candidates = _candidates_of_each(neighbours, num_matrices)
+    if candidates:
+        return [matrix.alone(*candidates, one_each=True) for matrix in neighbours]
+    # 3. If that is not possible, the rank computes a matrix that needs to receive the least.
+    return [matrix.alone(matrix.most[0]) for matrix in neighbours]
 
-    `first` is the index of the first matrix. `num_matrices` has, by rank, of how many matrices it holds elements.
+
+def _candidates_of_each(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[int]:
+    """Return the ranks of which each may compute any one of some matrices; none if there are too few of them.
+
+    They hold the largest part of every matrix, and no other matrix of the stack: a rank that also computed another
+    matrix would have two ranges, perhaps with a gap between them.
     """
     count = len(neighbours)
-    ranks = neighbours[0].ranks
-    complete = neighbours[0].complete
-    # 1. Enough matrices for all ranks.
-    if count >= len(ranks):
-        owners = _in_equal_ranges(ranks, count)
-        return [_Range(index, index + 1, (owner,), complete) for index, owner in enumerate(owners, first)]
-    # 2. A rank of its own for each matrix.
-    candidates = set(ranks).intersection(*[holders.most for holders in neighbours])
-    # A rank of another matrix of the stack too would compute two ranges, perhaps with a gap between them.
+    candidates = set.intersection(*[set(matrix.most) for matrix in neighbours])
     hold_no_other_matrix = all(num_matrices[rank] == count for rank in candidates)
     if len(candidates) >= max(count, 2) and hold_no_other_matrix:
-        ranks_of_each = tuple(sorted(candidates))
-        indices = range(first, first + count)
-        return [_Range(index, index + 1, ranks_of_each, complete, one_each=True) for index in indices]
-    # 3. The rank that needs to receive the least.
-    owners = [holders.most[0] for holders in neighbours]
-    return [_Range(index, index + 1, (owner,), complete) for index, owner in enumerate(owners, first)]
+        return sorted(candidates)
+    return []
 
 
 def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
@@ -448,36 +459,38 @@ def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
     return owners
 
 
-def _append(ranges: list[_Range], added: _Range) -> None:
-    """Append a range of matrices to a list. If the previous range has the same single owner, extend it instead.
+def _joined(ranges: Sequence[_Range]) -> list[_Range]:
+    """Join neighbouring ranges of matrices that have the same single owner.
 
-    After matrices 0 to 2 of rank 0, matrix 3 of rank 0 makes one range of matrices 0 to 3.
+    Matrices 0 to 2 of rank 0, and matrix 3 of rank 0, become one range of matrices 0 to 3.
     """
-    # A matrix with `one_each` stays alone, because it gets a rank of its own later.
-    if not ranges or added.one_each or ranges[-1].candidates != added.candidates:
-        ranges.append(added)
-        return
-    previous = ranges[-1]
-    complete = previous.complete and added.complete
-    ranges[-1] = _Range(previous.first, added.stop, added.candidates, complete)
+    joined: list[_Range] = []
+    for matrices in ranges:
+        # A matrix with `one_each` stays alone, because it gets a rank of its own later.
+        if not joined or matrices.one_each or joined[-1].candidates != matrices.candidates:
+            joined.append(matrices)
+            continue
+        complete = joined[-1].complete and matrices.complete
+        joined[-1] = joined[-1]._replace(stop=matrices.stop, complete=complete)
+    return joined
 
 
-def _holders_of_matrix(holders: Mapping[ShardPosition, Sequence[int]], boxes: Sequence[Box], numel: int) -> _Holders:
-    """Find the ranks that hold elements of a matrix, which has `numel` elements in some boxes of the parameter.
+def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
+    """Find the ranks that hold elements of one matrix of a stack, which has `numel` elements per matrix.
 
-    `holders` is a dict from the position of each shard of the parameter to the ranks that hold it. If a matrix of 16
-    elements has 4 on rank 0 and 12 on rank 1, both ranks are returned, and rank 1 as the one that holds most.
+    If a matrix of 16 elements has 4 on rank 0 and 12 on rank 1, both ranks are returned, and rank 1 as the one that
+    holds most.
     """
     # 1. The number of elements on each rank that holds any.
+    boxes = boxes_of_interval(cut.shape, number * numel, (number + 1) * numel)
     numel_of_rank: dict[int, int] = {}
-    for position, ranks_of_shard in holders.items():
+    for position, ranks in cut.holders.items():
         overlap = numel_of(position.overlaps(boxes))
         if overlap:
-            numel_of_rank.update(dict.fromkeys(ranks_of_shard, overlap))
+            numel_of_rank.update(dict.fromkeys(ranks, overlap))
     # 2. The ranks with the most, perhaps with all of them.
-    ranks = sorted(numel_of_rank)
     largest = max(numel_of_rank.values())
-    most = tuple([rank for rank in ranks if numel_of_rank[rank] == largest])
+    most = tuple([rank for rank in sorted(numel_of_rank) if numel_of_rank[rank] == largest])
     if largest == numel:
-        return _Holders(ranks=most, complete=True, most=most)
-    return _Holders(ranks=tuple(ranks), complete=False, most=most)
+        return _Matrix(number, ranks=most, complete=True, most=most)
+    return _Matrix(number, ranks=tuple(sorted(numel_of_rank)), complete=False, most=most)
