@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from typing import Any
 
@@ -52,17 +52,14 @@ class Exchange:
         self._buffers = layout.buffers
         # A rank sends itself nothing: its own tensors stay as they are, and their messages have no elements.
         self._own_tensors = list(outgoing[layout.rank])
-        send_sizes = [_numel(tensors) for tensors in outgoing]
-        send_sizes[layout.rank] = 0
+        tensors_to_send = list(outgoing)
+        tensors_to_send[layout.rank] = []
+        send_sizes = list(map(_numel, tensors_to_send))
         self._receive_sizes = list(expected)
         self._receive_sizes[layout.rank] = 0
         # The send buffer has the tensors for rank 0, then those for rank 1, and so on.
         self._send_buffer = layout.buffers.take(sum(send_sizes), dtype, device)
-        tensors_to_send: list[Tensor] = []
-        for rank, tensors in enumerate(outgoing):
-            if rank != layout.rank:
-                tensors_to_send += tensors
-        _pack(tensors_to_send, self._send_buffer)
+        _pack(list(chain.from_iterable(tensors_to_send)), self._send_buffer)
         # The messages arrive here while the caller computes: `wait` or `arrived` completes them.
         self._receive_buffer = layout.buffers.take(sum(self._receive_sizes), dtype, device)
         with collective(what):
@@ -155,8 +152,7 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
     """
     needs_cast = any(tensor.dtype != buffer.dtype for tensor in tensors)
     if needs_cast:  # `torch.stack` does not cast
-        targets = split_buffer(buffer, [tensor.shape for tensor in tensors])
-        copied(tensors, targets)
+        copied(tensors, split_buffer(buffer, [tensor.shape for tensor in tensors]))
         return
     # One call for neighbours of one shape is faster than a copy for each. Their part of the buffer, viewed as a stack
     # of tensors of this shape, is the output of `torch.stack`.
@@ -164,9 +160,9 @@ def _pack(tensors: Sequence[Tensor], buffer: Tensor) -> None:
     for shape, neighbours in groupby(tensors, lambda tensor: tensor.shape):
         tensors_of_shape = list(neighbours)
         count = len(tensors_of_shape)
-        end = start + count * shape.numel()
-        torch.stack(tensors_of_shape, out=buffer[start:end].view(count, *shape))
-        start = end
+        part = buffer.narrow(0, start, count * shape.numel())
+        torch.stack(tensors_of_shape, out=part.view(count, *shape))
+        start += part.numel()
 
 
 def split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

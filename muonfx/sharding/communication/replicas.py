@@ -32,7 +32,7 @@ from muonfx.sharding.communication.messages import (
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_of, outside_transforms
+from muonfx.sharding.shards.dtensors import local_tree, map_named, outside_transforms
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -154,33 +154,25 @@ def _find_difference(
 ) -> _Difference | None:
     """Find the first leaf whose replicas differ. Return the same on each rank, or None.
 
-    Args:
-        what: the name of the operation in errors.
-        values: the leaves on this rank by name, tensors or None.
-        groups_of: for each leaf by name, the groups of ranks that must hold equal values.
-        layout: the layout of the parameters.
-        problem: an error of this rank, which all ranks raise.
-        may_fail: True if any rank may pass an error. The ranks then communicate even if no leaf has replicas.
+    `values` has the leaves on this rank by name, tensors or None, and `groups_of` the groups of ranks that must hold
+    equal values of each leaf. The other arguments are as in `verify_params`.
     """
     group = layout.group
     if group is None or layout.size == 1:
         if problem is not None:
             raise problem
         return None
-    # 1. The checksums of this rank's replicas. With an error, all ranks raise before they are compared.
     checksum_of: dict[str, int] = {}
-    if problem is None:
+    if problem is None:  # else all ranks raise it before any checksums are compared
         checksum_of = checksums(_values_with_replicas(values, groups_of, layout.rank))
+    # Each group of ranks compares one digest of the checksums of all its leaves.
     compared = _checksums_by_group(groups_of, checksum_of, layout.rank)
-    if not compared:  # no leaf has replicas, which is the same on all ranks
-        if not may_fail:
-            return None
-        compared = [""]  # a message of `agree` has one value or more: the same text on all ranks
-    # 2. Each group of ranks compares one digest of all its leaves.
-    agreement = agree(what, group, problem, compared=compared)
+    if not compared and not may_fail:
+        return None
+    agreement = agree(what, group, problem, compared=compared or [""])  # a message has one value or more
     if all(agreement.are_equal):
         return None
-    # 3. Two digests differ: the ranks send all checksums, to find the leaf.
+    # Two digests differ: the ranks send all checksums, to find the leaf.
     return _first_difference(groups_of, all_objects(checksum_of, group, what))
 
 
@@ -211,10 +203,7 @@ def _checksums_by_group(groups_of: Mapping[str, Groups], checksum_of: Mapping[st
             checksums_of_group.setdefault(tuple(ranks), []).append(checksum_of.get(name))
     compared: list[object] = []
     for ranks, values in checksums_of_group.items():
-        if rank in ranks:
-            compared.append(values)
-        else:
-            compared.append(NO_VALUE)
+        compared.append(values if rank in ranks else NO_VALUE)
     return compared
 
 
@@ -287,27 +276,28 @@ def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: b
     A shard that all ranks hold is sent by a broadcast, and one that some ranks hold by messages between these ranks.
     With `donate`, the tensors of `params` are overwritten.
     """
-    # 1. The tensors to overwrite. `copies` has a tuple of ranks for each shard that several ranks hold.
-    leaves, treedef = tree.flatten(params)
+
+    def copied_if_replicated(name: str, leaf: Tensor) -> Tensor:
+        if layout.cuts[name].copies:
+            return leaf.detach().clone()
+        return leaf
+
+    if not donate:  # the caller keeps its tensors: overwrite copies
+        params = map_named(copied_if_replicated, params)
     on_all_ranks: list[Tensor] = []
     on_some_ranks: dict[str, Tensor] = {}
-    for index, name in enumerate(tree.names(params)):
-        if leaves[index] is None:  # perhaps no parameter of the layout
+    for name, local in tree.named_leaves(local_tree(params)):
+        if local is None:  # perhaps no parameter of the layout
             continue
-        copies = layout.cuts[name].copies
-        if not copies:  # no other rank holds this shard
-            continue
-        if not donate:  # the caller keeps its tensor: overwrite a copy
-            leaves[index] = leaves[index].detach().clone()
-        local = local_of(leaves[index]).detach()  # the same memory, so the leaf is overwritten with it
-        if len(copies[0]) == layout.size:
-            on_all_ranks.append(local)
-        else:
-            on_some_ranks[name] = local
-    # 2. The communication. The lists are equal on all ranks, because they follow from the layout.
+        copies = layout.cuts[name].copies  # a tuple of ranks for each shard that several ranks hold
+        if copies and len(copies[0]) == layout.size:
+            on_all_ranks.append(local.detach())
+        elif copies:
+            on_some_ranks[name] = local.detach()
+    # These are equal on all ranks, because they follow from the layout.
     _broadcast_from_first_rank(on_all_ranks, group)
     _send_from_first_holders(on_some_ranks, layout)
-    return tree.unflatten(treedef, leaves)
+    return params
 
 
 def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -340,17 +330,11 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
     and 3. Then rank 0 sends it to rank 2, and rank 1 sends the other shard to rank 3.
     """
     names = list(local)
-    # 1. Buckets must be equal on all ranks, but shards may have different sizes: the sizes of whole tensors are used.
-    wholes: list[Tensor] = []
-    largest_group = 1
-    for name, tensor in local.items():
-        wholes.append(torch.empty(layout.specs[name].shape, dtype=tensor.dtype, device="meta"))
-        for ranks in layout.cuts[name].copies:
-            largest_group = max(largest_group, len(ranks))
-    # A rank sends up to `largest_group` copies of a tensor, which together have the size of a bucket.
-    limit = max(1, BUCKET // largest_group)
-    # 2. The messages of each bucket.
-    for indices in in_buckets(wholes, limit):
+    # Buckets must be equal on all ranks, but shards may have different sizes: the sizes of whole tensors are used.
+    wholes = [torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta") for name in names]
+    # A rank sends a tensor to all other ranks of a group, so together these copies have the size of a bucket.
+    largest_group = max([max(map(len, layout.cuts[name].copies)) for name in names], default=1)
+    for indices in in_buckets(wholes, BUCKET // largest_group):
         sends: list[Send] = []
         for index in indices:
             name = names[index]
