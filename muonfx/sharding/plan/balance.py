@@ -43,32 +43,43 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     >>> assign([Item(1.0, 0, (0, 1)), Item(1.0, 0, (0, 1)), Item(9.0, 0, (0,))], ranks=2)
     [1, 1, 0]
     """
-    # 1. Items with a single candidate.
-    loads = _no_loads(ranks)
+    loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
     owner_of: dict[int, int] = {}  # by the index of the item
+    # 1. Items with a single candidate.
     with_choice: dict[int, Item] = {}
     for index, item in enumerate(items):
-        rank, *other_candidates = item.candidates
-        if other_candidates:
+        if len(item.candidates) > 1:
             with_choice[index] = item
             continue
+        rank = item.candidates[0]
         owner_of[index] = rank
         loads[rank] = loads[rank].plus(item)
     costs_before = [load.cost for load in loads]
-    # 2. The other items by descending cost, each to the candidate with the lowest load: small items that come last can
-    # fill the differences that large ones leave. Items with equal candidates share a queue.
+    # 2. The other items, each to the candidate with the lowest load.
     by_cost = _descending(with_choice)
-    queue_of: dict[tuple[int, ...], _Queue] = {}
-    for index, item in by_cost.items():
-        if item.candidates not in queue_of:
-            queue_of[item.candidates] = _Queue(loads, item.candidates)
-        owner_of[index] = queue_of[item.candidates].assign(item)
+    owner_of |= _assign_to_least_loaded(by_cost, loads)
     # 3. If all of these have the same candidates, a better assignment may exist; `_packed` returns {} if it finds none.
-    if len(queue_of) == 1:
-        (candidates,) = queue_of
+    candidates_of_items = {item.candidates for item in with_choice.values()}
+    if len(candidates_of_items) == 1:
+        (candidates,) = candidates_of_items
         largest_cost = max(loads[rank].cost for rank in candidates)
         owner_of |= _packed(by_cost, {rank: costs_before[rank] for rank in candidates}, largest_cost)
     return [owner_of[index] for index in range(len(items))]
+
+
+def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> dict[int, int]:
+    """Assign each item to its candidate with the lowest load so far. Return the rank by index of the item.
+
+    The items have descending costs: small items, which come last, can fill the differences that large ones leave. They
+    are added to `loads`.
+    """
+    queue_of: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
+    owner_of: dict[int, int] = {}
+    for index, item in items.items():
+        if item.candidates not in queue_of:
+            queue_of[item.candidates] = _Queue(loads, item.candidates)
+        owner_of[index] = queue_of[item.candidates].assign(item)
+    return owner_of
 
 
 def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
@@ -80,24 +91,16 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     >>> assign_by_bytes([Item(cost=9.0, size=10), Item(cost=0.0, size=6), Item(cost=0.0, size=4)], ranks=2)
     [0, 1, 1]
     """
-    # 1. The items with a cost, such as matrices, are assigned first: their cost is the time of a step.
-    with_cost: dict[int, Item] = {}
-    without_cost: dict[int, Item] = {}
-    for index, item in _descending(dict(enumerate(items))).items():
-        if item.cost > 0:
-            with_cost[index] = item
-        else:
-            without_cost[index] = item
-    loads = _no_loads(ranks)
+    items_of = _descending(dict(enumerate(items)))  # by index
+    with_cost = {index: item for index, item in items_of.items() if item.cost > 0}
+    without_cost = {index: item for index, item in items_of.items() if item.cost <= 0}
+    # The items with a cost, such as matrices, are assigned first: their cost is the time of a step.
+    loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
     mean_size = sum(item.size for item in items) // ranks  # sizes are integers, so rounding down changes nothing
     owner_of = _assign_by_cost(with_cost, loads, mean_size)
-    # 2. The items without a cost, such as biases, go where the memory is least full. They take no time to compute.
+    # The items without a cost, such as biases, go where the memory is least full. They take no time to compute.
     owner_of |= _assign_by_size(without_cost, loads)
     return [owner_of[index] for index in range(len(items))]
-
-
-def _no_loads(ranks: int) -> list[_Load]:
-    return [_Load(0.0, 0, rank) for rank in range(ranks)]
 
 
 def _descending(items: Mapping[int, Item]) -> dict[int, Item]:
@@ -187,22 +190,21 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     >>> _packed(items, {0: 0.0, 1: 0.0}, largest_cost=7.0)
     {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
     """
-    # 1. The best largest cost is between these limits: it is at least the mean, and the cost of each item and rank.
     costs = [item.cost for item in items.values()]
     mean = (sum(costs) + sum(costs_before.values())) / len(costs_before)
-    lower = max(mean, *costs_before.values(), *costs)
-    upper = largest_cost
-    is_balanced = upper <= _BALANCED * lower
+    least_possible = max(mean, *costs_before.values(), *costs)
+    is_balanced = largest_cost <= _BALANCED * least_possible
     takes_too_long = len(items) * len(costs_before) > _MOST_TRIALS
     if is_balanced or takes_too_long:
         return {}
-    # 2. Halve the interval between them: if the items fit below the middle, that is a new upper limit, else a lower
-    # one.
-    by_cost = sorted(costs_before, key=lambda rank: (-costs_before[rank], rank))  # the fullest rank is tried first
+    # Halve the interval between these limits: if the items fit below the middle, that is a new upper limit, else a
+    # lower one.
+    lower = least_possible
+    upper = largest_cost
     best: dict[int, int] = {}
     for _ in range(_BISECTIONS):
         limit = (lower + upper) / 2
-        owner_of = _first_fit(limit, items, {rank: costs_before[rank] for rank in by_cost})
+        owner_of = _first_fit(limit, items, costs_before)
         if owner_of is None:  # the items need a higher limit
             lower = limit
         else:  # they fit: try a lower limit, and keep this assignment if none is found
@@ -211,19 +213,21 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     return best
 
 
-def _first_fit(limit: float, items: Mapping[int, Item], costs: dict[int, float]) -> dict[int, int] | None:
+def _first_fit(limit: float, items: Mapping[int, Item], costs_before: Mapping[int, float]) -> dict[int, int] | None:
     """Assign each item to the first rank whose total cost stays within `limit`. Return None if an item fits nowhere.
 
-    `costs` has the cost of each rank so far, in the order in which ranks are tried. The items are added to it.
+    `costs_before` has the cost of each rank without the items. The rank with the highest is tried first.
 
     >>> _first_fit(5.0, {7: Item(3.0, 0), 8: Item(2.0, 0)}, {0: 4.0, 1: 0.0})  # both items fit on rank 1 only
     {7: 1, 8: 1}
     """
+    by_cost = sorted(costs_before, key=lambda rank: (-costs_before[rank], rank))
+    cost_of = {rank: costs_before[rank] for rank in by_cost}
     owner_of: dict[int, int] = {}
     for index, item in items.items():
-        for rank, cost in costs.items():
+        for rank, cost in cost_of.items():
             if cost + item.cost <= limit:  # the first rank with room, not the emptiest: gaps are filled tightly
-                costs[rank] = cost + item.cost
+                cost_of[rank] = cost + item.cost
                 owner_of[index] = rank
                 break
         if index not in owner_of:  # no rank had room, so the limit is too low
