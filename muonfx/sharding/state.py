@@ -120,24 +120,17 @@ def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[
     params = visited.params
     if _is_equal_on_all_ranks(binding, visited, state):
         params = {}  # no leaf belongs to a parameter
-    # 1. For each leaf, the name of its parameter.
-    leaves = tree.leaves(state)
-    names: Sequence[str | None] = [None] * len(leaves)
-    if tree.leaves(params):
-        names = parameters_of(state, params)
-    # 2. For each tensor, its placement.
     shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(params) if leaf is not None}
     placements: dict[Path, LeafPlacement] = {}
-    for path, name, leaf in zip(tree.paths(state), names, leaves, strict=True):
+    for path, name, leaf in zip(tree.paths(state), parameters_of(state, params), tree.leaves(state), strict=True):
         if not isinstance(leaf, Tensor):
             continue
         if name is not None and plan is not None:
             placement = _placement_on_owners(plan, name, leaf)
-        elif name in shape_of and leaf.shape != shape_of[name]:
-            # A leaf of another shape than its parameter's is equal on all ranks, like a leaf without a parameter.
-            placement = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
-        else:
+        elif name is not None and leaf.shape == shape_of.get(name, leaf.shape):
             placement = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
+        else:  # a leaf without a parameter, or of another shape than its parameter's, is equal on all ranks
+            placement = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
         placements[*visited.state, *path] = placement
     return placements
 
@@ -168,16 +161,20 @@ def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *,
     """
     leaves, structure = tree.flatten(like)
     dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
-    if None in dtypes:  # a quick test, because a step should not look at each name
-        for name, leaf in tree.named_leaves(like):
-            if leaf is None and name in binding.layout.specs:
-                return  # without its shape, such as of a missing gradient, the state of `init` cannot be computed
+    # `dtypes` is a quick test, because a step should not look at each name.
+    if None in dtypes and _lacks_shapes(binding, like):  # the state of `init` cannot be computed
+        return
     # Most steps have the same structure and dtypes: `init` is called once for them, on meta tensors.
     key = tx.treedef, structure, tuple(dtypes)
     if key not in binding.expected_states:
         meta_state = binding.init(tx, meta_like(like))
         binding.expected_states[key] = checks.ExpectedState.of(meta_state)
     checks.check_state_like(tx.name, state, binding.expected_states[key], with_dtypes=with_dtypes)
+
+
+def _lacks_shapes(binding: Binding, like: PyTree) -> bool:
+    """Return True if a parameter of the layout is None in a tree, such as a missing gradient."""
+    return any(leaf is None and name in binding.layout.specs for name, leaf in tree.named_leaves(like))
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
@@ -232,14 +229,18 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
     placements = describe_state(binding, tx, params)
     if len(placements) != len(leaves):
         return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
-    for index, (placement, leaf) in enumerate(zip(placements, leaves, strict=True)):
-        if isinstance(leaf, FlatShard):
-            leaves[index] = _in_local_shape(placement, leaf.data)
-        elif is_dtensor(leaf):
-            leaves[index] = local_of(leaf)
-            if placement is not None and placement.owned:  # else it has the shape of this rank's shard
-                leaves[index] = _in_local_shape(placement, leaves[index])
-    return tree.unflatten(treedef, leaves)
+    local_leaves = map(_local_leaf, placements, leaves)
+    return tree.unflatten(treedef, local_leaves)
+
+
+def _local_leaf(placement: LeafPlacement | None, leaf: Any) -> Any:
+    """Return a leaf of a state as `update` uses it on this rank: a local tensor, or None if other ranks compute it."""
+    if isinstance(leaf, FlatShard):
+        return _in_local_shape(placement, leaf.data)
+    local = local_of(leaf)
+    if is_dtensor(leaf) and placement is not None and placement.owned:  # else it has the shape of this rank's shard
+        return _in_local_shape(placement, local)
+    return local
 
 
 def _in_local_shape(placement: LeafPlacement | None, values: Tensor) -> Tensor | None:
@@ -311,30 +312,33 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
     """
     from torch.distributed.tensor import Replicate
 
-    mesh = layout.dtensors[name].mesh
-    placements: Sequence[Placement] = layout.dtensors[name].placements
-    shape = placement.shape
+    parameter = layout.dtensors[name]
+    mesh = parameter.mesh
     # 1. Every rank computes all matrices: it has the whole leaf.
     if all(shard.owner is None for shard in placement.shards):
-        assert local is not None
-        placements = [Replicate()] * mesh.ndim
+        return _global_dtensor(placement, local, mesh, [Replicate()] * mesh.ndim)
     # 2. One rank computes all matrices: it has the whole leaf, on a mesh of this rank alone.
-    elif len(placement.shards) == 1:
-        mesh = _mesh_of_owner(layout, mesh.device_type, placement.shards[0].the_owner)
-        placements = [Replicate()]
+    if len(placement.shards) == 1:
+        mesh_of_owner = _mesh_of_owner(layout, mesh.device_type, placement.shards[0].the_owner)
         if local is not None:
-            local = local.view(shape)
+            local = local.view(placement.shape)
+        return _global_dtensor(placement, local, mesh_of_owner, [Replicate()])
     # 3. Each rank computes the matrices that it holds: the leaf has the placements of the parameter.
-    elif own_what_they_hold(layout, name, placement.shards, shape):
+    if own_what_they_hold(layout, name, placement.shards, placement.shape):
         if local is None:
             local = _empty_on(mesh, placement.dtype)
-        local = local.reshape(-1, *shape[1:])
-    else:
-        return local
-    if local is None:  # this rank is not on the mesh
+        return _global_dtensor(placement, local.reshape(-1, *placement.shape[1:]), mesh, parameter.placements)
+    return local
+
+
+def _global_dtensor(
+    placement: LeafPlacement, local: Tensor | None, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> Tensor:
+    """Build a DTensor with the whole shape of a leaf. `local` is None on a rank that is not on the mesh."""
+    if local is None:
         local = _empty_on(mesh, placement.dtype)
-    stride = torch.empty(shape, device="meta").stride()  # of a contiguous tensor of the whole shape
-    return dtensor_of(local, mesh, placements, shape, stride)
+    stride = torch.empty(placement.shape, device="meta").stride()  # of a contiguous tensor of the whole shape
+    return dtensor_of(local, mesh, placements, placement.shape, stride)
 
 
 @remembered
