@@ -135,9 +135,7 @@ class RunPlan:
             present = [local for local in transfers if local.shard.name not in absent]
             if present:
                 buckets.append(Bucket(present, self.size))
-        if not buckets:  # the transforms are run once in each step, also without a matrix
-            buckets.append(Bucket([], self.size))
-        return buckets
+        return buckets or [Bucket([], self.size)]  # the transforms are run once in each step, also without a matrix
 
     @cached_property
     def _transfers_of_buckets(self) -> list[list[LocalTransfers]]:
@@ -311,16 +309,13 @@ def _seconds_of_step(
     """
     seconds_of_rank = [0.0] * size
     seconds_of_every_rank = 0.0
-    results: list[tuple[int, int]] = []
     for index, shard in enumerate(shards):
         seconds = _seconds_to_compute(shard, machine)
-        if index not in owner_of:
+        if index in owner_of:
+            seconds_of_rank[owner_of[index]] += seconds
+        else:
             seconds_of_every_rank += seconds
-            continue
-        owner = owner_of[index]
-        seconds_of_rank[owner] += seconds
-        if shard.is_on_all_ranks:
-            results.append((owner, shard.nbytes))
+    results = [(owner, shards[index].nbytes) for index, owner in owner_of.items() if shards[index].is_on_all_ranks]
     return max(seconds_of_rank) + seconds_of_every_rank + _seconds_to_send(results, size, machine, settings)
 
 
@@ -471,15 +466,10 @@ def _table_of_run(run: RunPlan) -> Table:
         kib_sent = f"{sum(run.sent_for([shard])) / 1024:.4g}"
         rows.append((shard.name, shape, owner, shard.route, gflop, kib_sent, shard.reason))
     columns = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
-    return Table(columns, rows, right=(2, 4, 5), title=_title_of_run(run))
-
-
-def _title_of_run(run: RunPlan) -> str:
-    """Return a title such as "run of orthogonalize in 2 buckets" (sets of matrices that are sent together)."""
+    # The title is, for example, "run of orthogonalize in 2 buckets" (sets of matrices that are sent together).
     names = ", ".join(name for name, _ in run.run)
-    count = len(run.buckets)
-    buckets = "1 bucket" if count == 1 else f"{count} buckets"
-    return f"run of {names} in {buckets}"
+    buckets = "bucket" if len(run.buckets) == 1 else "buckets"
+    return Table(columns, rows, right=(2, 4, 5), title=f"run of {names} in {len(run.buckets)} {buckets}")
 
 
 @plain_arguments

@@ -48,10 +48,10 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     # 1. Items with a single candidate.
     with_choice: dict[int, Item] = {}
     for index, item in enumerate(items):
-        if len(item.candidates) > 1:
+        rank, *other_candidates = item.candidates
+        if other_candidates:
             with_choice[index] = item
             continue
-        rank = item.candidates[0]
         owner_of[index] = rank
         loads[rank] = loads[rank].plus(item)
     costs_before = [load.cost for load in loads]

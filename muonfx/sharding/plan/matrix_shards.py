@@ -55,6 +55,10 @@ class Transfer(NamedTuple):
     numel: int
 
 
+_NO_TRANSFER = Transfer(ranks=(), sender=-1, boxes=(), numel=0)
+"""The transfer between a matrix shard and a shard of the layout that have no element in common."""
+
+
 class OwnerBox(NamedTuple):
     """One box of a transfer, as the owner of the matrix shard sees it."""
 
@@ -145,22 +149,22 @@ class MatrixShard:
         # Computed on request: a rank needs all transfers of the matrices that it owns, and only its own of the others.
         for held_position, ranks in self.cut.holders.items():
             transfer = self._transfer(held_position, ranks)
-            if transfer is not None:
+            if transfer.numel:
                 yield transfer
 
-    def transfer_of(self, rank: int) -> Transfer | None:
-        """Return which elements of these matrices are in the shard of `rank`, or None if there are none."""
+    def transfer_of(self, rank: int) -> Transfer:
+        """Return which elements of these matrices are in the shard of `rank`, perhaps none."""
         held_position = self.cut[rank]
         if not held_position.numel:
-            return None
+            return _NO_TRANSFER
         return self._transfer(held_position, self.cut.holders[held_position])
 
-    def _transfer(self, held_position: ShardPosition, ranks: tuple[int, ...]) -> Transfer | None:
+    def _transfer(self, held_position: ShardPosition, ranks: tuple[int, ...]) -> Transfer:
         boxes = held_position.boxes
         if self.numel != prod(self.whole):
             boxes = tuple(held_position.overlaps(self._boxes))
         if not boxes:
-            return None
+            return _NO_TRANSFER
         return Transfer(ranks, nearest(ranks, self.owner or 0), boxes, numel_of(boxes))
 
     @cached_property
@@ -174,22 +178,16 @@ class MatrixShard:
         rank (``local_views``), and rows 2 and 3 of the tensor in which the owner computes (``matrix_views``).
         """
         local_shard = self.cut[rank]  # the elements of the parameter that the rank holds
-        boxes: tuple[Box, ...] = ()  # those of them that are in these matrices
-        sends = False
-        overlap = self.transfer_of(rank)
-        if overlap is not None:
-            boxes = overlap.boxes
-            sends = overlap.sender == rank  # of several ranks that hold these elements, only one sends them
-        numel = numel_of(boxes)
+        overlap = self.transfer_of(rank)  # those of them that are in these matrices
         return LocalTransfers(
             shard=self,
             computes=self.owner is None or self.owner == rank,
             # The overlap is all of the matrices and all of the shard, so the tensor of one can be used as the other.
-            is_same_shard=numel == self.numel == local_shard.numel,
-            local_views=tuple(map(local_shard.view, boxes)),
-            matrix_views=tuple(map(self.position.view, boxes)),
-            numel=numel,
-            sends=sends,
+            is_same_shard=overlap.numel == self.numel == local_shard.numel,
+            local_views=tuple(map(local_shard.view, overlap.boxes)),
+            matrix_views=tuple(map(self.position.view, overlap.boxes)),
+            numel=overlap.numel,
+            sends=overlap.sender == rank,  # of several ranks that hold these elements, only one sends them
             owner_boxes=self._owner_boxes() if rank == self.owner else [],
         )
 
@@ -208,27 +206,19 @@ class MatrixShard:
         return self.owner
 
     @cached_property
-    def _at_owner(self) -> Transfer | None:
-        return None if self.owner is None else self.transfer_of(self.owner)
-
-    @property
-    def _numel_at_owner(self) -> int:
-        return 0 if self._at_owner is None else self._at_owner.numel
-
-    @property
-    def _replicas_at_owner(self) -> tuple[int, ...]:
-        """The ranks that hold the same elements of these matrices as the owner, itself included."""
-        return () if self._at_owner is None else self._at_owner.ranks
+    def _at_owner(self) -> Transfer:
+        """The elements that the owner holds, with all ranks that hold the same ones."""
+        return _NO_TRANSFER if self.owner is None else self.transfer_of(self.owner)
 
     @cached_property
     def needs_gather(self) -> bool:
         """True if the owner (the rank that computes these matrices) must first receive elements of them."""
-        return self.owner is not None and self._numel_at_owner < self.numel
+        return self.owner is not None and self._at_owner.numel < self.numel
 
     @cached_property
     def needs_send(self) -> bool:
         """True if the owner (the rank that computes these matrices) must send results to other ranks."""
-        return self.needs_gather or len(self._replicas_at_owner) > 1
+        return self.needs_gather or len(self._at_owner.ranks) > 1
 
     @property
     def route(self) -> str:
@@ -256,8 +246,8 @@ class MatrixShard:
         if self.route == "local":
             return "the owner alone holds it"
         if self.route == "split":
-            return f"{len(self._replicas_at_owner)} ranks hold it; the owner sends the result to the others"
-        fraction = self._numel_at_owner / max(self.numel, 1)
+            return f"{len(self._at_owner.ranks)} ranks hold it; the owner sends the result to the others"
+        fraction = self._at_owner.numel / max(self.numel, 1)
         return f"cut into {len(list(self.transfers))} shards; the owner holds {fraction:.0%}"
 
 
