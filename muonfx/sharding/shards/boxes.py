@@ -141,9 +141,8 @@ def _do_overlap(boxes: list[Box]) -> bool:
     if len(boxes) < 2:
         return False
     # 1. Sweep along the dim in which boxes begin at the most different indices: few of them are open at a time there.
-    offsets_of_dims = zip(*[box.offsets for box in boxes], strict=True)
-    counts = [len(set(offsets)) for offsets in offsets_of_dims]
-    dim = counts.index(max(counts))
+    dims = range(len(boxes[0].offsets))
+    dim = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
     # 2. Visit the boxes in the order in which they begin along this dim.
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):

@@ -158,20 +158,21 @@ def outside_transforms(operation: str, *values: PyTree) -> Generator[Exception |
     first collective: ``with outside_transforms("layout.gather", local) as problem:``. `operation` is its name in the
     error.
     """
-    # 1. Outside of any transform, as in most calls, there is nothing to look for.
     problem: Exception | None = None
-    if functorch_is_active():
-        local_leaves = [local_of(leaf) for leaf in tree.leaves(values)]
-        is_in_transform = any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in local_leaves)
-        if is_in_transform:
-            problem = ShardingError(
-                f"{operation}: found a tensor of a torch.func transform (grad, vjp, jvp, vmap), expected a plain "
-                f"tensor, because {operation} has no derivative and no batching rule: call it outside the transform; "
-                "only layout.all_gather can be called inside"
-            )
-    # 2. The block runs in any case: it passes the error on to the other ranks.
-    with without_transforms():
+    if functorch_is_active():  # in most calls it is not
+        local_leaves = map(local_of, tree.leaves(values))
+        if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in local_leaves):
+            problem = _has_no_derivative(operation)
+    with without_transforms():  # the block runs in any case: it passes the error on to the other ranks
         yield problem
+
+
+def _has_no_derivative(operation: str) -> ShardingError:
+    return ShardingError(
+        f"{operation}: found a tensor of a torch.func transform (grad, vjp, jvp, vmap), expected a plain "
+        f"tensor, because {operation} has no derivative and no batching rule: call it outside the transform; "
+        "only layout.all_gather can be called inside"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ build DTensors

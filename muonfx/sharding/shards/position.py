@@ -210,16 +210,27 @@ class ShardPosition(NamedTuple):
         for shard_box in self.boxes:
             if not shard_box.contains(box):
                 start += shard_box.numel
-                continue
-            # 1. An n-d shard: the box begins behind the indices of the shard that are lower, in each dim.
-            if self.spans:
-                local_offsets = tuple(map(_count_before, self.spans, box.offsets))
-                return ShardView(None, self.shape, _narrowed(Box(local_offsets, box.sizes), self.shape))
-            # 2. A 1-d shard: the elements of `shard_box` are viewed in its shape, and narrowed to the box.
-            offsets = [offset - first for offset, first in zip(box.offsets, shard_box.offsets, strict=True)]
-            narrowed = _narrowed(Box(tuple(offsets), box.sizes), shard_box.sizes)
-            return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
+            elif self.spans:
+                return _view_in_grid(box, self.spans, self.shape)
+            else:
+                return _view_in_interval(box, shard_box, start)
         raise ValueError(f"found {box}, expected a box that is within one box of {self}")
+
+
+def _view_in_grid(box: Box, spans: Sequence[Sequence[Span]], shape: tuple[int, ...]) -> ShardView:
+    """Return the place of a box in an n-d shard: in each dim, behind the indices of the shard that are lower."""
+    local_offsets = tuple(map(_count_before, spans, box.offsets))
+    return ShardView(None, shape, _narrowed(Box(local_offsets, box.sizes), shape))
+
+
+def _view_in_interval(box: Box, shard_box: Box, start: int) -> ShardView:
+    """Return the place of a box in a 1-d shard, in which the elements of a box that contains it begin at `start`.
+
+    These elements are viewed in the shape of the `shard_box`, and narrowed to the box.
+    """
+    offsets = tuple(map(int.__sub__, box.offsets, shard_box.offsets))
+    narrowed = _narrowed(Box(offsets, box.sizes), shard_box.sizes)
+    return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
 
 
 def _nonempty(spans: Sequence[Span]) -> tuple[Span, ...]:
