@@ -167,21 +167,15 @@ class Binding:
         `run` has the transforms as pairs such as ``("orthogonalize", orthogonalize(...))``. Plans are cached by
         structure, because they do not depend on hyperparameters.
         """
-        # A transform with other numbers for each param group has one inner transform for each. The first one has the
-        # plan of all of them.
-        entries: list[tuple[str, Transform]] = []
-        for name, tx in run:
-            if tx.declaration.combinator.varies_numbers:
-                tx = tx.children[0]
-            entries.append((name, tx))
+        run = tuple([(name, _without_groups(tx)) for name, tx in run])
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
         if device.type == "meta":  # the speed of a device is estimated, and meta has none
             device = torch.device("cpu")
-        structures = tuple([(name, tx.treedef) for name, tx in entries])
+        structures = tuple([(name, tx.treedef) for name, tx in run])
         key = tuple(names), structures, str(device)
         if key not in self.plans:
-            self.plans[key] = plan_run(tuple(entries), names, self.layout, device, self.settings)
+            self.plans[key] = plan_run(run, names, self.layout, device, self.settings)
         return self.plans[key]
 
     def global_like(self, params: PyTree) -> PyTree:
@@ -282,6 +276,13 @@ class Binding:
         )
 
 
+def _without_groups(tx: Transform) -> Transform:
+    """Return the first inner transform of one with other numbers for each param group. All of them have one plan."""
+    if tx.declaration.combinator.varies_numbers:
+        return tx.children[0]
+    return tx
+
+
 @stand_in
 @with_memory
 def _on_owners(_memory: Memory, tx: Transform, binding: Any):
@@ -320,21 +321,14 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
     A matrix stage runs neighbouring transforms on whole matrices. The plan has the rank that computes each matrix (its
     owner).
     """
-    # 1. The transforms by name: the members of a chain, or the transform alone.
-    members = chain_entries(tx)
-    run: Run = ((tx.name, tx),)
-    if members is not None:
-        run = tuple(members.items())
-    plan = binding.plan(run, params)
-    # 2. An owner may compute some matrices of a stack, so the transforms must accept any number of them.
-    if plan.stacks:
+    entries = chain_entries(tx)  # None unless it is a chain
+    members = {tx.name: tx} if entries is None else entries
+    plan = binding.plan(tuple(members.items()), params)
+    if plan.stacks:  # an owner may compute some matrices of a stack, so the transforms must accept any number of them
         shapes = {name: plan.specs[name].shape for name in plan.stacks}
-        run = on_stacks(run, shapes)
-        if members is None:  # `run` has one transform, now in its form for stacks
-            ((_, tx),) = run
-        else:
-            tx = as_chain(dict(run))
-    reads_params = any(member.reads_params for _, member in run)
+        members = dict(on_stacks(tuple(members.items()), shapes))
+        tx = members[tx.name] if entries is None else as_chain(members)
+    reads_params = any(member.reads_params for member in members.values())
     return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
 
 

@@ -129,12 +129,11 @@ def _signed_hash(value: object, count: int) -> list[int]:
     return words + [-word for word in words]
 
 
-def _are_equal(maxima: Sequence[int]) -> bool:
+def _are_equal(maxima: list[int]) -> bool:
     """Return True if all ranks have the same value, from the maxima over ranks of its `_signed_hash`."""
     count = len(maxima) // 2
-    largest_words = list(maxima[:count])
     least_words = [-maximum for maximum in maxima[count:]]
-    return largest_words == least_words
+    return maxima[:count] == least_words
 
 
 def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:

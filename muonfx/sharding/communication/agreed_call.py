@@ -150,20 +150,14 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     unplaced = unplaced_shards(binding.layout, call.updates)
     if check:
         _check_trees(binding, tx, call, local)
-    _check_values_of_extras(binding, tx, local)
+    if call.extras:
+        check_values_of_extras([visited.tx for visited in binding.visits(tx, local.like)], call.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
     # `to_global` and `from_global`, which may be called without parameters, need their shapes.
     if tx.treedef not in binding.likes:
         binding.likes[tx.treedef] = meta_like(local.like)
     return local, unplaced
-
-
-def _check_values_of_extras(binding: Binding, tx: Transform, local: Arguments) -> None:
-    """Raise if an extra argument has a wrong value for any transform that receives it."""
-    if local.extras:
-        transforms = [visited.tx for visited in binding.visits(tx, local.like)]
-        check_values_of_extras(transforms, local.extras)
 
 
 def _check_trees(binding: Binding, tx: Transform, call: Arguments, local: Arguments) -> None:

@@ -309,12 +309,12 @@ class _Gather:
                 outgoing[rank].append(view.of(self._local_shards[name]))
         # The message has one dtype. All shards are on one device.
         shards = [self._local_shards[local.shard.name] for local in self._bucket.gathered]
-        dtypes = {self._wire_dtype(shard.dtype) for shard in shards}
+        wire_dtypes = {self._wire_dtype(shard.dtype) for shard in shards}
         return Exchange(
             self._layout,
             outgoing,
             self._bucket.expected,
-            dtype=functools.reduce(torch.promote_types, dtypes),  # it can represent all of them
+            dtype=functools.reduce(torch.promote_types, wire_dtypes),  # it can represent all of them
             device=shards[0].device,
             what="gathering matrices",
         )
@@ -471,26 +471,22 @@ class _Scatter:
             result = results[local.shard.name]
             if not local.computes or result is None:  # another rank computes it and sends the result
                 continue
-            flat_or_whole = local.shard.as_shard(result)
+            result_as_shard = local.shard.as_shard(result)
             for owner_box in local.owner_boxes:
-                box = owner_box.view.of(flat_or_whole)
+                box = owner_box.view.of(result_as_shard)
                 for rank in owner_box.holders:
                     outgoing[rank].append(box)
         # The message has one dtype. All updates are on one device.
         updates = [self._local_updates[local.shard.name] for local in returned]
-        dtypes = {self._wire_dtype(update.dtype) for update in updates}
+        wire_dtypes = {self._stage.plan.wire_dtypes(update.dtype).results for update in updates}
         return Exchange(
             layout,
             outgoing,
             self._bucket.expected_results,
-            dtype=functools.reduce(torch.promote_types, dtypes),  # it can represent all of them
+            dtype=functools.reduce(torch.promote_types, wire_dtypes),  # it can represent all of them
             device=updates[0].device,
             what="returning matrices",
         )
-
-    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which results for updates of a dtype are sent: a narrower one if they are rounded."""
-        return self._stage.plan.wire_dtypes(dtype).results
 
     def wait(self) -> None:
         """Wait until this rank has its shards of all results of the bucket."""

@@ -78,10 +78,8 @@ class _Message(NamedTuple):
 
     placements: str
     """The digest of the parameters, of their placements, and of the shapes of the meshes."""
-    ranks: list[str]
-    """For each mesh, the digest of the ranks on it."""
-    coordinates: list[tuple[int, ...] | None]
-    """For each mesh, the coordinates of the sending rank."""
+    meshes: list[tuple[str, tuple[int, ...] | None]]
+    """For each mesh, the digest of the ranks on it, and the coordinates of the sending rank."""
 
 
 def _coordinates_of_all_ranks(
@@ -98,20 +96,18 @@ def _coordinates_of_all_ranks(
     """
     # 1. All ranks send their coordinates on their meshes.
     rank = dist.get_rank(group)
-    ranks_on_meshes = list(map(digest, ranks_of.values()))
-    coordinates_of_rank = [coordinates_on[mesh].coordinates[rank] for mesh in ranks_of]
+    meshes = [(digest(ranks), coordinates_on[mesh].coordinates[rank]) for mesh, ranks in ranks_of.items()]
     wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
-    message = _Message(placements, ranks_on_meshes, coordinates_of_rank)
-    messages: list[_Message] = all_objects(message, group, "finding out who holds what")
-    if any(received.placements != placements for received in messages):
+    messages: list[_Message] = all_objects(_Message(placements, meshes), group, "finding out who holds what")
+    if any(message.placements != placements for message in messages):
         return coordinates_on, set()
     # 2. Each rank has, on each mesh, the coordinates that it sent. A mesh differs if it has other ranks elsewhere.
     all_coordinates: dict[DeviceMesh, MeshCoordinates] = {}
     different_meshes: set[DeviceMesh] = set()
     for index, mesh in enumerate(ranks_of):
-        coordinates = [received.coordinates[index] for received in messages]
+        digests, coordinates = zip(*[message.meshes[index] for message in messages], strict=True)
         all_coordinates[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
-        if any(received.ranks[index] != ranks_on_meshes[index] for received in messages):
+        if len(set(digests)) > 1:
             different_meshes.add(mesh)
     return all_coordinates, different_meshes
 

@@ -119,12 +119,11 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
         yield
     except Exception as error:
         group = find_group()
-        if group is None or dist.get_world_size(group) == 1:  # no other rank waits
-            raise
-        # If this rank has passed the barrier in the block, no rank waits for it there any more.
-        key = group.group_name, CONSTRUCTING
-        if _barriers_passed[key] == passed_before[key]:
-            report_failure(group, CONSTRUCTING, error)
+        if group is not None and dist.get_world_size(group) > 1:  # there are other ranks
+            key = group.group_name, CONSTRUCTING
+            has_passed = _barriers_passed[key] > passed_before[key]
+            if not has_passed:  # else no rank waits for this one there any more
+                report_failure(group, CONSTRUCTING, error)
         raise
 
 
