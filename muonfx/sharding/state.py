@@ -88,11 +88,11 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     # 2. With the name and the shape of the leaf on this rank.
     described: list[LeafPlacement | None] = []
     for path, (name, leaf) in zip(tree.paths(state_on_rank), tree.named_leaves(state_on_rank), strict=True):
-        if path not in placement_at:
-            described.append(None)
-            continue
-        local_shape = None if leaf is None else tuple(leaf.shape)
-        described.append(replace(placement_at[path], local=local_shape, path=name))
+        placement = placement_at.get(path)
+        if placement is not None:
+            local_shape = None if leaf is None else tuple(leaf.shape)
+            placement = replace(placement, local=local_shape, path=name)
+        described.append(placement)
     return described
 
 
@@ -189,10 +189,9 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
         old_leaves = tree.leaves(old)
     # For each leaf: the parameter to which it belongs, and which ranks hold it.
     placements = describe_state(binding, tx, params)
-    converted: list[Any] = []
-    for placement, leaf, old_leaf in zip(placements, leaves, old_leaves, strict=True):
-        converted.append(leaf_to_dtensor(binding, placement, leaf, old_leaf))
-    return tree.unflatten(treedef, converted)
+    for index, (placement, old_leaf) in enumerate(zip(placements, old_leaves, strict=True)):
+        leaves[index] = leaf_to_dtensor(binding, placement, leaves[index], old_leaf)
+    return tree.unflatten(treedef, leaves)
 
 
 def leaf_to_dtensor(

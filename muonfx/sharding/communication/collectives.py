@@ -51,9 +51,7 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     Leaves whose names are not in `chosen` are returned unchanged. None: gather all leaves.
     """
     leaf_of = dict(tree.named_leaves(local))
-    if chosen is None:
-        chosen = list(leaf_of)
-    names = sorted(set(chosen))
+    names = sorted(leaf_of if chosen is None else chosen)
     _require_same_leaves(layout, leaf_of, names=names)
     for name in names:  # they are now the same on all ranks, so all of them raise
         if name not in leaf_of:

@@ -60,14 +60,10 @@ def difference_text(first: object, second: object, ranks: str) -> str:
     >>> difference_text({"lr": "0.1", "eps": "0"}, {"lr": "0.2", "eps": "0"}, "rank 2")
     "'lr' is 0.1 on rank 0 and 0.2 on rank 2"
     """
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return _difference_of_dicts(first, second, ranks)
-    first_text, second_text = _around_difference(str(first), str(second))
-    return f"rank 0 has {first_text}\n  {ranks}: {second_text}"
-
-
-def _difference_of_dicts(first: Mapping[str, object], second: Mapping[str, object], ranks: str) -> str:
-    """Return a text that shows the first entry in which two dicts differ. A name may be in one of them only."""
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        first_text, second_text = _around_difference(str(first), str(second))
+        return f"rank 0 has {first_text}\n  {ranks}: {second_text}"
+    # Of two dicts, show the first entry that differs. A name may be in one of them only.
     for name in [*first, *second]:
         first_value = first.get(name, "missing")
         second_value = second.get(name, "missing")

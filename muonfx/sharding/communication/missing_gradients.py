@@ -26,7 +26,6 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
     Such a gradient is a copy of the gradient of a replica (another rank that holds the same shard) or, if no replica
     has one, zero. ``agreement.missing`` has the gradients that are None on some ranks only, equal on all ranks.
     """
-    leaves, treedef = tree.flatten(updates)
     names = tree.names(updates)
     # Checked before anything is sent: under tensor parallelism a gradient may be a partial sum on some ranks, and None
     # on others because their losses do not use the parameter.
@@ -34,7 +33,7 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
         if agreement.is_unplaced(index):  # a partial sum: its terms are on several ranks
             raise _partial_or_none(names[index])
     # A partial sum that all ranks have is summed over them here.
-    gradients = [_local_gradient(layout, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    gradients = [_local_gradient(layout, name, leaf) for name, leaf in tree.named_leaves(updates)]
     # Every rank visits the same leaves in the same order, also those that it has: it may have to send them.
     for index in agreement.missing:
         name = names[index]
@@ -43,6 +42,7 @@ def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement
             gradient = torch.zeros(layout.position(name).shape, dtype=agreement.dtype_of(index), device=device)
             gradients[index] = gradient
         _copy_to_replicas(layout, name, gradient, agreement.ranks_with(index))
+    _, treedef = tree.flatten(updates)
     return tree.unflatten(treedef, gradients)
 
 

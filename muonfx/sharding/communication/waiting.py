@@ -33,14 +33,14 @@ _barriers_passed: Counter[tuple[str, str]] = Counter()
 """How many barriers this rank has passed, by name of the group and purpose, such as "checkpoint.save"."""
 
 
-def _prefix(group: dist.ProcessGroup, purpose: str) -> str:
-    """Return the start of the keys of the next barrier: "muonfx/checkpoint.save/2" after two for this purpose."""
-    return f"muonfx/{purpose}/{_barriers_passed[group.group_name, purpose]}"
+def _keys_of_barrier(group: dist.ProcessGroup, purpose: str) -> tuple[list[str], str]:
+    """Return the key that each rank sets when it arrives at the next barrier, and the key of a failure.
 
-
-def _keys_of_ranks(group: dist.ProcessGroup, prefix: str) -> list[str]:
-    """Return the key that each rank sets when it arrives, such as "muonfx/checkpoint.save/2/0" for rank 0."""
-    return [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))]
+    After two barriers for the purpose, they are ``["muonfx/checkpoint.save/2/0", "muonfx/checkpoint.save/2/1"]`` and
+    "muonfx/checkpoint.save/2/failed" on two ranks.
+    """
+    prefix = f"muonfx/{purpose}/{_barriers_passed[group.group_name, purpose]}"
+    return [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))], f"{prefix}/failed"
 
 
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
@@ -52,8 +52,7 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
     store = group.get_group_store()
-    prefix = _prefix(group, purpose)
-    keys = _keys_of_ranks(group, prefix)
+    keys, key_of_failure = _keys_of_barrier(group, purpose)
     key_of_rank = keys[dist.get_rank(group)]
     with collective(purpose):
         # 1. This rank arrives, and waits for the others.
@@ -65,8 +64,8 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
             raise
         # 2. All ranks have arrived, so all of them count the barrier, also if one has failed.
         _barriers_passed[group.group_name, purpose] += 1
-        if store.check([f"{prefix}/failed"]):
-            text = store.get(f"{prefix}/failed").decode()
+        if store.check([key_of_failure]):
+            text = store.get(key_of_failure).decode()
             raise ShardingError(f"nothing was changed on any rank:\n{text}")
 
 
@@ -97,10 +96,10 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
     store = group.get_group_store()
-    prefix = _prefix(group, purpose)
-    store.set(f"{prefix}/failed", f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}")
+    keys, key_of_failure = _keys_of_barrier(group, purpose)
+    store.set(key_of_failure, f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}")
     # Set the keys of all ranks, not only this rank's: no rank waits for another one that is late.
-    for key in _keys_of_ranks(group, prefix):
+    for key in keys:
         store.set(key, "")
     _barriers_passed[group.group_name, purpose] += 1
 

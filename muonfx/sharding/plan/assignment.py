@@ -268,9 +268,12 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
     """
     assignments: list[dict[int, int]] = []
     for split in _sets_to_split(shards, machine, settings.replicas):
-        with_owner = [index for index, shard in enumerate(shards) if index in split or not shard.is_on_all_ranks]
-        items = [Item(shards[index].cost, shards[index].numel, shards[index].candidates) for index in with_owner]
-        assignments.append(dict(zip(with_owner, assign(items, size), strict=True)))
+        items: dict[int, Item] = {}  # the shards that will have one owner, by index
+        for index, shard in enumerate(shards):
+            if index in split or not shard.is_on_all_ranks:
+                items[index] = Item(shard.cost, shard.numel, shard.candidates)
+        owners = assign(list(items.values()), size)
+        assignments.append(dict(zip(items, owners, strict=True)))
     # Of equal times, `min` returns the first: splitting less is preferred.
     return min(assignments, key=lambda owner_of: _seconds_of_step(shards, owner_of, size, machine, settings))
 

@@ -44,21 +44,18 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     [1, 1, 0]
     """
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
-    owner_of: dict[int, int] = {}  # by the index of the item
-    # 1. Items with a single candidate.
+    without_choice: dict[int, Item] = {}
     with_choice: dict[int, Item] = {}
     for index, item in enumerate(items):
-        rank, *other_candidates = item.candidates
-        if other_candidates:
+        if len(item.candidates) == 1:
+            without_choice[index] = item
+        else:
             with_choice[index] = item
-            continue
-        owner_of[index] = rank
-        loads[rank] = loads[rank].plus(item)
-    costs_before = [load.cost for load in loads]
-    # 2. The other items, each to the candidate with the lowest load.
     by_cost = _descending(with_choice)
+    owner_of = _assign_to_least_loaded(without_choice, loads)
+    costs_before = [load.cost for load in loads]
     owner_of |= _assign_to_least_loaded(by_cost, loads)
-    # 3. If all of these have the same candidates, a better assignment may exist; `_packed` returns {} if it finds none.
+    # If all of these have the same candidates, a better assignment may exist; `_packed` returns {} if it finds none.
     candidates_of_items = {item.candidates for item in with_choice.values()}
     if len(candidates_of_items) == 1:
         (candidates,) = candidates_of_items
@@ -70,8 +67,8 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
 def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> dict[int, int]:
     """Assign each item to its candidate with the lowest load so far. Return the rank by index of the item.
 
-    The items have descending costs: small items, which come last, can fill the differences that large ones leave. They
-    are added to `loads`.
+    The items are added to `loads`. With descending costs, small items come last, and can fill the differences that
+    large ones leave.
     """
     queue_of: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
     owner_of: dict[int, int] = {}
@@ -91,9 +88,13 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     >>> assign_by_bytes([Item(cost=9.0, size=10), Item(cost=0.0, size=6), Item(cost=0.0, size=4)], ranks=2)
     [0, 1, 1]
     """
-    items_of = _descending(dict(enumerate(items)))  # by index
-    with_cost = {index: item for index, item in items_of.items() if item.cost > 0}
-    without_cost = {index: item for index, item in items_of.items() if item.cost <= 0}
+    with_cost: dict[int, Item] = {}
+    without_cost: dict[int, Item] = {}
+    for index, item in _descending(dict(enumerate(items))).items():
+        if item.cost > 0:
+            with_cost[index] = item
+        else:
+            without_cost[index] = item
     # The items with a cost, such as matrices, are assigned first: their cost is the time of a step.
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
     mean_size = sum(item.size for item in items) // ranks  # sizes are integers, so rounding down changes nothing
@@ -192,15 +193,14 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     """
     costs = [item.cost for item in items.values()]
     mean = (sum(costs) + sum(costs_before.values())) / len(costs_before)
-    least_possible = max(mean, *costs_before.values(), *costs)
-    is_balanced = largest_cost <= _BALANCED * least_possible
+    lower = max(mean, *costs_before.values(), *costs)
+    upper = largest_cost
+    is_balanced = upper <= _BALANCED * lower
     takes_too_long = len(items) * len(costs_before) > _MOST_TRIALS
     if is_balanced or takes_too_long:
         return {}
     # Halve the interval between these limits: if the items fit below the middle, that is a new upper limit, else a
     # lower one.
-    lower = least_possible
-    upper = largest_cost
     best: dict[int, int] = {}
     for _ in range(_BISECTIONS):
         limit = (lower + upper) / 2
@@ -221,8 +221,7 @@ def _first_fit(limit: float, items: Mapping[int, Item], costs_before: Mapping[in
     >>> _first_fit(5.0, {7: Item(3.0, 0), 8: Item(2.0, 0)}, {0: 4.0, 1: 0.0})  # both items fit on rank 1 only
     {7: 1, 8: 1}
     """
-    by_cost = sorted(costs_before, key=lambda rank: (-costs_before[rank], rank))
-    cost_of = {rank: costs_before[rank] for rank in by_cost}
+    cost_of = dict(sorted(costs_before.items(), key=lambda pair: (-pair[1], pair[0])))
     owner_of: dict[int, int] = {}
     for index, item in items.items():
         for rank, cost in cost_of.items():

@@ -375,8 +375,9 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     [(0, 3, (0,)), (3, 6, (1,))]
     """
     matrices = [_matrix(cut, number, numel) for number in range(prod(cut.shape) // numel)]
-    # By rank: of how many matrices it holds elements.
-    num_matrices = Counter(itertools.chain.from_iterable(matrix.ranks for matrix in matrices))
+    num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
+    for matrix in matrices:
+        num_matrices.update(matrix.ranks)
     # Neighbouring matrices that the same ranks hold are divided among these ranks.
     divided: list[_Range] = []
     for _, neighbours in itertools.groupby(matrices, lambda matrix: (matrix.ranks, matrix.complete)):
@@ -385,7 +386,9 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     if not _have_gaps(ranges):
         return ranges
     # A single rank computes the whole stack.
-    candidates = set(itertools.chain.from_iterable(each.candidates for each in ranges))
+    candidates: set[int] = set()
+    for part in ranges:
+        candidates.update(part.candidates)
     return [_Range(0, len(matrices), tuple(sorted(candidates)), complete=False)]
 
 
@@ -394,8 +397,10 @@ def _have_gaps(ranges: Sequence[_Range]) -> bool:
 
     It must not, because it has one tensor of state for the stack.
     """
-    # Ranges with `one_each` all get different ranks later. Each other range has a single candidate here, its owner.
-    owners = [each.candidates[0] for each in ranges if not each.one_each]
+    owners: list[int] = []
+    for part in ranges:
+        if not part.one_each:  # such parts all get different ranks later; each other part has a single candidate
+            owners.append(part.candidates[0])
     return len(set(owners)) < len(owners)
 
 

@@ -6,7 +6,6 @@ DTensor that this rank holds. Updates run on local tensors only.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -192,17 +191,12 @@ def dtensor_of(
     return _with_spec(local, DTensorSpec(mesh, tuple(placements), tensor_meta=tensor_meta))
 
 
-@functools.cache
-def _dtensor_type() -> Any:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
-
-
 def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Build a DTensor from a local tensor and a spec (mesh, placements and global shape), without checks."""
+    from torch.distributed.tensor import DTensor
+
     # The constructor does the same, but takes three times as long: its `__init__` only serves torch.export.
-    kind = _dtensor_type()
+    kind: Any = DTensor
     return kind.__new__(kind, local.detach() if local.requires_grad else local, spec, requires_grad=False)
 
 

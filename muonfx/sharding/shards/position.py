@@ -219,8 +219,8 @@ class ShardPosition(NamedTuple):
 
 def _view_in_grid(box: Box, spans: Sequence[Sequence[Span]], shape: tuple[int, ...]) -> ShardView:
     """Return the place of a box in an n-d shard: in each dim, behind the indices of the shard that are lower."""
-    local_offsets = tuple(map(_count_before, spans, box.offsets))
-    return ShardView(None, shape, _narrowed(Box(local_offsets, box.sizes), shape))
+    offsets = list(map(_count_before, spans, box.offsets))
+    return ShardView(None, shape, _narrowed(offsets, box.sizes, shape))
 
 
 def _view_in_interval(box: Box, shard_box: Box, start: int) -> ShardView:
@@ -228,8 +228,8 @@ def _view_in_interval(box: Box, shard_box: Box, start: int) -> ShardView:
 
     These elements are viewed in the shape of the `shard_box`, and narrowed to the box.
     """
-    offsets = tuple(map(int.__sub__, box.offsets, shard_box.offsets))
-    narrowed = _narrowed(Box(offsets, box.sizes), shard_box.sizes)
+    offsets = list(map(int.__sub__, box.offsets, shard_box.offsets))
+    narrowed = _narrowed(offsets, box.sizes, shard_box.sizes)
     return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
 
 
@@ -283,7 +283,7 @@ def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
     return inner_spans
 
 
-def _narrowed(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def _narrowed(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Return arguments (dim, start, length) of `torch.narrow`, for each dim in which a box is smaller than `shape`."""
-    arguments = zip(range(len(shape)), box.offsets, box.sizes, strict=True)
+    arguments = zip(range(len(shape)), offsets, sizes, strict=True)
     return tuple([(dim, start, length) for dim, start, length in arguments if length != shape[dim]])
