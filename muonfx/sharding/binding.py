@@ -25,7 +25,7 @@ from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import Store
 from muonfx.sharding.communication.agree import warn_together
 from muonfx.sharding.communication.collectives import all_reduce, gathered
-from muonfx.sharding.communication.matrix_stage import MatrixStage
+from muonfx.sharding.communication.matrix_stage import MatrixStage, Step
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
@@ -43,15 +43,13 @@ def by_structure(function: F) -> F:
     and other values of the same ``{"w": ...}``, the function is called once. Nested and flat dicts of parameters with
     equal names share a result, so it must not depend on their containers.
     """
-    attribute = f"_by_structure_{function.__module__}.{function.__qualname__}"
 
     @functools.wraps(function)
     def call(binding: Binding, tx: Transform, params: PyTree) -> Any:
-        results = vars(binding).setdefault(attribute, {})
-        key = tx.treedef, tuple(tree.names(params))  # without the values of numbers and tensors
-        if key not in results:
-            results[key] = function(binding, tx, params)
-        return results[key]
+        key = function, tx.treedef, tuple(tree.names(params))  # without the values of numbers and tensors
+        if key not in binding.results:
+            binding.results[key] = function(binding, tx, params)
+        return binding.results[key]
 
     return cast("F", call)
 
@@ -122,7 +120,9 @@ class Binding:
     progress_of: dict[Hashable, Progress] = field(default_factory=dict)
     """A dict from the tree structure of a transform to the progress of the one that was initialized last."""
 
-    # Caches; see also `by_structure`.
+    # Caches.
+    results: dict[Hashable, Any] = field(default_factory=dict)
+    """The results of functions that `by_structure` decorates, by function, transform and names of parameters."""
     expected_states: dict[Hashable, Any] = field(default_factory=dict)
     """The structure, shapes and dtypes of a state, by the structures of transform and parameters, and their dtypes."""
     plans: dict[Hashable, RunPlan] = field(default_factory=dict)
@@ -310,7 +310,7 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
         call = Arguments(updates, state, params, donate, extras)
         # The stage calls this if it divides the state; the result is remembered in `_memory` for the next steps.
         find_parameters = functools.partial(remembered_parameters, _memory, state, updates)
-        return stage.update(call, find_parameters)
+        return Step(stage, call, find_parameters).run()
 
     return init, update
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import muonfx as mfx
 from muonfx import sharding
 from muonfx.sharding import binding
-from muonfx.sharding.communication.matrix_stage import _boxes_of_entries, _Step
+from muonfx.sharding.communication.matrix_stage import Step, _boxes_of_entries
 from muonfx.sharding.communication.messages import Exchange, host_device
 from muonfx.sharding.plan import matrix_shards
 from muonfx.sharding.plan.assignment import BUFFERS_PER_BUCKET, Settings
@@ -150,7 +150,7 @@ def test_a_bucket_is_computed_while_the_next_is_gathered_and_the_one_before_retu
     """As docs/cost-memory-risk.md says; a bucket has 42 MiB of matrices on each rank by default."""
     assert Settings().bucket_bytes // BUFFERS_PER_BUCKET // 2**20 == 42
     events: list[str] = []
-    exchange_init, exchange_arrived, compute = Exchange.__init__, Exchange.arrived, _Step._compute
+    exchange_init, exchange_arrived, compute = Exchange.__init__, Exchange.arrived, Step._compute
 
     def started(exchange: Exchange, *args: Any, what: str, **options: Any) -> None:
         events.append(f"start {what}")
@@ -160,7 +160,7 @@ def test_a_bucket_is_computed_while_the_next_is_gathered_and_the_one_before_retu
         events.append(f"wait for {exchange.what}")
         return exchange_arrived(exchange, shapes)
 
-    def computed(step: _Step, *args: Any, **options: Any) -> Any:
+    def computed(step: Step, *args: Any, **options: Any) -> Any:
         events.append("compute")
         return compute(step, *args, **options)
 
@@ -171,7 +171,7 @@ def test_a_bucket_is_computed_while_the_next_is_gathered_and_the_one_before_retu
     state = tx.init(params)
     monkeypatch.setattr(Exchange, "__init__", started)
     monkeypatch.setattr(Exchange, "arrived", waited)
-    monkeypatch.setattr(_Step, "_compute", computed)
+    monkeypatch.setattr(Step, "_compute", computed)
     tx.update(params, state, params)
     gathering, returning = "gathering matrices", "returning matrices"
     assert events == [

@@ -270,12 +270,10 @@ def agree_on_leaves(
         explain=lambda: {**_facts_of_tree(layout, names), **explain()},
         request=request,
     )
-    (have_equal_codes,) = agreement.are_equal
-    missing: dict[int, Sequence[int]] = {}
-    if not have_equal_codes:
-        codes_of_rank = _codes_of_all_ranks(codes, layout.rank, group)
-        missing = _missing_on_some(names, codes_of_rank)
-    return LeafAgreement(missing, agreement.is_requested)
+    if all(agreement.are_equal):
+        return LeafAgreement({}, agreement.is_requested)
+    codes_of_rank = _codes_of_all_ranks(codes, layout.rank, group)
+    return LeafAgreement(_missing_on_some(names, codes_of_rank), agreement.is_requested)
 
 
 def _codes_of_leaves(values: PyTree, unplaced: Iterable[str]) -> bytearray:

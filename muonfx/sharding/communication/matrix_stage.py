@@ -147,32 +147,29 @@ class MatrixStage:
         for shard in self.plan.shards:
             # Matrices of a parameter that is None, or that only another rank computes, are left out.
             param = local_params[shard.name]
-            computes = shard.owner is None or shard.owner == self.layout.rank  # None: every rank computes it
+            computes = shard.owner in (None, self.layout.rank)  # None: every rank computes it
             if param is not None and computes:
                 nan = torch.full((), math.nan, dtype=param.dtype, device=param.device)
                 matrices[shard.name] = nan.expand(shard.shape)  # without memory for each element
         return matrices
 
-    def update(self, call: Arguments, find_parameters: Callable[[], list[str | None]]) -> tuple[PyTree, PyTree]:
-        """Run one step. Return this rank's updates and the next state. All ranks call this together.
 
-        Args:
-            call: this rank's arguments of `update`, with local tensors.
-            find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only
-                if the state is divided into buckets.
-        """
-        return _Step(self, call, find_parameters).run()
-
-
-class _Step:
-    """One step of a matrix stage.
+class Step:
+    """One step of a matrix stage. All ranks create and run it together.
 
     Buckets are computed one after another: while one is computed, the matrices of the next are gathered, and the
     results of the previous one are scattered.
     """
 
     def __init__(self, stage: MatrixStage, call: Arguments, find_parameters: Callable[[], list[str | None]]) -> None:
-        """Find this rank's shards and the buckets of the step. The arguments are as in `MatrixStage.update`."""
+        """Find this rank's shards and the buckets of the step.
+
+        Args:
+            stage: the transforms, and the plan of their matrices.
+            call: this rank's arguments of `update`, with local tensors.
+            find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only
+                if the state is divided into buckets.
+        """
         self._stage = stage
         self._call = call
         # This rank's shards of the updates, by parameter name, and of the parameters, if the transforms read them.
@@ -287,8 +284,7 @@ class _Gather:
         self, stage: MatrixStage, bucket: Bucket, local_shards: Mapping[str, Any], *, as_params: bool = False
     ) -> None:
         """Start to send this rank's boxes to the owners. Without gathered matrices, there are no messages."""
-        self._plan = stage.plan
-        self._layout = stage.layout
+        self._stage = stage
         self._bucket = bucket
         self._local_shards = local_shards
         self._as_params = as_params
@@ -303,7 +299,7 @@ class _Gather:
         shard.
         """
         # The plan has positions only (`outgoing` of the bucket): here they become views of this step's tensors.
-        outgoing = lists_by_rank(self._layout)
+        outgoing = lists_by_rank(self._stage.layout)
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
@@ -311,7 +307,7 @@ class _Gather:
         shards = [self._local_shards[local.shard.name] for local in self._bucket.gathered]
         wire_dtypes = {self._wire_dtype(shard.dtype) for shard in shards}
         return Exchange(
-            self._layout,
+            self._stage.layout,
             outgoing,
             self._bucket.expected,
             dtype=functools.reduce(torch.promote_types, wire_dtypes),  # it can represent all of them
@@ -323,7 +319,7 @@ class _Gather:
         """Return the dtype in which shards of a dtype are sent: parameters in their own, updates perhaps rounded."""
         if self._as_params:
             return dtype
-        return self._plan.wire_dtypes(dtype).updates
+        return self._stage.plan.wire_dtypes(dtype).updates
 
     def wait(self) -> dict[str, Tensor]:
         """Wait for the messages. Return the matrices that this rank computes, by parameter name."""
@@ -358,7 +354,7 @@ class _Gather:
         first = members[0].shard
         like = self._local_shards[first.name]
         dtype = like.dtype
-        if len(self._plan.run) == 1:
+        if len(self._stage.plan.run) == 1:
             # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
             dtype = self._wire_dtype(dtype)
         return torch.empty((len(members), *first.shape), dtype=dtype, device=like.device)
@@ -370,7 +366,7 @@ class _Gather:
         ``[[w[0:2]], [w[2:4]]]``.
         """
         # A rank sends the boxes in the order of the matrices and, for each matrix, in the order of `owner_boxes`.
-        incoming = lists_by_rank(self._layout)
+        incoming = lists_by_rank(self._stage.layout)
         for local in self._bucket.received:
             for owner_box, box in zip(local.owner_boxes, boxes_of[local.shard.name], strict=True):
                 incoming[owner_box.sender].append(box)

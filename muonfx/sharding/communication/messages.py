@@ -48,8 +48,7 @@ class Exchange:
     ) -> None:
         """Pack the tensors for other ranks into the send buffer, and start the exchange without waiting for it."""
         self.what = what
-        self._rank = layout.rank
-        self._buffers = layout.buffers
+        self._layout = layout
         # A rank sends itself nothing: its own tensors stay as they are, and their messages have no elements.
         self._own_tensors = list(outgoing[layout.rank])
         tensors_to_send = list(outgoing)
@@ -88,13 +87,13 @@ class Exchange:
         """
         with collective(self.what):
             self._work.wait()
-        self._buffers.give_back(self._send_buffer)  # all of it is sent, so another exchange may use its memory
+        self._layout.buffers.give_back(self._send_buffer)  # all of it is sent, so another exchange may use its memory
         del self._send_buffer
         # The buffer has one message after another, and each is divided into its tensors. The message of this rank to
         # itself has no elements: its tensors were kept as they are.
         received: list[list[Tensor]] = []
         for rank, message in enumerate(self._receive_buffer.split(self._receive_sizes)):
-            if rank == self._rank:
+            if rank == self._layout.rank:
                 received.append(self._own_tensors)
             else:
                 received.append(split_buffer(message, shapes[rank]))
@@ -103,7 +102,7 @@ class Exchange:
 
     def end(self) -> None:
         """Free the receive buffer. Tensors that `arrived` returned must not be used after this."""
-        self._buffers.give_back(self._receive_buffer)
+        self._layout.buffers.give_back(self._receive_buffer)
         del self._receive_buffer
 
 

@@ -181,7 +181,7 @@ class MatrixShard:
         overlap = self.transfer_of(rank)  # those of them that are in these matrices
         return LocalTransfers(
             shard=self,
-            computes=self.owner is None or self.owner == rank,
+            computes=self.owner in (None, rank),
             # The overlap is all of the matrices and all of the shard, so the tensor of one can be used as the other.
             is_same_shard=overlap.numel == self.numel == local_shard.numel,
             local_views=tuple(map(local_shard.view, overlap.boxes)),
