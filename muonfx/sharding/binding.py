@@ -185,13 +185,10 @@ class Binding:
         the shape (4, 8).
         """
         leaves, treedef = tree.flatten(params)
-        meta: list[Tensor | None] = []
-        for name, leaf in zip(tree.names(params), leaves, strict=True):
-            if leaf is None and name not in self.layout.specs:  # no parameter of the layout, and nothing to describe
-                meta.append(None)
-            else:
-                meta.append(self.layout.meta([name])[name])
-        return tree.unflatten(treedef, meta)
+        for index, name in enumerate(tree.names(params)):
+            if name in self.layout.specs or leaves[index] is not None:  # else there is nothing to describe
+                leaves[index] = self.layout.meta([name])[name]
+        return tree.unflatten(treedef, leaves)
 
     def local_like(self, params: PyTree) -> PyTree:
         """Return a tree like `params`, with a meta tensor in the shape of this rank's shard for each parameter."""

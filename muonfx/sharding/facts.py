@@ -114,9 +114,7 @@ def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _Constan
     placements = describe_state(binding, tx, params)
     index_of: dict[str, int] = {}
     for index, placement in enumerate(placements):
-        if placement is None:  # the leaf is None
-            continue
-        if placement.name is None:  # it belongs to no parameter
+        if placement is not None and placement.name is None:  # the leaf belongs to no parameter
             index_of[placement.path] = index
     transforms = digest(facts_of_transforms(binding, tx, params))
     return _ConstantFacts(transforms, len(placements), index_of)

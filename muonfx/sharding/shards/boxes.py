@@ -37,7 +37,7 @@ class Box(NamedTuple):
     @property
     def ends(self) -> tuple[int, ...]:
         """The exclusive end of the box in each dim: offset plus size."""
-        return tuple([offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)])
+        return tuple(map(int.__add__, self.offsets, self.sizes))
 
     def contains(self, box: Box) -> bool:
         """Return True if all elements of another box are in this box."""

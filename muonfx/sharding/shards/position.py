@@ -145,9 +145,7 @@ class ShardPosition(NamedTuple):
         [(0, 0), (0, 4), (1, 0), (1, 4)]
         """
         # For each dim, the indices of the box, from counting within the shard to counting within the whole tensor.
-        spans_by_dim: list[list[Span]] = []
-        for dim, spans in enumerate(self.spans):
-            spans_by_dim.append(_spans_within(spans, local_box.offsets[dim], local_box.sizes[dim]))
+        spans_by_dim = list(map(_spans_within, self.spans, local_box.offsets, local_box.sizes))
         # A box of both rows and columns 0 and 1 would skip elements of the shard: its row 0 continues with column 4.
         # Before a dim with several spans, each index (here each row) therefore has boxes of its own.
         dims_with_gaps = [dim for dim, spans in enumerate(spans_by_dim) if len(spans) > 1]
