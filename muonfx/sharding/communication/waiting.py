@@ -40,7 +40,8 @@ def _keys_of_barrier(group: dist.ProcessGroup, purpose: str) -> tuple[list[str],
     "muonfx/checkpoint.save/2/failed" on two ranks.
     """
     prefix = f"muonfx/{purpose}/{_barriers_passed[group.group_name, purpose]}"
-    return [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))], f"{prefix}/failed"
+    keys_of_ranks = [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))]
+    return keys_of_ranks, f"{prefix}/failed"
 
 
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:

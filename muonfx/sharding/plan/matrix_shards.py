@@ -386,9 +386,7 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     if not _have_gaps(ranges):
         return ranges
     # A single rank computes the whole stack.
-    candidates: set[int] = set()
-    for part in ranges:
-        candidates.update(part.candidates)
+    candidates = set().union(*[part.candidates for part in ranges])
     return [_Range(0, len(matrices), tuple(sorted(candidates)), complete=False)]
 
 
@@ -397,10 +395,8 @@ def _have_gaps(ranges: Sequence[_Range]) -> bool:
 
     It must not, because it has one tensor of state for the stack.
     """
-    owners: list[int] = []
-    for part in ranges:
-        if not part.one_each:  # such parts all get different ranks later; each other part has a single candidate
-            owners.append(part.candidates[0])
+    # Parts with `one_each` all get different ranks later. Each other part has a single candidate here, its owner.
+    owners = [part.candidates[0] for part in ranges if not part.one_each]
     return len(set(owners)) < len(owners)
 
 

@@ -197,7 +197,9 @@ def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 
     # The constructor does the same, but takes three times as long: its `__init__` only serves torch.export.
     kind: Any = DTensor
-    return kind.__new__(kind, local.detach() if local.requires_grad else local, spec, requires_grad=False)
+    if local.requires_grad:
+        local = local.detach()
+    return kind.__new__(kind, local, spec, requires_grad=False)
 
 
 def parameter_like(layout: ShardTable, name: str, leaf: Tensor, old: object = None) -> DTensor:

@@ -197,16 +197,10 @@ class FlatShardTensor(Tensor):
         torch calls this for each operation on a tensor of this class, such as ``tensor.to(torch.bfloat16)``.
         """
         first = args[0]
-        if func not in _ON_VALUES:
+        tensors = [argument for argument in args if isinstance(argument, Tensor)]
+        if func not in _ON_VALUES or not all(_are_same_elements(first, tensor) for tensor in tensors):
             raise _not_possible(func, first)
-        # 1. Replace each tensor by the values of its shard. All must have the same elements of the whole tensor.
-        local_arguments: list[Any] = []
-        for argument in args:
-            if isinstance(argument, Tensor) and not _are_same_elements(first, argument):
-                raise _not_possible(func, first)
-            local_arguments.append(argument.shard.data if isinstance(argument, cls) else argument)
-        # 2. The operation on these values, and its result as a shard again: the same elements with the new values.
-        values = func(*local_arguments, **kwargs or {})
+        values = func(*map(_values_of, args), **kwargs or {})
         if values is first.shard.data:  # the operation was in place
             return first
         return cls.of(replace(first.shard, data=values))
@@ -231,6 +225,13 @@ def _not_possible(func: Any, tensor: Any) -> NotImplementedError:
     return NotImplementedError(
         f"{func} on {tensor!r}: only a shard of the whole tensor is on this rank; use its attribute shard"
     )
+
+
+def _values_of(argument: Any) -> Any:
+    """Return the values in the shard of a `FlatShardTensor`, and any other argument unchanged."""
+    if isinstance(argument, FlatShardTensor):
+        return argument.shard.data
+    return argument
 
 
 def _are_same_elements(first: Tensor, second: Tensor) -> bool:
