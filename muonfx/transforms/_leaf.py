@@ -1,6 +1,6 @@
 """Recording of a `leafwise` step: a placeholder tensor that records operations, and the plan made of them.
 
-`muonfx.transforms.leafwise` runs the plan on the lists of all leaves.
+`muonfx.transforms._values` runs the plan on the lists of all leaves.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import is_not
 from typing import Any, Literal, NamedTuple, ParamSpec, overload
 
 import torch
@@ -31,7 +30,8 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
-from muonfx.transforms._leaf import Leaf, Operation, Plan, has_shape_of_leaf
+from muonfx.transforms._leaf import Leaf, Operation, Plan
+from muonfx.transforms._values import Values
 from muonfx.tree import Present, PyTree, Structure, device_of
 from muonfx.tree import elementwise as ew
 
@@ -411,19 +411,23 @@ class RecordedStep(NamedTuple):
     """The operations of one call of a step, and what it received and returned."""
 
     operands: list[Any]
-    """The placeholder of the update, and then for each field of the state a placeholder, or the 0-d tensor of a number
+    """The placeholder of the update, and then for each item of the state a placeholder, or the 0-d tensor of a number
     that all leaves share."""
     outputs: list[Any]
-    """For each operand, the placeholder or the number that the step returns in its place."""
+    """For each operand, the placeholder or the number that the step returned in its place."""
     plan: Plan
     """The operations that the outputs need."""
 
 
 class _Formula:
-    """A step and its declared state, which runs the step on the lists of all leaves."""
+    """A step and its declared state, which runs the step on the lists of all leaves.
+
+    For the state ``MomentumState(trace=Slot())``, there is one *store*, which creates, reads and writes the tree
+    ``trace``. The step receives a *placeholder* in place of this tree, and returns another one for the new tree.
+    """
 
     def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
-        """Prepare each field of the declared state, such as ``MomentumState(trace=Slot())``. ``name`` is for errors."""
+        """Prepare a store for each item of the declared state. ``name`` is the name of the transform, for errors."""
         self._name = name
         self._declared = declared
         self._step = step
@@ -432,13 +436,13 @@ class _Formula:
         self._reads_params = reads_params
         self._saved_step: RecordedStep | None = None
         """The recorded step, if it is the same at each update."""
-        self._fields: list[SlotTrees | SharedNumber] = []
-        """The fields of the state in order: one tensor for each leaf, or one number for all."""
-        for name_of_field, declared_field in tree.named_leaves(declared):
-            if isinstance(declared_field, Slot):
-                self._fields.append(slot_trees(declared_field, name_of_field))
+        self._stores: list[SlotTrees | SharedNumber] = []
+        """For each item of the state in order: the store of one tensor for each leaf, or of one number for all."""
+        for item_name, item in tree.named_leaves(declared):
+            if isinstance(item, Slot):
+                self._stores.append(slot_trees(item, item_name))
             else:
-                self._fields.append(SharedNumber(declared_field))
+                self._stores.append(SharedNumber(item))
 
     def functions(self) -> InitAndUpdate:
         """Return ``init`` and ``update`` of the transform, with the extra arguments of the step in the signature.
@@ -469,10 +473,8 @@ class _Formula:
         inputs) to LEAF (the whole leaf). A step that sums over leaves has the locality TREE (all leaves).
         """
         locality = locality_of_step
-        for declared in tree.leaves(self._declared):
-            is_quantized = isinstance(declared, Slot) and isinstance(declared.dtype, QuantizedDtype)
-            if is_quantized:  # the elements of a block share a scale
-                locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
+        if any(map(_is_quantized, tree.leaves(self._declared))):  # the elements of a block share a scale
+            locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
         if "sum_over_leaves" not in self._extra_names:
             return locality
         if locality is not Locality.ELEMENT:
@@ -485,107 +487,58 @@ class _Formula:
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state."""
         containers = tree.flatten(self._declared)[1]
-        return tree.unflatten(containers, [field.init(params) for field in self._fields])
+        return tree.unflatten(containers, [store.init(params) for store in self._stores])
 
     def _run(
         self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
         """Apply the step to all leaves; return the new updates and the new state.
 
-        Take ``def step(u, s): m = s.trace * 0.9 + u; return m, MomentumState(m)``. The state has one field, ``trace``.
-        The operands of the step are the updates and this field. Its outputs are the new updates and the new field.
+        Take ``def step(u, s): m = s.trace * 0.9 + u; return m, MomentumState(m)``. Its operands are ``u`` and
+        ``s.trace``, and its outputs are ``m`` and ``m``: the new update and the new trace.
         """
         # 1. Collect the tensors of all leaves for each operand.
         containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
-        old_fields = tree.subtrees(containers, state)
-        values = self._operands(updates, old_fields, params, donate)
+        old_trees = tree.subtrees(containers, state)
+        values = self._operand_values(updates, old_trees, params, donate)
         if "sum_over_leaves" in extras:
             extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
 
         # 2. Call the step with placeholders. They record its operations, which are the plan: ``[mul, add]``.
-        operands, outputs, plan = self._recorded_step(containers, old_fields, extras)
+        recorded = self._recorded_step(containers, old_trees, extras)
+        update, *state_operands = recorded.operands
+        new_update, *state_outputs = recorded.outputs
 
         # 3. Run each operation of the plan once, on lists with the tensors of all leaves.
-        values.run(plan, overwrite=True)
+        values.run(recorded.plan, overwrite=True)
 
-        # 4. Build the new trees. First reserve each operand that the step returns as it is: no other output may get its
-        # storage.
-        for operand, output in zip(operands, outputs, strict=True):
-            if isinstance(operand, Leaf) and output.index == operand.index:
-                values.keep(operand.index)
-        new_fields: list[PyTree] = []
-        for field, operand, output, old_field in zip(self._fields, operands[1:], outputs[1:], old_fields, strict=True):
-            if isinstance(field, SharedNumber):
-                new_fields.append(field.write(output, old_field))
+        # 4. Build the new trees.
+        values.keep_returned(recorded.operands, recorded.outputs)
+        new_trees: list[PyTree] = []
+        for store, operand, output, old_tree in zip(
+            self._stores, state_operands, state_outputs, old_trees, strict=True
+        ):
+            if isinstance(store, SharedNumber):
+                new_trees.append(store.write(output, old_tree))
             else:
-                new_fields.append(self._new_tree(field, operand, output, old_field, values, donate))
-        new_updates = self._new_updates(operands[0], outputs[0], updates, values)
-        return new_updates, tree.unflatten(containers, new_fields)
+                new_trees.append(self._new_tree(store, operand, output, old_tree, values, donate))
+        new_updates = self._new_updates(update, new_update, updates, values)
+        return new_updates, tree.unflatten(containers, new_trees)
 
-    def _recorded_step(self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
-        """Return the operations of the step. They are recorded once and saved, if they are the same at each update.
+    def _operand_values(self, updates: PyTree, old_trees: list[PyTree], params: PyTree, donate: Donation) -> Values:
+        """Return the tensors of the operands: of the updates, of each tree of the state, and of the parameters.
 
-        For a few small leaves, recording takes longer than the rest of an update.
-        """
-        # `_saved_step` is not read while torch.compile traces: the graph would depend on it, and be compiled again when
-        # it changes.
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and self._saved_step is not None:
-            return self._saved_step
-        recorded = self._call_step(containers, old_fields, extras)
-        # The operations contain the numbers that the step has read, such as 0.9. They may be other numbers at the next
-        # update if the step reads a step count, a scalar tensor (which its owner may change) or an extra argument.
-        has_shared_numbers = any(isinstance(field, SharedNumber) for field in self._fields)
-        has_tensors = any(isinstance(scalar, Tensor) for scalar in recorded.plan.scalars)
-        may_vary = has_shared_numbers or has_tensors or len(extras) > 0
-        if not is_compiling and not may_vary:
-            self._saved_step = recorded
-        return recorded
-
-    def _call_step(self, containers: Structure, old_fields: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
-        """Call the step once with placeholders, and return the operations that they record.
-
-        A placeholder (`Leaf`) takes the place of one tensor for each leaf: the update, a field of the state such as
-        ``trace``, the parameter. A number that all leaves share, such as a step count, is passed as its 0-d tensor.
-        """
-        # Each placeholder appends itself to the record, and so does each result of an operation on placeholders. So the
-        # order of the lines below numbers the values: the update is 0, then the fields with one follow, and the
-        # parameter is the last.
-        record: list[Operation | None] = []
-        update = Leaf(record)
-        fields: list[Any] = []
-        for field, old_field in zip(self._fields, old_fields, strict=True):
-            fields.append(old_field if isinstance(field, SharedNumber) else Leaf(record))
-        step_args = [update, tree.unflatten(containers, fields)]
-        if self._reads_params:
-            step_args.append(Leaf(record))
-
-        new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
-        if not isinstance(new_update, Leaf):  # such as a tensor or 0.0, which does not depend on the update
-            update_type = type(new_update).__name__
-            raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
-        new_fields = self._new_fields(containers, fields, new_state)
-
-        # The plan has only the operations that these outputs need, since a step may compute more than it returns.
-        outputs = [new_update, *new_fields]
-        placeholders = [output for output in outputs if isinstance(output, Leaf)]
-        return RecordedStep([update, *fields], outputs, Plan.of(record, placeholders))
-
-    def _operands(self, updates: PyTree, old_fields: list[PyTree], params: PyTree, donate: Donation) -> Values:
-        """Return the operands of the step: the updates, each field with a tensor for each leaf, and the parameters.
-
-        They are added in the order of the placeholders in `_call_step`, since both are found by their number. Each is a
-        list with the tensors of all leaves that have a gradient. An operand may be overwritten if the caller
-        has donated it (``donate``), or if it is a copy already.
+        They are added in the order of the placeholders in `_call_step`, since both are found by their number. An
+        operand may be overwritten if the caller has donated it (``donate``), or if it is a copy already.
         """
         present = Present(updates)  # the leaves that have a gradient
         values = Values(present)
         values.add_operand(present.pick(updates), may_write=donate.updates)
-        for field, old_field in zip(self._fields, old_fields, strict=True):
-            if isinstance(field, SharedNumber):  # one number for all leaves: the step has read it when it was recorded
+        for store, old_tree in zip(self._stores, old_trees, strict=True):
+            if isinstance(store, SharedNumber):  # one number for all leaves, which has no placeholder
                 continue
-            may_write = donate.state or field.reads_copies  # quantized state is decoded to copies
-            values.add_operand(field.read(present, old_field), may_write=may_write)
+            may_write = donate.state or store.reads_copies  # quantized state is decoded to copies
+            values.add_operand(store.read(present, old_tree), may_write=may_write)
         if self._reads_params:
             params = params_for(self._name, params)
             if self._reads_params == "updated":  # the parameters after this update, as for `ema_params`
@@ -593,35 +546,87 @@ class _Formula:
             values.add_operand(present.pick(params), may_write=False)
         return values
 
-    def _new_fields(self, containers: Structure, fields: list[Any], new_state: object) -> list[Any]:
-        """Return a list of the fields of the state that a step returned: ``[m]`` for ``MomentumState(m)``.
+    def _recorded_step(self, containers: Structure, old_trees: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
+        """Return the operations of the step. They are recorded once and saved, if they are the same at each update.
 
-        Raise TypeError unless the state has the declared form.
+        For a few small leaves, recording takes longer than the rest of an update.
+        """
+        if torch.compiler.is_compiling():  # a graph that depends on `_saved_step` is compiled again when it changes
+            return self._call_step(containers, old_trees, extras)
+        if self._saved_step is not None:
+            return self._saved_step
+        recorded = self._call_step(containers, old_trees, extras)
+        if not self._may_vary(recorded.plan, extras):
+            self._saved_step = recorded
+        return recorded
 
-        Args:
-            containers: the form: the NamedTuple, dict or tuple of the declared state.
-            fields: the fields that the step received.
-            new_state: the state that it returned.
+    def _may_vary(self, plan: Plan, extras: dict[str, Any]) -> bool:
+        """Return True if the next update may have other operations, or the same ones with other numbers than 0.9.
+
+        The step may have read a step count, an extra argument, or a scalar tensor, which its owner may change.
+        """
+        has_shared_numbers = any(isinstance(store, SharedNumber) for store in self._stores)
+        has_tensors = any(isinstance(scalar, Tensor) for scalar in plan.scalars)
+        return has_shared_numbers or has_tensors or len(extras) > 0
+
+    def _call_step(self, containers: Structure, old_trees: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
+        """Call the step once with placeholders, and return the operations that they record.
+
+        A placeholder (`Leaf`) takes the place of one tensor for each leaf: the update, a tree of the state such as
+        ``trace``, the parameter. A number that all leaves share, such as a step count, is passed as its 0-d tensor.
+        """
+        # Each placeholder appends itself to the record, and so does each result of an operation on placeholders. So the
+        # order of the lines below numbers the values: the update is 0, then the trees of the state follow, and the
+        # parameter is the last.
+        record: list[Operation | None] = []
+        update = Leaf(record)
+        state_operands: list[Any] = []
+        for store, old_tree in zip(self._stores, old_trees, strict=True):
+            state_operands.append(old_tree if isinstance(store, SharedNumber) else Leaf(record))
+        step_args = [update, tree.unflatten(containers, state_operands)]
+        if self._reads_params:
+            step_args.append(Leaf(record))
+
+        new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
+        if not isinstance(new_update, Leaf):  # such as a tensor or 0.0, which does not depend on the update
+            update_type = type(new_update).__name__
+            raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
+        state_outputs = self._state_outputs(containers, new_state)
+        for index, (operand, output) in enumerate(zip(state_operands, state_outputs, strict=True)):
+            self._check_state_output(index, operand, output)
+
+        # The plan has only the operations that these outputs need, since a step may compute more than it returns.
+        outputs = [new_update, *state_outputs]
+        placeholders = [output for output in outputs if isinstance(output, Leaf)]
+        return RecordedStep([update, *state_operands], outputs, Plan.of(record, placeholders))
+
+    def _state_outputs(self, containers: Structure, new_state: object) -> list[Any]:
+        """Return the items of a state that a step returned: ``[m]`` for ``MomentumState(m)``.
+
+        Raise TypeError unless it has the NamedTuple, dict or tuple of the declared state, which is ``containers``.
         """
         try:
-            new_fields = tree.subtrees(containers, new_state)
+            return tree.subtrees(containers, new_state)
         except ValueError as error:
             raise TypeError(f"{self._name}: the step returns another state than declared. {error}") from error
-        for index, (field, new_field) in enumerate(zip(fields, new_fields, strict=True)):
-            # A placeholder is replaced by a placeholder, and a number that all leaves share by a 0-d tensor.
-            expected_type = Leaf if isinstance(field, Leaf) else Tensor
-            if not isinstance(new_field, expected_type):
-                name, declared = tree.named_leaves(self._declared)[index]
-                raise TypeError(
-                    f"{self._name}: the step returns a {type(new_field).__name__} for {name!r} of its state, declared "
-                    f"as {declared!r}"
-                )
-            if new_field is field and isinstance(new_field, Tensor):  # a number returned unchanged
-                self._require_no_step_count(index)
-        return new_fields
+
+    def _check_state_output(self, index: int, operand: object, output: object) -> None:
+        """Raise TypeError for a wrong item of the returned state. ``operand`` is the item that the step received.
+
+        A placeholder is replaced by a placeholder, and a number that all leaves share by a 0-d tensor.
+        """
+        expected_type = Leaf if isinstance(operand, Leaf) else Tensor
+        if not isinstance(output, expected_type):
+            name, declared = tree.named_leaves(self._declared)[index]
+            raise TypeError(
+                f"{self._name}: the step returns a {type(output).__name__} for {name!r} of its state, declared as "
+                f"{declared!r}"
+            )
+        if output is operand and isinstance(output, Tensor):  # a number returned unchanged
+            self._require_no_step_count(index)
 
     def _require_no_step_count(self, index: int) -> None:
-        """Raise an error if the field that the step returned unchanged is a step count, which would stay 0."""
+        """Raise an error if the item that the step returned unchanged is a step count, which would stay 0."""
         name, declared = tree.named_leaves(self._declared)[index]
         if isinstance(declared, StepCount):
             raise TypeError(
@@ -630,27 +635,21 @@ class _Formula:
             )
 
     def _new_tree(
-        self, field: SlotTrees, operand: Leaf, output: Leaf, old_field: PyTree, values: Values, donate: Donation
+        self, store: SlotTrees, operand: Leaf, output: Leaf, old_tree: PyTree, values: Values, donate: Donation
     ) -> PyTree:
-        """Return the new tree of a field that has a tensor for each leaf, such as ``trace`` of `momentum`.
+        """Return the new tree for one of the state, such as ``trace`` of `momentum`; ``store`` writes it.
 
-        Args:
-            field: writes the tree of the field.
-            operand: the placeholder of the field that the step received.
-            output: the placeholder that it returned for the field.
-            old_field: the old tree.
-            values: the values that have been computed, from which the new tensors are taken.
-            donate: whether the old state may be overwritten.
+        ``operand`` is the placeholder of the old tree, and ``output`` the one that the step returned in its place.
         """
-        if output.index == operand.index:  # the step has returned the field as it is
-            return old_field
+        if output.index == operand.index:  # the step has returned the tree as it is
+            return old_tree
         values.check(operand, output, f"{self._name}: the step returns a state")  # its shapes
         new_tensors = values.take(output.index)
         old_tensors = values.operands[operand.index]
         # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were cast,
         # the operations worked on copies, and the results are written into the donated tensors here.
         reuse = donate.state and values.was_cast(operand.index)
-        return field.write(values.present, new_tensors, old_tensors, old_field, reuse=reuse)
+        return store.write(values.present, new_tensors, old_tensors, old_tree, reuse=reuse)
 
     def _new_updates(self, operand: Leaf, output: Leaf, updates: PyTree, values: Values) -> PyTree:
         """Return the tree of the new updates, in the dtypes of the incoming updates."""
@@ -661,202 +660,13 @@ class _Formula:
         return values.present.fill(ew.cast_like(new_tensors, values.operands[operand.index]))
 
 
+def _is_quantized(declared: object) -> bool:
+    """Return True for a `Slot` whose tensors are stored in eight bits."""
+    return isinstance(declared, Slot) and isinstance(declared.dtype, QuantizedDtype)
+
+
 def params_for(name: str, params: PyTree) -> PyTree:
     """Return the parameters, or raise an error that names the transform if they are None."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
     return params
-
-
-def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
-    """Return the dtype in which each leaf is computed: the widest dtype of its operands, at least fp32.
-
-    ``lists`` has a list for each operand, with its tensors of all leaves. If every list has a single dtype, such as
-    bf16 for all updates and fp32 for all momenta, the result is one dtype for all leaves.
-    """
-    all_dtypes: set[torch.dtype] = set()
-    for tensors in lists:  # the tensors of one operand
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1:  # such as updates in bf16 for some leaves and in fp32 for others
-            return _compute_dtype_of_each(lists)
-        all_dtypes |= dtypes
-    return ew.wide_dtype(*all_dtypes)  # the usual case, which takes no call for each leaf
-
-
-def _compute_dtype_of_each(lists: Sequence[list[Tensor]]) -> list[torch.dtype]:
-    """Return a list with the widest dtype of each leaf's operands; ``lists`` has a list of tensors for each operand."""
-    compute_dtypes: list[torch.dtype] = []
-    for operands_of_leaf in zip(*lists, strict=True):
-        dtypes = [operand.dtype for operand in operands_of_leaf]
-        compute_dtypes.append(ew.wide_dtype(*dtypes))
-    return compute_dtypes
-
-
-def _require_one_shape(leaf: object) -> None:
-    """Raise an error if the argument of ``sum_over_leaves`` in a step cannot be added up over all leaves.
-
-    It must be a placeholder (`Leaf`) for a value of one shape, as in ``sum_over_leaves((u * u).sum())``. ``u * u`` has
-    the shape of each leaf, so it is an error.
-    """
-    if not isinstance(leaf, Leaf):
-        raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
-    if has_shape_of_leaf(leaf):
-        raise ValueError(
-            "leafwise: sum_over_leaves adds up values of one shape, found a value with the shapes of the leaves: "
-            "reduce it first, as in sum_over_leaves((u * u).sum())"
-        )
-
-
-class Values:
-    """The values of a `leafwise` step by their numbers in a `Plan`, each as a list with one tensor for each leaf.
-
-    The numbers begin with the operands of the step: the update, the state and the parameters.
-    """
-
-    def __init__(self, present: Present) -> None:
-        """Begin without values. `add_operand` adds those with the numbers 0, 1 and so on, and `run` all others."""
-        self.present = present
-        """The leaves that have a gradient."""
-        self.operands: list[list[Tensor]] = []
-        """The operands of the step in their own dtypes: ``[[u1, u2], [m1, m2]]`` for two leaves and a momentum."""
-        self._computed: dict[int, list[Tensor]] = {}
-        """The results so far, and the operands that have been read, in the compute dtype."""
-        self._may_write: dict[int, bool] = {}
-        """For each value, True if nothing else needs its storage, so that it may be overwritten after its last use."""
-        self._remaining_uses: dict[int, int] = {}
-        """For each value, how many operations and outputs still read it."""
-        self._dtypes: torch.dtype | list[torch.dtype] | None = None
-        """The compute dtype of each leaf, or one dtype for all; None until it is needed."""
-
-    def add_operand(self, tensors: list[Tensor], *, may_write: bool) -> None:
-        """Add an operand of the step, whose number is the number of operands before it."""
-        self._may_write[len(self.operands)] = may_write
-        self.operands.append(tensors)
-
-    def run(self, plan: Plan, *, overwrite: bool) -> None:
-        """Run the operations of a plan, each on the lists of all leaves, and store their results.
-
-        For two leaves, the plan of ``s.trace * 0.9 + u`` calls ``mul([m1, m2], 0.9)`` and then ``add`` on the two lists
-        of results and updates. With ``overwrite``, a result may take the storage of an operand after its last use. A
-        result that nothing reads any more is then freed.
-        """
-        self._remaining_uses = dict(enumerate(plan.uses))  # {number of a value: how many will still read it}
-        with ew.unrecorded(*self.operands, plan.scalars):  # autograd records nothing, unless it must
-            for index, operation in plan.operations:
-                if index not in self._computed:  # else a sum over leaves has needed it already
-                    self._computed[index] = self._compute(operation, overwrite=overwrite)
-                    # A later operation may overwrite a new tensor. A torch function that is called for each leaf may
-                    # return a view of an operand instead, whose storage others may need.
-                    self._may_write[index] = not operation.is_for_each
-                if overwrite:
-                    self._count_uses(operation.operands)
-
-    def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
-        """Return a function that sums a `Leaf` over all leaves, from one that sums the tensors of a tree.
-
-        A step calls it with a placeholder, as in ``sum_over_leaves((u * u).sum())``, and needs the number at once.
-        """
-
-        def sum_of(leaf: Leaf) -> Tensor:
-            """Run the operations that the placeholder needs, such as ``u * u`` and ``sum``, and return the sum."""
-            _require_one_shape(leaf)
-            # The step is still running: only the operations that this placeholder needs are computed.
-            plan = Plan.of(leaf.record, [leaf])
-            self.run(plan, overwrite=False)  # the rest of the step may read every value
-            value_of_each_leaf = self.read(leaf.index)
-            return sum_over_leaves(self.present.fill(value_of_each_leaf))
-
-        return sum_of
-
-    def read(self, index: int) -> list[Tensor]:
-        """Return the tensors of a value, one for each leaf, in the compute dtype, which is fp32 or wider.
-
-        ``index`` is the number of the value. The values with the first numbers are the operands of the step: 0 is the
-        update. They are converted when they are read for the first time, for example from bf16.
-        """
-        if index in self._computed:  # a result, or an operand that has been read before
-            return self._computed[index]
-        if self._dtypes is None:
-            self._dtypes = _compute_dtypes(self.operands)
-        self._computed[index] = ew.cast(self.operands[index], self._dtypes)
-        if self.was_cast(index):
-            self._may_write[index] = True  # these are copies, not the caller's tensors
-        return self._computed[index]
-
-    def was_cast(self, operand: int) -> bool:
-        """Return True if an operand has been read, and converting its dtype made new tensors for all leaves."""
-        if operand not in self._computed:
-            return False
-        return all(map(is_not, self._computed[operand], self.operands[operand]))
-
-    def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
-        """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; return its results.
-
-        With ``overwrite``, the results take the storage of an operand that nothing else needs: that of ``[u1, u2]``, if
-        no later operation reads the updates, and the caller permits it.
-        """
-        lists = [self.read(index) for index in operation.operands]
-        if operation.overwrites is None:  # a torch function that is called for each leaf
-            for index in operation.operands:
-                self._may_write[index] = False  # the result may be a view of it
-            return operation.function(*lists)
-        target = operation.operands[operation.overwrites]  # the operand that the function can overwrite
-        is_last_use = self._remaining_uses[target] == 1  # this one, which has not been counted yet
-        reuse = overwrite and is_last_use and self._may_write[target]
-        if reuse:
-            self._may_write[target] = False  # its storage becomes the result's
-        return operation.function(*lists, *operation.scalars, reuse=reuse)
-
-    def _count_uses(self, operands: Sequence[int]) -> None:
-        """Count one use of each of these values, and forget results that nothing reads any more."""
-        for index in operands:
-            self._remaining_uses[index] -= 1
-            # The first numbers are the operands of the step, which `was_cast` and `take` read again.
-            if not self._remaining_uses[index] and index >= len(self.operands):
-                del self._computed[index]
-
-    def check(self, operand: Leaf, output: Leaf, beginning: str) -> None:
-        """Raise an error if a value that the step returns is complex, or has another shape than its leaf.
-
-        A step that returns ``u.sum()`` in place of an update ``u`` of shape (2,) is such an error.
-
-        Args:
-            operand: the placeholder that the step received, such as ``s.trace``.
-            output: the placeholder that it returned in its place.
-            beginning: the first words of the error: "momentum: the step returns a state".
-        """
-        if has_shape_of_leaf(output):  # the usual case, which reads no tensor
-            return
-        old_tensors = self.operands[operand.index]
-        for index, (new, old) in enumerate(zip(self.read(output.index), old_tensors, strict=True)):
-            if new.is_complex():
-                raise TypeError(
-                    f"{beginning} of {new.dtype} for {self.present.names()[index]!r}, expected real numbers; take "
-                    "torch.abs or torch.real first"
-                )
-            if new.shape != old.shape:
-                raise ValueError(
-                    f"{beginning} of shape {tuple(new.shape)} for {self.present.names()[index]!r}, expected its shape "
-                    f"{tuple(old.shape)}: use muonfx.transform if intermediate results change shapes"
-                )
-
-    def keep(self, operand: int) -> None:
-        """Reserve the storage of an operand that is returned as it is, so that no other output receives it."""
-        self._may_write[operand] = False
-
-    def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
-        """Return the tensors of a value that the step returns, such that no other output and no caller has them.
-
-        ``index`` is the number of the value. For a step that returns the same value as update and as state, the first
-        output gets the tensors, and the other one a copy. The copy is written into the operand ``copy_into`` if nothing
-        else needs its storage.
-        """
-        tensors = self.read(index)
-        if self._may_write[index]:  # nothing else needs them: they are returned without a copy
-            self._may_write[index] = False  # a further output that is this value receives a copy
-            return tensors
-        if copy_into is not None:
-            is_free = self._may_write[copy_into] and self._remaining_uses[copy_into] == 0
-            if is_free:  # its storage takes the copy, so no memory is allocated
-                return ew.copy(tensors, into=self.read(copy_into))
-        return ew.clone(tensors)

@@ -1,0 +1,215 @@
+"""`Values`: the tensors of a `leafwise` step, and the running of its recorded operations on the lists of all leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muonfx.transforms._leaf import Leaf, Operation, Plan, has_shape_of_leaf
+from muonfx.tree import Present, PyTree
+from muonfx.tree import elementwise as ew
+
+
+class Values:
+    """The values of a `leafwise` step by their numbers in a `Plan`, each as a list with one tensor for each leaf.
+
+    The numbers begin with the operands of the step: the update, the state and the parameters.
+    """
+
+    def __init__(self, present: Present) -> None:
+        """Begin without values. `add_operand` adds those with the numbers 0, 1 and so on, and `run` all others."""
+        self.present = present
+        """The leaves that have a gradient."""
+        self.operands: list[list[Tensor]] = []
+        """The operands of the step in their own dtypes: ``[[u1, u2], [m1, m2]]`` for two leaves and a momentum."""
+        self._computed: dict[int, list[Tensor]] = {}
+        """The results so far, and the operands that have been read, in the compute dtype."""
+        self._may_write: dict[int, bool] = {}
+        """For each value, True if nothing else needs its storage, so that it may be overwritten after its last use."""
+        self._remaining_uses: dict[int, int] = {}
+        """For each value, how many operations and outputs still read it."""
+        self._dtypes: torch.dtype | list[torch.dtype] | None = None
+        """The compute dtype of each leaf, or one dtype for all; None until it is needed."""
+
+    def add_operand(self, tensors: list[Tensor], *, may_write: bool) -> None:
+        """Add an operand of the step, whose number is the number of operands before it."""
+        self._may_write[len(self.operands)] = may_write
+        self.operands.append(tensors)
+
+    def run(self, plan: Plan, *, overwrite: bool) -> None:
+        """Run the operations of a plan, each on the lists of all leaves, and store their results.
+
+        For two leaves, the plan of ``s.trace * 0.9 + u`` calls ``mul([m1, m2], 0.9)`` and then ``add`` on the two lists
+        of results and updates. With ``overwrite``, a result may take the storage of an operand after its last use. A
+        result that nothing reads any more is then freed.
+        """
+        self._remaining_uses = dict(enumerate(plan.uses))  # {number of a value: how many will still read it}
+        with ew.unrecorded(*self.operands, plan.scalars):  # autograd records nothing, unless it must
+            for index, operation in plan.operations:
+                if index not in self._computed:  # else a sum over leaves has needed it already
+                    self._computed[index] = self._compute(operation, overwrite=overwrite)
+                    # A later operation may overwrite a new tensor. A torch function that is called for each leaf may
+                    # return a view of an operand instead, whose storage others may need.
+                    self._may_write[index] = not operation.is_for_each
+                if overwrite:
+                    self._count_uses(operation.operands)
+
+    def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
+        """Return a function that sums a `Leaf` over all leaves, from one that sums the tensors of a tree.
+
+        A step calls it with a placeholder, as in ``sum_over_leaves((u * u).sum())``, and needs the number at once.
+        """
+
+        def sum_of(leaf: Leaf) -> Tensor:
+            """Run the operations that the placeholder needs, such as ``u * u`` and ``sum``, and return the sum."""
+            _require_one_shape(leaf)
+            # The step is still running: only the operations that this placeholder needs are computed.
+            plan = Plan.of(leaf.record, [leaf])
+            self.run(plan, overwrite=False)  # the rest of the step may read every value
+            value_of_each_leaf = self.read(leaf.index)
+            return sum_over_leaves(self.present.fill(value_of_each_leaf))
+
+        return sum_of
+
+    def read(self, index: int) -> list[Tensor]:
+        """Return the tensors of a value, one for each leaf, in the compute dtype, which is fp32 or wider.
+
+        ``index`` is the number of the value. The values with the first numbers are the operands of the step: 0 is the
+        update. They are converted when they are read for the first time, for example from bf16.
+        """
+        if index in self._computed:  # a result, or an operand that has been read before
+            return self._computed[index]
+        if self._dtypes is None:
+            self._dtypes = _compute_dtypes(self.operands)
+        self._computed[index] = ew.cast(self.operands[index], self._dtypes)
+        if self.was_cast(index):
+            self._may_write[index] = True  # these are copies, not the caller's tensors
+        return self._computed[index]
+
+    def was_cast(self, operand: int) -> bool:
+        """Return True if an operand has been read, and converting its dtype made new tensors for all leaves."""
+        if operand not in self._computed:
+            return False
+        return all(map(is_not, self._computed[operand], self.operands[operand]))
+
+    def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
+        """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; return its results.
+
+        With ``overwrite``, the results take the storage of an operand that nothing else needs: that of ``[u1, u2]``, if
+        no later operation reads the updates, and the caller permits it.
+        """
+        lists = [self.read(index) for index in operation.operands]
+        if operation.overwrites is None:  # a torch function that is called for each leaf
+            for index in operation.operands:
+                self._may_write[index] = False  # the result may be a view of it
+            return operation.function(*lists)
+        target = operation.operands[operation.overwrites]  # the operand that the function can overwrite
+        is_last_use = self._remaining_uses[target] == 1  # this one, which has not been counted yet
+        reuse = overwrite and is_last_use and self._may_write[target]
+        if reuse:
+            self._may_write[target] = False  # its storage becomes the result's
+        return operation.function(*lists, *operation.scalars, reuse=reuse)
+
+    def _count_uses(self, operands: Sequence[int]) -> None:
+        """Count one use of each of these values, and forget results that nothing reads any more."""
+        for index in operands:
+            self._remaining_uses[index] -= 1
+            # The first numbers are the operands of the step, which `was_cast` and `take` read again.
+            if not self._remaining_uses[index] and index >= len(self.operands):
+                del self._computed[index]
+
+    def check(self, operand: Leaf, output: Leaf, beginning: str) -> None:
+        """Raise an error if a value that the step returns is complex, or has another shape than its leaf.
+
+        A step that returns ``u.sum()`` in place of an update ``u`` of shape (2,) is such an error.
+
+        Args:
+            operand: the placeholder that the step received, such as ``s.trace``.
+            output: the placeholder that it returned in its place.
+            beginning: the first words of the error: "momentum: the step returns a state".
+        """
+        if has_shape_of_leaf(output):  # the usual case, which reads no tensor
+            return
+        new_tensors = self.read(output.index)
+        old_tensors = self.operands[operand.index]
+        for index, (new, old) in enumerate(zip(new_tensors, old_tensors, strict=True)):
+            if new.is_complex() or new.shape != old.shape:
+                raise _wrong_result(beginning, self.present.names()[index], new, old)
+
+    def keep_returned(self, operands: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Reserve the storage of each operand that the step returns as it is, so that no other output receives it."""
+        for operand, output in zip(operands, outputs, strict=True):
+            if isinstance(operand, Leaf) and output.index == operand.index:
+                self._may_write[operand.index] = False
+
+    def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
+        """Return the tensors of a value that the step returns, such that no other output and no caller has them.
+
+        ``index`` is the number of the value. For a step that returns the same value as update and as state, the first
+        output gets the tensors, and the other one a copy. The copy is written into the operand ``copy_into`` if nothing
+        else needs its storage.
+        """
+        tensors = self.read(index)
+        if self._may_write[index]:  # nothing else needs them: they are returned without a copy
+            self._may_write[index] = False  # a further output that is this value receives a copy
+            return tensors
+        if copy_into is not None:
+            is_free = self._may_write[copy_into] and self._remaining_uses[copy_into] == 0
+            if is_free:  # its storage takes the copy, so no memory is allocated
+                return ew.copy(tensors, into=self.read(copy_into))
+        return ew.clone(tensors)
+
+
+def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
+    """Return the dtype in which each leaf is computed: the widest dtype of its operands, at least fp32.
+
+    ``lists`` has a list for each operand, with its tensors of all leaves. If every list has a single dtype, such as
+    bf16 for all updates and fp32 for all momenta, the result is one dtype for all leaves.
+    """
+    all_dtypes: set[torch.dtype] = set()
+    for tensors in lists:  # the tensors of one operand
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:  # such as updates in bf16 for some leaves and in fp32 for others
+            return _compute_dtype_of_each(lists)
+        all_dtypes |= dtypes
+    return ew.wide_dtype(*all_dtypes)  # the usual case, which takes no call for each leaf
+
+
+def _compute_dtype_of_each(lists: Sequence[list[Tensor]]) -> list[torch.dtype]:
+    """Return a list with the widest dtype of each leaf's operands; ``lists`` has a list of tensors for each operand."""
+    compute_dtypes: list[torch.dtype] = []
+    for operands_of_leaf in zip(*lists, strict=True):
+        dtypes = [operand.dtype for operand in operands_of_leaf]
+        compute_dtypes.append(ew.wide_dtype(*dtypes))
+    return compute_dtypes
+
+
+def _require_one_shape(leaf: object) -> None:
+    """Raise an error if the argument of ``sum_over_leaves`` in a step cannot be added up over all leaves.
+
+    It must be a placeholder (`Leaf`) for a value of one shape, as in ``sum_over_leaves((u * u).sum())``. ``u * u`` has
+    the shape of each leaf, so it is an error.
+    """
+    if not isinstance(leaf, Leaf):
+        raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
+    if has_shape_of_leaf(leaf):
+        raise ValueError(
+            "leafwise: sum_over_leaves adds up values of one shape, found a value with the shapes of the leaves: "
+            "reduce it first, as in sum_over_leaves((u * u).sum())"
+        )
+
+
+def _wrong_result(beginning: str, name: str, new: Tensor, old: Tensor) -> Exception:
+    """Return an error for a leaf ``old`` whose new value is complex or has another shape; see `Values.check`."""
+    if new.is_complex():
+        return TypeError(
+            f"{beginning} of {new.dtype} for {name!r}, expected real numbers; take torch.abs or torch.real first"
+        )
+    return ValueError(
+        f"{beginning} of shape {tuple(new.shape)} for {name!r}, expected its shape {tuple(old.shape)}: use "
+        "muonfx.transform if intermediate results change shapes"
+    )
