@@ -17,7 +17,7 @@ from muonfx.polar.iteration import unit_power
 from muonfx.transforms.formulas import bias_correction, divide_unless, running_average
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.transforms.matrices import Matrices, MatrixView
-from muonfx.transforms.matrixwise import MatrixSlot, MatrixStates, matrix_locality, name_patterns
+from muonfx.transforms.matrixwise import MatrixSlot, MatrixTrees, matrix_locality, name_patterns
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
@@ -100,7 +100,7 @@ def scale_by_namo(
     b1 = checks.in_unit_interval("b1", b1)
     b2 = checks.in_unit_interval("b2", b2)
     eps = checks.at_least("eps", eps, 0.0)
-    moments = MatrixStates(MatrixSlot(dtype=dtype))
+    moments = MatrixTrees(MatrixSlot(dtype=dtype))
 
     def init(params: PyTree) -> NamoState:
         return NamoState(

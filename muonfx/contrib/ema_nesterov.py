@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import NamedTuple
 
 from muonfx.core import checks
 from muonfx.core.schedules import ScalarOrSchedule
@@ -16,8 +14,8 @@ from muonfx.tree import elementwise as ew
 class EmaNesterovState(NamedTuple):
     """State of the transform `ema_nesterov`: the look-ahead factor and the average motion of the parameters."""
 
-    lookahead: Tensor
-    """The factor $\\beta$ with which the current parameters contain the average motion, 0-d."""
+    lookahead: PyTree
+    """The factor $\\beta$ with which the current parameters contain the average motion, a 0-d tensor."""
     average: PyTree
     """The average motion $m$ of the iterates: a tree like the parameters."""
 
@@ -67,5 +65,4 @@ def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0
         step_of_y = u.add(average, alpha=new_lookahead)
         return step_of_y, EmaNesterovState(lookahead=new_lookahead, average=average)
 
-    declared: Any = EmaNesterovState  # its fields are declared by a number and a slot, and are not tensors yet
-    return declared(lookahead=Number(), average=Slot(dtype)), step
+    return EmaNesterovState(lookahead=Number(), average=Slot(dtype)), step

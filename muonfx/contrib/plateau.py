@@ -12,20 +12,21 @@ from torch import Tensor
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.leafwise import Leaf, Number, StepCount, leafwise
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 
 class ReduceOnPlateauState(NamedTuple):
     """State of the transform `reduce_on_plateau`: the scale, the lowest loss, and two counters."""
 
-    scale: Tensor
-    """The current scale, by which updates are multiplied, 0-d."""
-    best_value: Tensor
-    """The lowest loss so far, 0-d."""
-    plateau_count: Tensor
-    """The number of losses since the last improvement or reduction, int64."""
-    cooldown_count: Tensor
-    """The number of remaining losses in the cooldown, int64."""
+    scale: PyTree
+    """The current scale, by which updates are multiplied, a 0-d tensor."""
+    best_value: PyTree
+    """The lowest loss so far, a 0-d tensor."""
+    plateau_count: PyTree
+    """The number of losses since the last improvement or reduction, a 0-d int64 tensor."""
+    cooldown_count: PyTree
+    """The number of remaining losses in the cooldown, a 0-d int64 tensor."""
 
 
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
@@ -122,8 +123,7 @@ def reduce_on_plateau(
             cooldown_count=cooldown_count,
         )
 
-    declared: Any = ReduceOnPlateauState  # with numbers and counts in the places of tensors
-    return declared(
+    return ReduceOnPlateauState(
         scale=Number(1.0),
         best_value=Number(float("inf")),
         plateau_count=StepCount(),

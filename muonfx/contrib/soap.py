@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,8 +169,7 @@ def scale_by_soap(
         return MatrixSlot(functools.partial(start, side=side, longest=max_precondition_size))
 
     step = functools.partial(_step, b1=b1, b2=b2, eps=eps, is_kl=factors == "kl", refresh=refresh)
-    declared: Any = SoapState  # with slots in the places of tensors
-    return declared(
+    return SoapState(
         count=MatrixSlot(),
         mu=Slot(),
         nu=Slot(),

@@ -230,6 +230,9 @@ def matrixwise(
     All operands have one dtype: the widest among them, at least fp32. The results are rounded to the update's dtype and
     to the storage dtypes of the state.
 
+    The state has no `StepCount` and no `Number`, which `muonfx.leafwise` allows: the step runs separately for each
+    stack, and would return several values of a number that all leaves share. A `MatrixSlot` has a number per matrix.
+
     The transform checks that parameters are matrices, divides them by the view, skips gradients of None and empty
     matrices, and joins the results. Use `muonfx.leafwise` for elementwise work and `muonfx.transform` for the rest.
 
@@ -341,7 +344,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return (a.contiguous() * b.mT).sum(-1, keepdim=True)
 
 
-class _SlotStates:
+class _SplitTrees:
     """Creates, reads and writes the state tree that a `Slot` declares, and divides it into matrices for the step."""
 
     def __init__(self, slot: Slot, role: str) -> None:
@@ -350,19 +353,19 @@ class _SlotStates:
     def init(self, matrices: Matrices) -> PyTree:
         return self._trees.init(matrices.values)
 
-    def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
-        return matrices.split(self._trees.read(matrices.present, state))
+    def read(self, old_tree: PyTree, matrices: Matrices) -> list[Tensor]:
+        return matrices.split(self._trees.read(matrices.present, old_tree))
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         return state  # `write` rounds instead, because a quantized dtype rounds a whole leaf, not a matrix
 
-    def write(self, states: list[Tensor], old_state: PyTree, matrices: Matrices) -> PyTree:
-        old_tensors = self._trees.read(matrices.present, old_state)
+    def write(self, states: list[Tensor], old_tree: PyTree, matrices: Matrices) -> PyTree:
+        old_tensors = self._trees.read(matrices.present, old_tree)
         new_tensors = matrices.join(states, old_tensors)
-        return self._trees.write(matrices.present, new_tensors, old_tensors, old_state, reuse=False)
+        return self._trees.write(matrices.present, new_tensors, old_tensors, old_tree, reuse=False)
 
 
-class MatrixStates:
+class MatrixTrees:
     """Creates, reads and writes the state tree of a `MatrixSlot`: one tensor per parameter, for all its matrices."""
 
     def __init__(self, slot: MatrixSlot) -> None:
@@ -389,28 +392,31 @@ class MatrixStates:
             states_of_leaves.append(slot.join(states, stacks_of_leaf))
         return matrices.present.fill(states_of_leaves)
 
-    def read(self, state: PyTree, matrices: Matrices) -> list[Tensor]:
+    def read(self, old_tree: PyTree, matrices: Matrices) -> list[Tensor]:
         """Return the state of each stack of matrices, for the leaves that have a gradient."""
         states: list[Tensor] = []
-        stored_states = matrices.present.pick(state)
+        stored_states = matrices.present.pick(old_tree)
         for stored, stacks in zip(stored_states, matrices.grouped(matrices.stacks), strict=True):
             states += self._slot.split(stored, stacks)
         return states
 
-    def write(self, states: list[Tensor], old_state: PyTree, matrices: Matrices) -> PyTree:
+    def write(self, states: list[Tensor], old_tree: PyTree, matrices: Matrices) -> PyTree:
         """Return a state tree with new states for the leaves that have a gradient."""
         states_of_leaves = matrices.grouped(states)
         tensors = list(map(self._slot.join, states_of_leaves, matrices.grouped(matrices.stacks)))
-        return matrices.present.fill(tensors, old_state)
+        return matrices.present.fill(tensors, old_tree)
 
 
 class _MatrixFormula:
-    """A step and its declared state, which runs the step on stacks of matrices."""
+    """A step and its declared state, which runs the step on stacks of matrices.
+
+    For the state ``{"norm": MatrixSlot()}``, there is one *store*, which creates, reads and writes the tree "norm".
+    """
 
     def __init__(
         self, name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], reads_params: bool
     ) -> None:
-        """Prepare each field of the declared state, such as ``{"norm": MatrixSlot()}``.
+        """Prepare a store for each item of the declared state.
 
         Args:
             name: the name of the transform, for errors.
@@ -424,19 +430,19 @@ class _MatrixFormula:
         self._declared = declared
         self._step = step
         self._reads_params = reads_params
-        self._fields: list[_SlotStates | MatrixStates] = []
-        """The fields of the state in order."""
-        for name_of_field, slot in tree.named_leaves(declared):
+        self._stores: list[_SplitTrees | MatrixTrees] = []
+        """For each item of the state in order: the store of its tree."""
+        for item_name, slot in tree.named_leaves(declared):
             if isinstance(slot, Slot):  # a tensor in the shape of the parameter; a MatrixSlot has a shape of its own
-                self._fields.append(_SlotStates(slot, name_of_field))
+                self._stores.append(_SplitTrees(slot, item_name))
             else:
-                self._fields.append(MatrixStates(slot))
+                self._stores.append(MatrixTrees(slot))
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state. Raise an error if a parameter does not fit the view."""
         matrices = Matrices(self._view, params, named=True)
         containers = tree.flatten(self._declared)[1]
-        return tree.unflatten(containers, [field.init(matrices) for field in self._fields])
+        return tree.unflatten(containers, [store.init(matrices) for store in self._stores])
 
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
@@ -444,71 +450,79 @@ class _MatrixFormula:
         """Split updates, states and parameters into matrices, run the step on them, and join the results.
 
         Take the state ``{"norm": MatrixSlot()}`` and two parameters of one matrix each. The operands of the step are
-        ``[[u1, u2], [norm1, norm2], [p1, p2]]``, and the results are the lists of the new updates and norms.
+        ``[[u1, u2], [norm1, norm2], [p1, p2]]``, and the outputs are the lists of the new updates and norms.
         """
-        # 1. A list of matrices for the updates, for each field of the state, and for the parameters if they are read.
+        # 1. A list of matrices for the updates, for each tree of the state, and for the parameters if they are read.
         matrices = Matrices(self._view, updates)
         containers = tree.flatten(self._declared)[1]  # the NamedTuple, dict or tuple of the state
-        old_fields = tree.subtrees(containers, state)
+        old_trees = tree.subtrees(containers, state)
         operands = [matrices.stacks]
-        for field, old_field in zip(self._fields, old_fields, strict=True):
-            operands.append(field.read(old_field, matrices))
+        for store, old_tree in zip(self._stores, old_trees, strict=True):
+            operands.append(store.read(old_tree, matrices))
         if self._reads_params:
             leaves = matrices.present.pick(params_for(self._name, params))
             operands.append(matrices.split(leaves))
 
         # 2. Run the step: once for all small matrices of one shape, which are stacked, and once for each large matrix.
         run_on_stack = functools.partial(self._run_on_stack, containers)
-        run_on_all_stacks = ew.by_stacks(run_on_stack, results=1 + len(self._fields))
-        new_updates, *new_states = run_on_all_stacks(*operands)
+        run_on_all_stacks = ew.by_stacks(run_on_stack, results=1 + len(self._stores))
+        new_updates, *state_outputs = run_on_all_stacks(*operands)
 
         # 3. Join the matrices of each parameter.
-        new_fields: list[PyTree] = []
-        for field, new_state, old_field in zip(self._fields, new_states, old_fields, strict=True):
-            new_fields.append(field.write(new_state, old_field, matrices))
-        return matrices.fill(new_updates), tree.unflatten(containers, new_fields)
+        new_trees: list[PyTree] = []
+        for store, output, old_tree in zip(self._stores, state_outputs, old_trees, strict=True):
+            new_trees.append(store.write(output, old_tree, matrices))
+        return matrices.fill(new_updates), tree.unflatten(containers, new_trees)
 
-    def _run_on_stack(self, containers: Structure, update: Tensor, *fields_and_params: Tensor) -> list[Tensor]:
-        """Run the step on one stack of matrices; return its new update, then the new value of each field.
+    def _run_on_stack(self, containers: Structure, *operands: Tensor) -> list[Tensor]:
+        """Run the step on one stack of matrices: its update, its states, and its parameters if the step reads them.
 
-        ``containers`` are the NamedTuple, dict or tuple of the state. ``fields_and_params`` are the old value of each
-        field, and the parameters if the step reads them.
+        Return the new update and the new states. ``containers`` are the NamedTuple, dict or tuple of the state.
         """
-        number_of_fields = len(self._fields)
-        old_fields = fields_and_params[:number_of_fields]
-        if update.numel() == 0:  # a matrix without elements has nothing to compute
-            return ew.clone([update, *old_fields])
+        replaced = operands[: 1 + len(self._stores)]  # the update and the states
+        if replaced[0].numel() == 0:  # a matrix without elements has nothing to compute
+            return ew.clone(replaced)
+        # The step receives all operands in one dtype: the widest of them, at least fp32.
+        wide = ew.wide_dtype(*[operand.dtype for operand in operands])
+        wide_operands = ew.cast(operands, wide)
+        outputs = self._call_step(containers, wide_operands)
+        for output, old_value in zip(outputs, replaced, strict=True):
+            self._check_shape(output, old_value)
 
-        # Call the step with all operands in one dtype: the widest of them, at least fp32.
-        wide = ew.wide_dtype(update.dtype, *[operand.dtype for operand in fields_and_params])
-        inputs = ew.cast([update, *fields_and_params], wide)
-        wide_update, *wide_fields_and_params = inputs
-        state = tree.unflatten(containers, wide_fields_and_params[:number_of_fields])
-        params = wide_fields_and_params[number_of_fields:]  # empty, or one stack
-        new_update, new_state = update_and_state(self._name, self._step(wide_update, state, *params))
-
-        # Round the results to their own dtypes. If two of them are one tensor, or one is an input, it is copied: the
-        # transforms after this one may overwrite its updates.
-        others = [*inputs, new_update]
-        results = [self._checked(new_update, update, inputs).to(update.dtype)]
-        new_fields = tree.subtrees(containers, new_state)
-        for field, new_field, old_field in zip(self._fields, new_fields, old_fields, strict=True):
-            checked_field = self._checked(new_field, old_field, others)
-            results.append(field.rounded(checked_field, old_field.dtype))
-            others.append(new_field)
+        new_update, *new_states = _separate(outputs, wide_operands)
+        old_update, *old_states = replaced
+        results = [new_update.to(old_update.dtype)]
+        for store, new_state, old_state in zip(self._stores, new_states, old_states, strict=True):
+            results.append(store.rounded(new_state, old_state.dtype))
         return results
 
-    def _checked(self, result: Tensor, old_value: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return a result of the step after a check of its shape: the shape of the old value that it replaces.
+    def _call_step(self, containers: Structure, operands: list[Tensor]) -> list[Tensor]:
+        """Call the step on one stack of matrices, and return its outputs as a list: the update and the states."""
+        update, *states_and_params = operands
+        number_of_states = len(self._stores)
+        state = tree.unflatten(containers, states_and_params[:number_of_states])
+        params = states_and_params[number_of_states:]  # empty, or one stack
+        new_update, new_state = update_and_state(self._name, self._step(update, state, *params))
+        return [new_update, *tree.subtrees(containers, new_state)]
 
-        If it is one of the tensors ``others``, return a copy. No later write into one of them can change the other. In
-        ``return m, {"trace": m}``, for example, the update and the state are one tensor, and the state becomes a copy.
-        """
-        if result.shape != old_value.shape:
+    def _check_shape(self, output: Tensor, old_value: Tensor) -> None:
+        """Raise an error unless an output of the step has the shape of the old value that it replaces."""
+        if output.shape != old_value.shape:
             raise ValueError(
-                f"{self._name}: the step returns shape {tuple(result.shape)}, expected {tuple(old_value.shape)}"
+                f"{self._name}: the step returns shape {tuple(output.shape)}, expected {tuple(old_value.shape)}"
             )
-        for other in others:
-            if result is other:
-                return result.clone()
-        return result
+
+
+def _separate(outputs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
+    """Return the outputs of a step, with a copy of each that is an operand or an earlier output too.
+
+    The transforms after this one may overwrite its updates, and must not change its state. In ``return m, {"trace":
+    m}``, the update and the state are one tensor, and the state becomes a copy.
+    """
+    separate_outputs: list[Tensor] = []
+    tensors = [*operands]
+    for output in outputs:
+        is_shared = any(output is tensor for tensor in tensors)
+        separate_outputs.append(output.clone() if is_shared else output)
+        tensors.append(output)
+    return separate_outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,8 +24,8 @@ class MomentumState(NamedTuple):
 class DebiasedMomentumState(NamedTuple):
     """State of the transform `momentum` with ``debias=True``: a step count and the average of the gradients."""
 
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """The number of updates so far, 0-d int64."""
+    count: PyTree  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The number of updates so far, a 0-d int64 tensor."""
     trace: PyTree
     """The average of the gradients: a tree like the parameters in the storage dtype, or a `QuantizedState`."""
 
@@ -80,7 +80,7 @@ def momentum(
     slot = Slot(dtype)
 
     def average(g: Leaf, s: MomentumState):
-        """Return m = decay m + (1 - decay) g, or with Nesterov's look-ahead decay m + (1 - decay) g."""
+        """Return m = decay m + (1 - decay) g, or with Nesterov's look-ahead decay m + (1 - decay) g for the new m."""
         m = s.trace.lerp(g, 1.0 - decay)
         if nesterov:
             return g.lerp(m, decay), MomentumState(m)
@@ -112,8 +112,7 @@ def momentum(
         return out, DebiasedMomentumState(t, m)
 
     if debias:
-        declared: Any = DebiasedMomentumState  # with a count and a slot in the places of tensors
-        return declared(StepCount(), slot), debiased_average
+        return DebiasedMomentumState(StepCount(), slot), debiased_average
     if heavy_ball:
         return MomentumState(slot), sum_up
     return MomentumState(slot), average
@@ -122,8 +121,8 @@ def momentum(
 class AdamState(NamedTuple):
     """State of `scale_by_adam`: a step count and both moments, trees like the parameters (or `QuantizedState`)."""
 
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """The number of updates so far, 0-d int64."""
+    count: PyTree  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The number of updates so far, a 0-d int64 tensor."""
     mu: PyTree
     """The first moment, the average of the gradients, in ``mu_dtype``."""
     nu: PyTree
@@ -212,9 +211,9 @@ def scale_by_adam(
         out = numerator / denominator * (root_c2 / c1)
         return out, AdamState(count=t, mu=m, nu=v)
 
-    declared: Any = AdamState  # with a count and slots in the places of tensors
+    mu_slot = Slot(mu_dtype, "mu_dtype")
     nu_slot = Slot(nu_dtype, "nu_dtype", signed=False)
-    return declared(count=StepCount(), mu=Slot(mu_dtype, "mu_dtype"), nu=nu_slot), step
+    return AdamState(count=StepCount(), mu=mu_slot, nu=nu_slot), step
 
 
 class RmsState(NamedTuple):
@@ -227,8 +226,8 @@ class RmsState(NamedTuple):
 class DebiasedRmsState(NamedTuple):
     """State of the transform `scale_by_rms` with ``debias=True``: a step count and the average squared gradient."""
 
-    count: Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
-    """The number of updates so far, 0-d int64."""
+    count: PyTree  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The number of updates so far, a 0-d int64 tensor."""
     nu: PyTree
     """The average of the squared gradients: a tree like the parameters in ``nu_dtype``, or a `QuantizedState`."""
 
@@ -300,8 +299,7 @@ def scale_by_rms(
         return divide(g, debiased_v), DebiasedRmsState(t, v)
 
     if debias:
-        declared: Any = DebiasedRmsState  # with a count and a slot in the places of tensors
-        return declared(StepCount(), slot), debiased_step
+        return DebiasedRmsState(StepCount(), slot), debiased_step
     return RmsState(slot), step
 
 
