@@ -138,9 +138,12 @@ class _Kind(NamedTuple):
     long: int
     dtype: torch.dtype
     device: torch.device
-    tall: bool | None = None
-    """True if the batch has the shape `(long, short)`, False if `(short, long)`. None if tall matrices are transposed,
-    as small matrices and matrices under autograd are."""
+    in_buffers: bool
+    """True for large matrices, whose temporary tensors are in reused buffers. Small matrices, and matrices under
+    autograd, take new memory."""
+    is_tall: bool
+    """True if the batch has the shape `(b, long, short)`. False for all others: `(b, short, long)`. Only matrices in
+    buffers stay tall; without buffers, tall matrices are transposed."""
 
 
 class Orthogonalizer:
@@ -205,6 +208,7 @@ class Orthogonalizer:
             inputs.append(self._polynomials.table)
         watched = is_watched(*inputs)  # autograd, torch.func or a compiler records them, so none may be overwritten
         differentiated = watched and is_differentiated(*inputs)
+
         # A job for each shape, dtype and device. All plans are made before any result, so that invalid settings raise
         # an error before anything is written.
         jobs = self._jobs(xs, watched, differentiated, max_scratch_bytes, workspace)
@@ -215,13 +219,14 @@ class Orthogonalizer:
             overwrite = _may_be_overwritten(xs)
 
         results = list(xs)
+        is_empty = [x.numel() == 0 for x in xs]
         for i, x in enumerate(xs):
-            if x.numel() == 0 and not overwrite[i]:  # no job computes it, and an input is not returned itself
+            if is_empty[i] and not overwrite[i]:  # no job computes it, and an input is not returned itself
                 results[i] = torch.empty_like(x)
         for job in jobs:
-            nonempty = [i for i in job.indices if xs[i].numel() > 0]
-            ys = _run([xs[i] for i in nonempty], [overwrite[i] for i in nonempty], job)
-            for i, y in zip(nonempty, ys, strict=True):
+            indices = [i for i in job.indices if not is_empty[i]]
+            ys = _run([xs[i] for i in indices], [overwrite[i] for i in indices], job)
+            for i, y in zip(indices, ys, strict=True):
                 results[i] = y
         return results
 
@@ -239,9 +244,9 @@ class Orthogonalizer:
         """
         traced = is_traced(*[side for x in xs for side in x.shape])  # a tracer may pass symbols as sides
         # The iteration that reuses buffers takes coefficients as numbers, and has no derivatives.
-        in_buffers = not watched and self._polynomials.table is None and not self._polynomials.row_scaling
+        may_use_buffers = not watched and self._polynomials.table is None and not self._polynomials.row_scaling
         jobs: list[_Job] = []
-        for kind, indices in _grouped(xs, in_buffers):
+        for kind, indices in _grouped(xs, may_use_buffers):
             default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH
             job = _Job(
                 kind=kind,
@@ -256,7 +261,7 @@ class Orthogonalizer:
         return jobs
 
 
-def _grouped(xs: Sequence[Tensor], in_buffers: bool) -> list[tuple[_Kind, list[int]]]:
+def _grouped(xs: Sequence[Tensor], may_use_buffers: bool) -> list[tuple[_Kind, list[int]]]:
     """Group matrices that can be in one batch: return pairs (kind, indices in `xs`).
 
     A kind has their common properties: the two sides, the dtype and the device. It is compared with each group in turn,
@@ -264,7 +269,7 @@ def _grouped(xs: Sequence[Tensor], in_buffers: bool) -> list[tuple[_Kind, list[i
     """
     groups: list[tuple[_Kind, list[int]]] = []
     for i, x in enumerate(xs):
-        kind = _kind_of(x, in_buffers)
+        kind = _kind_of(x, may_use_buffers)
         for group_kind, indices in groups:
             if kind == group_kind:
                 indices.append(i)
@@ -274,14 +279,13 @@ def _grouped(xs: Sequence[Tensor], in_buffers: bool) -> list[tuple[_Kind, list[i
     return groups
 
 
-def _kind_of(x: Tensor, in_buffers: bool) -> _Kind:
-    """Return the properties of a matrix by which it is grouped. With `in_buffers`, large ones are not transposed."""
+def _kind_of(x: Tensor, may_use_buffers: bool) -> _Kind:
+    """Return the properties of a matrix by which it is grouped. Large matrices use buffers if they may."""
     rows, columns = x.shape[-2:]
     short, long = (rows, columns) if rows <= columns else (columns, rows)
-    tall = None
-    if in_buffers and short * long >= _LARGE:
-        tall = rows > columns
-    return _Kind(short, long, x.dtype, x.device, tall)
+    if may_use_buffers and short * long >= _LARGE:
+        return _Kind(short, long, x.dtype, x.device, in_buffers=True, is_tall=rows > columns)
+    return _Kind(short, long, x.dtype, x.device, in_buffers=False, is_tall=False)
 
 
 class _Job(NamedTuple):
@@ -326,25 +330,24 @@ def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     """
     if not xs:
         return []
-    limit = None if job.in_one_batch else _most_in_a_batch(job)
-
+    limit = _most_in_a_batch(job)
     results = list(xs)  # an overwritten tensor is its own result
     pieces: list[_Piece] = []
     for i, x in enumerate(xs):
         matrices = _as_batch(x, job.kind)
         if limit is None or matrices.shape[0] <= limit:  # one piece
-            pieces.append(_Piece(i, matrices, destination=matrices if overwrite[i] else None))
+            destination = matrices if overwrite[i] else None
+            pieces.append(_Piece(i, matrices, destination))
             continue
-        # Several pieces, which write into one result.
         if not overwrite[i]:
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
+        # Several pieces, which write into one result.
         destination = _as_batch(results[i], job.kind)
         for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
             pieces.append(_Piece(i, part, part_of_destination))
 
     for batch in _packed(pieces, limit):
-        new_results = _run_batch(batch, xs, job)
-        for i, result in new_results.items():
+        for i, result in _run_batch(batch, xs, job).items():
             results[i] = result
     return results
 
@@ -355,25 +358,33 @@ def _run_batch(batch: list[_Piece], xs: list[Tensor], job: _Job) -> dict[int, Te
     The result of a piece is written to its destination. A piece without a destination is a whole input. Return the
     results of these inputs, by their index in ``xs``.
     """
-    tall = job.kind.tall
-    orthogonal = _new_batch(batch, job) if tall is None else _batch_in_buffers(batch, job, tall)
+    orthogonalize_batch = _batch_in_buffers if job.kind.in_buffers else _new_batch
+    orthogonal = orthogonalize_batch(batch, job)
     counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
     orthogonal_pieces = orthogonal.split(counts)  # views of the batch
+    _write_to_destinations(batch, orthogonal_pieces)
 
     # A view keeps the whole batch in memory. If some results are copied out of the batch, all are.
-    must_copy = not job.in_one_batch and not _consists_of_results(batch, xs, job.kind)
+    must_copy = not job.in_one_batch and not _can_be_views(batch, xs, job.kind)
     new_results: dict[int, Tensor] = {}
-    destinations: list[Tensor] = []
-    values: list[Tensor] = []
     for piece, value in zip(batch, orthogonal_pieces, strict=True):
         if piece.destination is None:
             new_results[piece.input_index] = _result_like(xs[piece.input_index], value, must_copy)
-        elif value.data_ptr() != piece.destination.data_ptr():  # else the iteration has run in the destination
-            destinations.append(piece.destination)
-            values.append(value)
-    if destinations:
-        torch._foreach_copy_(destinations, values)
     return new_results
+
+
+def _write_to_destinations(batch: list[_Piece], values: Sequence[Tensor]) -> None:
+    """Copy the orthogonalized matrices of each piece to its destination, if it has one."""
+    destinations: list[Tensor] = []
+    copied_values: list[Tensor] = []
+    for piece, value in zip(batch, values, strict=True):
+        if piece.destination is None:
+            continue
+        if value.data_ptr() != piece.destination.data_ptr():  # else the iteration has run in the destination
+            destinations.append(piece.destination)
+            copied_values.append(value)
+    if destinations:
+        torch._foreach_copy_(destinations, copied_values)
 
 
 def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
@@ -388,23 +399,29 @@ def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
     return value.reshape(x.shape).contiguous()
 
 
-def _consists_of_results(batch: list[_Piece], xs: list[Tensor], kind: _Kind) -> bool:
+def _can_be_views(batch: list[_Piece], xs: list[Tensor], kind: _Kind) -> bool:
     """Return True if all results can be views of their batch: new results, and not transposed."""
     for piece in batch:
-        is_transposed = kind.tall is None and xs[piece.input_index].shape[-2] != kind.short
-        if is_transposed or piece.destination is not None:
+        if piece.destination is not None:
+            return False
+        if not kind.in_buffers and xs[piece.input_index].shape[-2] != kind.short:  # a tall input, transposed
             return False
     return True
 
 
-def _most_in_a_batch(job: _Job) -> int:
-    """Return how many matrices one batch may have, so that its temporary tensors fit `job.scratch` bytes."""
+def _most_in_a_batch(job: _Job) -> int | None:
+    """Return how many matrices one batch may have, so that its temporary tensors fit `job.scratch` bytes.
+
+    None for any number.
+    """
+    if job.in_one_batch:
+        return None
     kind = job.kind
     if not can_be_stacked(kind.short, kind.long, kind.device):  # in a batch it would get other bits than alone
         return 1
-    if kind.tall is None:  # small matrices, computed by `as_function` in new memory
+    if not kind.in_buffers:  # computed by `as_function`
         return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
-    limit = max(1, job.scratch // job.plan.scratch_bytes)  # large matrices, computed in reused buffers
+    limit = max(1, job.scratch // job.plan.scratch_bytes)
     limit_of_cache = job.plan.at_once
     if limit_of_cache is None:
         return limit
@@ -412,11 +429,11 @@ def _most_in_a_batch(job: _Job) -> int:
 
 
 def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
-    """View the matrices of an input as a batch: (2, 3, 64, 16) becomes (6, 16, 64), since small ones are transposed.
+    """View the matrices of an input as a batch: (2, 3, 64, 16) becomes (6, 16, 64), since tall ones are transposed.
 
-    Large matrices, whose kind has ``tall`` set, are never transposed: (2, 3, 64, 16) becomes (6, 64, 16).
+    Matrices in buffers are never transposed: (2, 3, 64, 16) becomes (6, 64, 16).
     """
-    if kind.tall is not None:
+    if kind.in_buffers:
         return x.reshape(-1, *x.shape[-2:])
     x = x.contiguous()  # another memory order rounds differently, and ranks may hold different orders
     is_tall = x.shape[-2] != kind.short
@@ -440,11 +457,8 @@ def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
     return outside_autocast(as_function, joined, job.plan, job.coefficients).to(job.kind.dtype)
 
 
-def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
-    """Orthogonalize pieces as one batch in reused buffers, or in the memory of the pieces if that is possible.
-
-    `tall` is True if the matrices have more rows than columns. Return the batch.
-    """
+def _batch_in_buffers(batch: list[_Piece], job: _Job) -> Tensor:
+    """Orthogonalize pieces as one batch in reused buffers, or in the memory of the pieces if possible. Return it."""
     plan = job.plan
     workspace = job.workspace or Workspace()  # memory for temporary tensors, which each batch overwrites
     workspace.clear()
@@ -457,7 +471,13 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job, tall: bool) -> Tensor:
         memory_of_batch = Workspace()
     joined = _joined(batch, batch_dtype, memory_of_batch)
     return outside_autocast(
-        in_place, joined, plan, job.coefficients, tall=tall, workspace=workspace, results=memory_of_batch
+        in_place,
+        joined,
+        plan,
+        job.coefficients,
+        tall=job.kind.is_tall,
+        workspace=workspace,
+        results=memory_of_batch,
     )
 
 
@@ -493,10 +513,8 @@ def _are_one_buffer(pieces: list[_Piece]) -> bool:
     for piece in pieces:
         x = piece.matrices
         follows = x.untyped_storage()._cdata == storage and x.storage_offset() == expected_offset
-        if not follows or not x.is_contiguous():
-            return False
         is_overwritten = piece.destination is not None and piece.destination.data_ptr() == x.data_ptr()
-        if not is_overwritten:
+        if not (follows and is_overwritten and x.is_contiguous()):
             return False
         expected_offset += x.numel()
     return True
