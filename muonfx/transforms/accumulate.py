@@ -32,6 +32,10 @@ class AccumulateState(NamedTuple):
     """The state of the inner transform."""
 
 
+_Outcome = tuple[PyTree, AccumulateState]
+"""The result of a micro-batch: its updates, and the new state."""
+
+
 def _check_boundary(boundary: object) -> None:
     """Raise unless the extra argument ``boundary`` is a bool, None, or a bool tensor of one element."""
     if boundary is None or isinstance(boundary, bool):
@@ -130,14 +134,57 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         is_last = boundary
         if is_last is None:  # no argument: with ``every=4``, the fourth micro-batch is the last
             is_last = accumulated.count >= every
-        outcomes = _Outcomes(inner, updates, updated_leaves=updates, mean=mean, params=params, extras=extras)
+
+        def wait(accumulated: AccumulateState) -> _Outcome:
+            return tree.map(torch.zeros_like, updates), accumulated
+
         if isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last)):
-            return outcomes.select(is_last, accumulated)  # Python cannot read the tensor in a graph or in torch.func
+            # In a graph and in torch.func, Python can read neither this tensor nor the counts of gradients.
+            def step_all(accumulated: AccumulateState) -> _Outcome:
+                return step(accumulated, updates, params, NOTHING, extras)
+
+            if torch.compiler.is_compiling():
+                return _cond(is_last, step_all, wait, accumulated, updates)
+            # Both are computed. Under `vmap` over several states, the choice differs between them.
+            outcomes = step_all(accumulated), wait(accumulated)
+            return tree.map(lambda new, old: torch.where(is_last.to(new.device), new, old), *outcomes)
+
+        if not is_last:
+            return wait(accumulated)
+        updated_leaves = updates
         if not torch.compiler.is_compiling():  # a compiled graph has all gradients, and cannot read their counts
-            outcomes = outcomes._replace(updated_leaves=_ever_seen(updates, params, accumulated))
-        if is_last:
-            return outcomes.step(accumulated, donate)
-        return outcomes.wait(accumulated)
+            updated_leaves = _ever_seen(updates, params, accumulated)
+        donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
+        return step(accumulated, updated_leaves, params, donation, extras)
+
+    def step(
+        accumulated: AccumulateState,
+        updated_leaves: PyTree,
+        params: PyTree,
+        donation: Donation,
+        extras: dict[str, object],
+    ) -> _Outcome:
+        """Run the inner transform on the gradient of a group of micro-batches, and start new sums and counts.
+
+        For the sum 4.0 of 2 micro-batches, the inner transform receives the mean 2.0. ``updated_leaves`` has a tensor
+        in the dtype of the gradient for each leaf that gets an update, and None for all others.
+        """
+        present = Present(updated_leaves)
+        sums = present.pick(accumulated.sums)
+        if mean:
+            number = accumulated.count.to(torch.float64)
+            wide_gradients = [total / _scalar_for(number, total) for total in sums]
+        else:
+            wide_gradients = ew.clone(sums)  # copies, which the inner transform may overwrite
+        gradients = present.fill(ew.cast_like(wide_gradients, present.pick(updated_leaves)))
+        new_updates, inner_state = inner.run(gradients, accumulated.inner, params, donate=donation, **extras)
+        zero_sums = list(map(torch.zeros_like, sums))
+        return new_updates, AccumulateState(
+            count=torch.zeros_like(accumulated.count),
+            seen=torch.zeros_like(accumulated.seen),
+            sums=present.fill(zero_sums, accumulated.sums),
+            inner=inner_state,
+        )
 
     return init, update
 
@@ -223,80 +270,31 @@ def _scalar_for(number: Tensor, total: Tensor) -> Tensor:
     return number.to(total.device)
 
 
-class _Outcomes(NamedTuple):
-    """The two possible results of a call of `accumulate`: `step`, a real update, and `wait`, an update of zero."""
+def _cond(
+    is_last: Tensor,
+    step: Callable[[AccumulateState], _Outcome],
+    wait: Callable[[AccumulateState], _Outcome],
+    accumulated: AccumulateState,
+    updates: PyTree,
+) -> _Outcome:
+    """Return the result of ``step`` if ``is_last`` is True, else of ``wait``. A compiled graph decides when it runs.
 
-    inner: Transform
-    updates: PyTree
-    updated_leaves: PyTree
-    """A tree with a tensor in the dtype of the gradient for each leaf that gets an update, and None for all others."""
-    mean: bool
-    params: PyTree
-    extras: dict[str, object]
+    ``torch.cond`` passes plain tensors to both functions and requires tensors as results. So the state is flattened to
+    a list, and both functions return their tensors without leaves of None.
+    """
+    leaves, treedef = tree.flatten(accumulated)
 
-    def step(self, accumulated: AccumulateState, donate: Donation) -> tuple[PyTree, AccumulateState]:
-        """Run the inner transform on the accumulated gradients, and start new sums.
+    def step_on_tensors(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return _copies(step(tree.unflatten(treedef, leaves)))
 
-        Return its updates, and a state with counts and sums of zero. For the sum 4.0 of 2 micro-batches, the inner
-        transform receives the mean 2.0.
-        """
-        # The gradient of the whole group of micro-batches: the mean, or the sum, in the dtype of the gradients.
-        present = Present(self.updated_leaves)  # the leaves that get an update
-        sums = present.pick(accumulated.sums)
-        if self.mean:
-            number = accumulated.count.to(torch.float64)
-            wide_gradients = [total / _scalar_for(number, total) for total in sums]
-        else:
-            wide_gradients = ew.clone(sums)  # copies, which the inner transform may overwrite
-        gradients = present.fill(ew.cast_like(wide_gradients, present.pick(self.updated_leaves)))
+    def wait_on_tensors(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return _copies(wait(tree.unflatten(treedef, leaves)))
 
-        donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
-        new_updates, inner_state = self.inner.run(
-            gradients, accumulated.inner, self.params, donate=donation, **self.extras
-        )
-        zeros = [torch.zeros_like(total) for total in sums]
-        return new_updates, AccumulateState(
-            count=torch.zeros_like(accumulated.count),
-            seen=torch.zeros_like(accumulated.seen),
-            sums=present.fill(zeros, accumulated.sums),
-            inner=inner_state,
-        )
-
-    def wait(self, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Return updates of zero and the state with the accumulated gradients."""
-        return tree.map(torch.zeros_like, self.updates), accumulated
-
-    def select(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Return one of the two results by ``is_last``, whose value Python cannot read."""
-        if torch.compiler.is_compiling():
-            return self._cond(is_last, accumulated)
-        # Both are computed. Under `vmap` over several states, the choice differs between them.
-        stepped = self.step(accumulated, NOTHING)
-        waited = self.wait(accumulated)
-        return tree.map(lambda a, b: torch.where(is_last.to(a.device), a, b), stepped, waited)
-
-    def _cond(self, is_last: Tensor, accumulated: AccumulateState) -> tuple[PyTree, AccumulateState]:
-        """Return the result of `step` if ``is_last`` is True, else of `wait`. A compiled graph decides when it runs.
-
-        `step` is a real update, and `wait` an update of zero. ``torch.cond`` passes plain tensors to both functions and
-        requires tensors as results. So the state is flattened to a list, and both functions return their tensors
-        without leaves of None.
-        """
-        leaves, treedef = tree.flatten(accumulated)
-
-        def step_on_tensors(*leaves: Tensor) -> tuple[Tensor, ...]:
-            state = tree.unflatten(treedef, leaves)
-            return _copies(self.step(state, NOTHING))
-
-        def wait_on_tensors(*leaves: Tensor) -> tuple[Tensor, ...]:
-            state = tree.unflatten(treedef, leaves)
-            return _copies(self.wait(state))
-
-        tensors = torch.cond(is_last, step_on_tensors, wait_on_tensors, tuple(leaves))
-        # They are the tensors of a pair (updates, state) like this one. Build it again, with None where it has None.
-        return Present((self.updates, accumulated)).fill(tensors)
+    tensors = torch.cond(is_last, step_on_tensors, wait_on_tensors, tuple(leaves))
+    # They are the tensors of a pair (updates, state) like this one. Build it again, with None where it has None.
+    return Present((updates, accumulated)).fill(tensors)
 
 
-def _copies(outcome: PyTree) -> tuple[Tensor, ...]:
+def _copies(outcome: _Outcome) -> tuple[Tensor, ...]:
     """Return copies of the tensors in a tree: a branch of ``torch.cond`` must not return an input or a None."""
     return tuple(leaf.clone() for leaf in tree.leaves(outcome) if leaf is not None)
