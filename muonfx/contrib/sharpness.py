@@ -10,7 +10,7 @@ from torch import Tensor
 from muonfx.core import EmptyState, Transform, apply_updates, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.internal.arguments import plain_arguments
-from muonfx.transforms.clip import Sum, norm_over_leaves
+from muonfx.transforms.clip import Sum, norm_of_sum, recorded_squares
 from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import Leaf, leafwise
 from muonfx.tree import PyTree
@@ -42,21 +42,20 @@ def sam(rho: ScalarOrSchedule = 0.05, *, adaptive: bool = False):
     rho = checks.at_least("rho", rho, 0.0)
 
     def step(g: Leaf, s: EmptyState, *, sum_over_leaves: Sum):
-        norm = norm_over_leaves(g, sum_over_leaves)
-        return g * _quotient(rho, norm), s
+        return g * _over_norm(rho, g, sum_over_leaves), s
 
     def adaptive_step(g: Leaf, s: EmptyState, p: Leaf, *, sum_over_leaves: Sum):
         pg = g * p
-        norm = norm_over_leaves(pg, sum_over_leaves)
-        return pg * _quotient(rho, norm) * p, s
+        return pg * _over_norm(rho, pg, sum_over_leaves) * p, s
 
     if adaptive:
         return EmptyState(), adaptive_step
     return EmptyState(), step
 
 
-def _quotient(rho: float | Tensor, norm: Tensor) -> Tensor:
-    """Return ``rho / norm``, or zero for a norm of zero."""
+def _over_norm(rho: float | Tensor, g: Leaf, sum_over_leaves: Sum) -> Tensor:
+    """Return rho divided by the norm of g over all leaves, or zero for a norm of zero."""
+    norm = norm_of_sum(sum_over_leaves(recorded_squares(g)))
     return divide_unless(norm == 0, ew.scalar_like(rho, norm), norm, otherwise=0.0)
 
 

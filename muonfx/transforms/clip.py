@@ -111,7 +111,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         present = Present(updates)  # the leaves that have a gradient
         leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
-        norm = norm_over_leaves(updates, sum_over_leaves)
+        norm = norm_of_sum(sum_over_leaves(squares_of_leaves(updates)))
         bound = ew.scalar_like(max_norm, norm)
         is_within = norm <= max_norm
         factor = divide_unless(is_within, bound, norm, otherwise=1.0)
@@ -122,22 +122,17 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
     return no_state, update
 
 
-def norm_over_leaves(updates: PyTree | Leaf, sum_over_leaves: Sum) -> Tensor:
-    """Return the 2-norm over all elements of all leaves on all ranks: 5 for the leaves [3.0] and [4.0].
+def recorded_squares(update: Leaf) -> Leaf:
+    """Return the `squares_of_leaves` of a placeholder in the step of a `leafwise` transform, as a placeholder."""
+    norms = record_on_list(ew.norms, update)
+    return record_for_each(_squares, norms)
 
-    Squares do not overflow. The result is in fp64 if the device supports it.
 
-    Args:
-        updates: a tree; or, in the step of a `leafwise` transform, the placeholder of each leaf.
-        sum_over_leaves: adds up a tensor of each leaf, over all leaves and all ranks.
+def norm_of_sum(total: Tensor) -> Tensor:
+    """Return the 2-norm over all leaves, from the sum of their `squares_of_leaves`; in fp64 if the device supports it.
+
+    For the leaves [3.0] and [4.0], it is 5.
     """
-    if isinstance(updates, Leaf):
-        # Record the operations of `squares_of_leaves`, which run on the real leaves when the sum is computed.
-        norms = record_on_list(ew.norms, updates)
-        squares = record_for_each(_squares, norms)
-    else:
-        squares = squares_of_leaves(updates)
-    total = sum_over_leaves(squares)
     if total.ndim == 0:  # there are no leaves, and their sum is 0
         return total
     return norm_of_squares(total)
