@@ -163,14 +163,15 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
         """Measure the updates, which are this rank's shards if ``sum_over_shards`` adds up over ranks."""
         # The sum of each leaf over its shards on all ranks, by name of the leaf.
         sums_of = dict(tree.named_leaves(sum_over_shards(_sums_of_leaves(updates))))
+        leaves = {leaf_name: leaf for leaf_name, leaf in tree.named_leaves(updates) if leaf is not None}
         values: dict[str, dict[str, Tensor]] = {}
         for metric in metrics:
             key = f"{name}/{metric}"
-            values[key] = dict(state.values[key])  # a leaf without a gradient keeps its value
-            for leaf_name, leaf in tree.named_leaves(updates):
-                if leaf is not None:
-                    value = _measured(metric, leaf, sums_of[leaf_name])
-                    values[key][leaf_name] = value.to(state.values[key][leaf_name])  # on the device of the state
+            value_of = dict(state.values[key])  # a leaf without a gradient keeps its value
+            for leaf_name, leaf in leaves.items():
+                value = _measured(metric, leaf, sums_of[leaf_name])
+                value_of[leaf_name] = value.to(value_of[leaf_name])  # on the device of the state
+            values[key] = value_of
         return updates, LeafMonitorState(values)
 
     return init, update
@@ -274,15 +275,16 @@ def _values_by_monitor(state: PyTree) -> list[dict[str, Tensor]]:
 
     The key of a value is "name/metric". For a monitor of single leaves, it is "name/leaf/metric".
     """
-    values_by_monitor: list[dict[str, Tensor]] = []
-    for monitor_state in tree.get_all(state, MonitorState).values():
-        values_by_monitor.append(monitor_state.values)
-    for monitor_state in tree.get_all(state, LeafMonitorState).values():
-        # From {"grad/rms": {"w": value}} to {"grad/w/rms": value}.
-        values: dict[str, Tensor] = {}
-        for key, value_of_leaf in monitor_state.values.items():
-            name, _, metric = key.rpartition("/")  # at the last slash: the name of a monitor may contain one
-            for leaf_name, value in value_of_leaf.items():
-                values[f"{name}/{leaf_name}/{metric}"] = value
-        values_by_monitor.append(values)
-    return values_by_monitor
+    of_trees = [monitor_state.values for monitor_state in tree.get_all(state, MonitorState).values()]
+    of_leaves = [_by_leaf(monitor_state) for monitor_state in tree.get_all(state, LeafMonitorState).values()]
+    return of_trees + of_leaves
+
+
+def _by_leaf(monitor_state: LeafMonitorState) -> dict[str, Tensor]:
+    """Return the values of a monitor of single leaves in one dict: {"grad/w/rms": 1.0} for {"grad/rms": {"w": 1.0}}."""
+    values: dict[str, Tensor] = {}
+    for key, value_of in monitor_state.values.items():
+        name, _, metric = key.rpartition("/")  # at the last slash: the name of a monitor may contain one
+        for leaf_name, value in value_of.items():
+            values[f"{name}/{leaf_name}/{metric}"] = value
+    return values
