@@ -436,9 +436,11 @@ class _Formula:
         self._reads_params = reads_params
         self._saved_step: RecordedStep | None = None
         """The recorded step, if it is the same at each update."""
+        self._items = tree.named_leaves(declared)
+        """The declared items of the state with their names: ``[("trace", Slot())]``."""
         self._stores: list[SlotTrees | SharedNumber] = []
         """For each item of the state in order: the store of one tensor for each leaf, or of one number for all."""
-        for item_name, item in tree.named_leaves(declared):
+        for item_name, item in self._items:
             if isinstance(item, Slot):
                 self._stores.append(slot_trees(item, item_name))
             else:
@@ -473,7 +475,8 @@ class _Formula:
         inputs) to LEAF (the whole leaf). A step that sums over leaves has the locality TREE (all leaves).
         """
         locality = locality_of_step
-        if any(map(_is_quantized, tree.leaves(self._declared))):  # the elements of a block share a scale
+        slots = [item for _, item in self._items if isinstance(item, Slot)]
+        if any(isinstance(slot.dtype, QuantizedDtype) for slot in slots):  # the elements of a block share a scale
             locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
         if "sum_over_leaves" not in self._extra_names:
             return locality
@@ -592,8 +595,8 @@ class _Formula:
             update_type = type(new_update).__name__
             raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
         state_outputs = self._state_outputs(containers, new_state)
-        for index, (operand, output) in enumerate(zip(state_operands, state_outputs, strict=True)):
-            self._check_state_output(index, operand, output)
+        for (name, item), operand, output in zip(self._items, state_operands, state_outputs, strict=True):
+            self._check_state_output(name, item, operand, output)
 
         # The plan has only the operations that these outputs need, since a step may compute more than it returns.
         outputs = [new_update, *state_outputs]
@@ -610,25 +613,18 @@ class _Formula:
         except ValueError as error:
             raise TypeError(f"{self._name}: the step returns another state than declared. {error}") from error
 
-    def _check_state_output(self, index: int, operand: object, output: object) -> None:
+    def _check_state_output(self, name: str, declared: object, operand: object, output: object) -> None:
         """Raise TypeError for a wrong item of the returned state. ``operand`` is the item that the step received.
 
         A placeholder is replaced by a placeholder, and a number that all leaves share by a 0-d tensor.
         """
         expected_type = Leaf if isinstance(operand, Leaf) else Tensor
         if not isinstance(output, expected_type):
-            name, declared = tree.named_leaves(self._declared)[index]
             raise TypeError(
                 f"{self._name}: the step returns a {type(output).__name__} for {name!r} of its state, declared as "
                 f"{declared!r}"
             )
-        if output is operand and isinstance(output, Tensor):  # a number returned unchanged
-            self._require_no_step_count(index)
-
-    def _require_no_step_count(self, index: int) -> None:
-        """Raise an error if the item that the step returned unchanged is a step count, which would stay 0."""
-        name, declared = tree.named_leaves(self._declared)[index]
-        if isinstance(declared, StepCount):
+        if output is operand and isinstance(declared, StepCount):
             raise TypeError(
                 f"{self._name}: the step returns the count {name!r} of its state unchanged, so each step would be the "
                 "first: return the count + 1"
@@ -658,11 +654,6 @@ class _Formula:
         values.check(operand, output, f"{self._name}: the step returns an update")
         new_tensors = values.take(output.index, copy_into=operand.index)
         return values.present.fill(ew.cast_like(new_tensors, values.operands[operand.index]))
-
-
-def _is_quantized(declared: object) -> bool:
-    """Return True for a `Slot` whose tensors are stored in eight bits."""
-    return isinstance(declared, Slot) and isinstance(declared.dtype, QuantizedDtype)
 
 
 def params_for(name: str, params: PyTree) -> PyTree:

@@ -487,7 +487,10 @@ class _MatrixFormula:
         wide_operands = ew.cast(operands, wide)
         outputs = self._call_step(containers, wide_operands)
         for output, old_value in zip(outputs, replaced, strict=True):
-            self._check_shape(output, old_value)
+            if output.shape != old_value.shape:
+                raise ValueError(
+                    f"{self._name}: the step returns shape {tuple(output.shape)}, expected {tuple(old_value.shape)}"
+                )
 
         new_update, *new_states = _separate(outputs, wide_operands)
         old_update, *old_states = replaced
@@ -505,13 +508,6 @@ class _MatrixFormula:
         new_update, new_state = update_and_state(self._name, self._step(update, state, *params))
         return [new_update, *tree.subtrees(containers, new_state)]
 
-    def _check_shape(self, output: Tensor, old_value: Tensor) -> None:
-        """Raise an error unless an output of the step has the shape of the old value that it replaces."""
-        if output.shape != old_value.shape:
-            raise ValueError(
-                f"{self._name}: the step returns shape {tuple(output.shape)}, expected {tuple(old_value.shape)}"
-            )
-
 
 def _separate(outputs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
     """Return the outputs of a step, with a copy of each that is an operand or an earlier output too.
@@ -520,9 +516,7 @@ def _separate(outputs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
     m}``, the update and the state are one tensor, and the state becomes a copy.
     """
     separate_outputs: list[Tensor] = []
-    tensors = [*operands]
-    for output in outputs:
-        is_shared = any(output is tensor for tensor in tensors)
+    for index, output in enumerate(outputs):
+        is_shared = any(output is tensor for tensor in (*operands, *outputs[:index]))
         separate_outputs.append(output.clone() if is_shared else output)
-        tensors.append(output)
     return separate_outputs
