@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from muonfx.core import Transform, chain
 from muonfx.core.checks import at_least, in_unit_interval
@@ -211,13 +211,10 @@ def lion(
     return chain(scale_by_lion(b1, b2), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
 
 
-def check_roles(
-    owner: str, numbers: Mapping[str, object], labels: object, number: object = ScalarOrSchedule
-) -> list[str] | None:
-    """Check numbers that AdamW may have for each role, and return the roles; None if no number depends on a role.
+def check_roles(owner: str, numbers: Mapping[str, object], labels: object, number: object = ScalarOrSchedule) -> None:
+    """Check numbers that AdamW may have for each role, such as ``adamw_lr={"embedding": 0.3, "head": 0.002}``.
 
-    A role is a label of some of AdamW's parameters. For ``adamw_lr={"embedding": 0.3, "head": 0.002}``, the roles are
-    ``["embedding", "head"]``.
+    A role is a label of some of AdamW's parameters, here "embedding" and "head".
 
     Args:
         owner: the function that received the arguments, for errors.
@@ -230,31 +227,34 @@ def check_roles(
         ValueError: the keys of a dict are not the labels of AdamW's parameters, or one of them is "muon"; or there is
             no dict, and a label is neither "muon" nor "adamw".
     """
-    # 1. The arguments that are dicts: {"adamw_lr": {"embedding": 0.3, "head": 0.002}}.
-    numbers_by_role: dict[str, Mapping[str, object]] = {}
-    for argument, value in numbers.items():
-        if isinstance(value, Mapping):
-            numbers_by_role[argument] = cast("Mapping[str, object]", value)
+    numbers_by_role = _numbers_by_role(numbers)
     used_labels = _used_labels(labels)
     if not numbers_by_role:  # one number for all parameters of AdamW
         _require_muon_and_adamw(owner, used_labels, next(iter(numbers)))
-        return None
-    # 2. The roles that each dict must have: all labels but Muon's, which is "hidden" here.
-    first_argument = next(iter(numbers_by_role))
-    roles = list(numbers_by_role[first_argument])
-    expected_roles = used_labels or set(roles)  # if the labels are unknown, all dicts must have the same roles
+        return
+    expected_roles = used_labels or set(_roles(numbers_by_role))  # without labels, all dicts must have the same roles
     if "muon" in expected_roles:  # AdamW would train these parameters, because Muon's label is "hidden" here
-        raise _muon_is_no_role(owner, first_argument)
-    # 3. Check the roles and the numbers of each dict.
+        raise _muon_is_no_role(owner, next(iter(numbers_by_role)))
+    expected_roles.discard("hidden")
     for argument, number_of_role in numbers_by_role.items():
-        _require_roles(owner, argument, list(number_of_role), expected_roles - {"hidden"})
+        if set(number_of_role) != expected_roles:
+            raise _wrong_roles(owner, argument, list(number_of_role), expected_roles)
         for role, value in number_of_role.items():
             check_plain(owner, f"{argument}[{role!r}]", value, accepted_types(number, {}))
-    return roles
 
 
-def _used_labels(labels: object) -> set[str] | None:
-    """Return the set of labels that parameters have, such as ``{"muon", "adamw"}``; None if it is not known yet.
+def _numbers_by_role(numbers: Mapping[str, Any]) -> dict[str, Mapping[str, object]]:
+    """Return the arguments that are dicts, such as ``{"adamw_lr": {"embedding": 0.3, "head": 0.002}}``."""
+    return {argument: value for argument, value in numbers.items() if isinstance(value, Mapping)}
+
+
+def _roles(numbers_by_role: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Return the roles in the first of these dicts, such as ``["embedding", "head"]``. The others have the same."""
+    return list(next(iter(numbers_by_role.values())))
+
+
+def _used_labels(labels: object) -> set[str]:
+    """Return the set of labels that parameters have, such as ``{"muon", "adamw"}``; empty if it is not known yet.
 
     For ``{"fc.weight": "muon", "fc.bias": "adamw", "frozen": None}``, it is ``{"muon", "adamw"}``. It is unknown for a
     function of the parameters and for a tree of labels.
@@ -262,19 +262,16 @@ def _used_labels(labels: object) -> set[str] | None:
     if labels is default_labels or labels is default_labels_by_name:
         return {"muon", "adamw"}
     if not isinstance(labels, Mapping):  # a function, or a tree that is no dict
-        return None
-    used_labels: set[str] = set()
-    for label in labels.values():
-        if isinstance(label, str):
-            used_labels.add(label)
-        elif label is not None:  # a tree of labels; None is the label of a parameter that is not updated
-            return None
-    return used_labels
+        return set()
+    used_labels = [label for label in labels.values() if label is not None]  # None: the parameter is not updated
+    if not all(isinstance(label, str) for label in used_labels):  # a tree of labels
+        return set()
+    return set(used_labels)
 
 
-def _require_muon_and_adamw(owner: str, used_labels: set[str] | None, argument: str) -> None:
+def _require_muon_and_adamw(owner: str, used_labels: set[str], argument: str) -> None:
     """Raise ValueError if a parameter has another label. ``argument`` may have numbers for other labels."""
-    other_labels = sorted((used_labels or set()) - {"muon", "adamw"})
+    other_labels = sorted(used_labels - {"muon", "adamw"})
     if other_labels:
         raise ValueError(
             f"{owner}: parameters have the labels {format_list(other_labels)}, expected 'muon', 'adamw' or None: "
@@ -290,17 +287,17 @@ def _muon_is_no_role(owner: str, argument: str) -> ValueError:
     )
 
 
-def _require_roles(owner: str, argument: str, roles: list[str], expected_roles: set[str]) -> None:
-    """Raise ValueError unless ``argument``, a dict from role to number, has a number for each expected role."""
-    if set(roles) == expected_roles:
-        return
-    # All below is for the error: a hint for each role that may be misspelled, and one for a head that is tied.
+def _wrong_roles(owner: str, argument: str, roles: list[str], expected_roles: set[str]) -> ValueError:
+    """Return the error for a dict with numbers for other roles than expected.
+
+    It has a hint for each role that may be misspelled, and one for a head that is tied to the embedding.
+    """
     missing_roles = expected_roles.difference(roles)
     hints = [did_you_mean(role, missing_roles) for role in roles if role not in expected_roles]
     note = ""
     if "head" in roles and "head" not in expected_roles and "embedding" in expected_roles:
         note = ". A head that is tied to the embedding has the label 'embedding'"
-    raise ValueError(
+    return ValueError(
         f"{owner}: {argument} has numbers for {format_list(roles)}, expected one for each label of AdamW's "
         f"parameters (all but 'hidden'), {format_list(sorted(expected_roles))}: correct the dict{''.join(hints)}, or "
         f"the labels, such as labels=muonfx.default_labels(model, roles=True){note}"
@@ -377,15 +374,16 @@ def muon_with_adamw(
     numbers = {"adamw_learning_rate": adamw_learning_rate, "adamw_weight_decay": adamw_weight_decay}
     for argument, number in numbers.items():
         check_not_negative(argument, number)
-    roles = check_roles("muon_with_adamw", numbers, labels)
+    check_roles("muon_with_adamw", numbers, labels)
     if isinstance(labels, Labels):
         matrices = with_views(matrices, labels)
-    if roles is None:
-        transforms = {"muon": matrices}
-        adamw_labels = ["adamw"]
-    else:
-        transforms = {"hidden": matrices}
-        adamw_labels = roles
+    muon_label = "muon"
+    adamw_labels = ["adamw"]
+    numbers_by_role = _numbers_by_role(numbers)
+    if numbers_by_role:
+        muon_label = "hidden"
+        adamw_labels = _roles(numbers_by_role)
+    transforms = {muon_label: matrices}
     for label in adamw_labels:
         transforms[label] = chain(
             adam,
