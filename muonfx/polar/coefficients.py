@@ -108,14 +108,10 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
     # A common mistake is one flat list of numbers, so that a "step" is a number.
     if not isinstance(step, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(_wrong_step(step, i, name))
-    for number in step:
-        if isinstance(number, str | torch.Tensor):  # `float` would accept a text, and would detach a tensor
-            raise TypeError(_wrong_step(step, i, name))
-    if len(step) not in (2, 3):
+    if any(isinstance(number, str | torch.Tensor) for number in step):  # `float` would accept a text or a tensor
+        raise TypeError(_wrong_step(step, i, name))
+    if len(step) not in (2, 3) or not all(math.isfinite(fixed(number)) for number in step):
         raise ValueError(_wrong_step(step, i, name))
-    for number in step:
-        if not math.isfinite(fixed(number)):
-            raise ValueError(_wrong_step(step, i, name))
     c = step[2] if len(step) == 3 else 0.0
     return float(step[0]), float(step[1]), float(c)
 

@@ -244,13 +244,14 @@ def newton_schulz(x: Tensor, stages: Sequence[GramStage], products: Functional, 
         products: computes the matrix products.
         gram: `R - center * I` of the first stage, if it is known.
     """
-    for index, stage in enumerate(stages):
-        if index > 0 or gram is None:
+    for stage in stages:
+        if gram is None:
             gram = products.gram(x, -stage.center)
         r = Shifted(stage.center, 1.0, gram)  # R = center * I + gram, which rounds less than R itself
         q = composed(products, r, stage.steps)
         x = products.weighted(x, q)
         products.keep()  # no small matrix is used in the next stage
+        gram = None
     return x
 
 
@@ -288,23 +289,18 @@ def _times(products: Functional, p: Shifted, q: Shifted) -> Shifted:
     # With P = s I + t E and Q = u I + v F: P Q = s u I + (s v F + t u E) + t v E F.
     s, t, e = p
     u, v, f = q
-    weight_of_f = s * v
-    weight_of_e = t * u
-    # The sum in brackets is computed as larger_weight (bracket + ratio other), so that the ratio is at most 1.
-    if abs(weight_of_e) > abs(weight_of_f):
-        larger_weight = weight_of_e
-        smaller_weight = weight_of_f
-        bracket = e
-        other = f
-    else:
-        larger_weight = weight_of_f
-        smaller_weight = weight_of_e
-        bracket = f
-        other = e
-    if smaller_weight != 0:
-        bracket = products.sum(bracket, other, smaller_weight / larger_weight)
-    product = products.symmetric(bracket, e, f, beta=larger_weight, alpha=t * v)
+    weight, bracket = _combined(products, s * v, f, t * u, e)
+    product = products.symmetric(bracket, e, f, beta=weight, alpha=t * v)
     return Shifted(s * u, 1.0, product)
+
+
+def _combined(products: Functional, s: float, x: Tensor, t: float, y: Tensor) -> tuple[float, Tensor]:
+    """Return a number and a matrix whose product is `s x + t y`: `s` and `x + (t / s) y`, with the ratio at most 1."""
+    if abs(t) > abs(s):
+        return _combined(products, t, y, s, x)
+    if t == 0:
+        return s, x
+    return s, products.sum(x, y, t / s)
 
 
 def newton_schulz_with_tensor(x: Tensor, table: Tensor, indices: Sequence[int]) -> Tensor:

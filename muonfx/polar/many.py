@@ -213,10 +213,11 @@ class Orthogonalizer:
         # an error before anything is written.
         jobs = self._jobs(xs, watched, differentiated, max_scratch_bytes, workspace)
 
-        # Which inputs are overwritten by their results.
+        # Which inputs are overwritten by their results: donated ones that share no memory with another.
         overwrite = [False] * len(xs)
         if donate and not watched:
-            overwrite = _may_be_overwritten(xs)
+            shared = sharing(xs)
+            overwrite = [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
         results = list(xs)
         is_empty = [x.numel() == 0 for x in xs]
@@ -283,9 +284,8 @@ def _kind_of(x: Tensor, may_use_buffers: bool) -> _Kind:
     """Return the properties of a matrix by which it is grouped. Large matrices use buffers if they may."""
     rows, columns = x.shape[-2:]
     short, long = (rows, columns) if rows <= columns else (columns, rows)
-    if may_use_buffers and short * long >= _LARGE:
-        return _Kind(short, long, x.dtype, x.device, in_buffers=True, is_tall=rows > columns)
-    return _Kind(short, long, x.dtype, x.device, in_buffers=False, is_tall=False)
+    in_buffers = may_use_buffers and short * long >= _LARGE
+    return _Kind(short, long, x.dtype, x.device, in_buffers, is_tall=in_buffers and rows > columns)
 
 
 class _Job(NamedTuple):
@@ -302,12 +302,6 @@ class _Job(NamedTuple):
     """True if all matrices form one batch: autograd keeps all temporary tensors, a compiler plans memory itself, and
     splitting would fix all sizes in the compiled graph."""
     workspace: Workspace | None
-
-
-def _may_be_overwritten(xs: Sequence[Tensor]) -> list[bool]:
-    """Return a bool for each donated tensor: True if it is contiguous and shares no memory with another."""
-    shared = sharing(xs)
-    return [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
 
 class _Piece(NamedTuple):

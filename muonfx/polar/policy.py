@@ -273,18 +273,20 @@ def check_method(method: MethodLike, coefficients: Polynomials) -> None:
         raise ValueError(
             f"method: found {method!r}, expected 'auto', 'standard' or 'gram', or the steps of each stage: (2, 3)"
         )
-    if coefficients.table is not None:
-        if method not in ("auto", "standard"):
-            raise ValueError(
-                f"method: found {method!r} with a tensor of coefficients, which only the standard form takes"
-            )
-    elif isinstance(method, tuple):
-        are_counts = all(type(length) is int and length > 0 for length in method)
-        if not are_counts or sum(method) != len(coefficients.steps):
-            raise ValueError(
-                f"method: found {method!r}, expected numbers of steps of at least 1 that add up to "
-                f"{len(coefficients.steps)}, such as (2, 3) for 5: as many as the coefficients have or as steps= gives"
-            )
+    if coefficients.table is not None and method not in ("auto", "standard"):
+        raise ValueError(f"method: found {method!r} with a tensor of coefficients, which only the standard form takes")
+    if isinstance(method, tuple):
+        _check_lengths(method, len(coefficients.steps))
+
+
+def _check_lengths(lengths: tuple[int, ...], steps: int) -> None:
+    """Raise ValueError unless the numbers of steps on each Gram matrix, such as ``(2, 3)``, add up to all steps."""
+    are_counts = all(type(length) is int and length > 0 for length in lengths)
+    if not are_counts or sum(lengths) != steps:
+        raise ValueError(
+            f"method: found {lengths!r}, expected numbers of steps of at least 1 that add up to {steps}, such as "
+            "(2, 3) for 5: as many as the coefficients have or as steps= gives"
+        )
 
 
 def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan:
