@@ -180,19 +180,23 @@ def _step(
         u = g * new_v.rsqrt()
         return _Result(u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype))
 
-    # r has all dims of the leaf except the largest, and c all except the second largest. The mean square of element
-    # (i, j) is about r_i c_j / mean(r).
+    # r has all dims of the leaf except the largest, and c all except the second largest.
     second, largest = dims
     r = _average(v_row, square.mean(largest), beta)
     c = _average(v_col, square.mean(second), beta)
-    second_in_r = second
-    if second > largest:  # r has one dim less in front of it
-        second_in_r = second - 1
-    relative_r = r / r.mean(second_in_r, keepdim=True)
-    row_factor = relative_r.rsqrt().unsqueeze(largest)
-    column_factor = c.rsqrt().unsqueeze(second)
-    u = g * row_factor * column_factor
+    u = _divided_by_root(g, r, c, second, largest)
     return _Result(u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone())
+
+
+def _divided_by_root(g: Tensor, r: Tensor, c: Tensor, second: int, largest: int) -> Tensor:
+    """Divide a gradient g by the root of its mean square, which is about ``r_i c_j / mean(r)`` at element (i, j).
+
+    r has no dim ``largest``, and c has no dim ``second``, the dims of the columns and of the rows.
+    """
+    r = r.unsqueeze(largest)
+    c = c.unsqueeze(second)
+    relative_r = r / r.mean(second, keepdim=True)
+    return g * relative_r.rsqrt() * c.rsqrt()
 
 
 def _average(stored: Tensor, value: Tensor, beta: Tensor) -> Tensor:

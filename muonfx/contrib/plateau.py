@@ -32,17 +32,20 @@ class ReduceOnPlateauState(NamedTuple):
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
     """Raise an error unless the loss, ``update(..., value=loss)``, is a real number or a real tensor of one element."""
     value = extras.get("value", 0.0)
-    if isinstance(value, Tensor):
-        is_real = not value.is_complex() and value.dtype != torch.bool
-    else:
-        is_real = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_real:
+    if not _is_real(value):
         raise TypeError(f"reduce_on_plateau: found value={value!r}, expected the loss as a real number or real tensor")
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
             f"reduce_on_plateau: found a value of shape {tuple(value.shape)}, expected one element: reduce the loss "
             "first, for example with .mean()"
         )
+
+
+def _is_real(value: object) -> bool:
+    """Return True for a real number or a tensor of real numbers. A bool is no number here."""
+    if isinstance(value, Tensor):
+        return not value.is_complex() and value.dtype != torch.bool
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @leafwise(check_extras=_check_extras)
