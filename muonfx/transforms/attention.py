@@ -180,20 +180,29 @@ class _Collector(TorchFunctionMode):
         if not self._running:
             return
         module = self._running[-1]  # the innermost one
-        # A tensor-parallel rank has some of the heads. All others get -inf, which changes no maximum: for the logits
-        # [7, 9], rank 1 of 2 stores [-inf, -inf, 7, 9].
-        logits_of_ranks = [torch.full_like(logits, -math.inf)] * self._size
-        logits_of_ranks[self._rank] = logits
-        all_logits = torch.cat(logits_of_ranks)
+        all_logits = self._of_all_heads(logits)
         earlier_logits = self.largest_logits.get(module, all_logits)  # at the first call, the logits themselves
         if len(earlier_logits) != len(all_logits):
-            raise ValueError(
-                f"collect_max_logits: {module!r} computes attention with {len(earlier_logits)} heads and with "
-                f"{len(all_logits)}, expected one number of heads in a module: use a separate module for each, or "
-                "exclude it with module="
-            )
+            raise _other_number_of_heads(module, len(earlier_logits), len(all_logits))
         # Under `torch.func.grad`, results of plain tensors are wrapped too, and the dict outlives the call.
         self.largest_logits[module] = _plain(torch.maximum(earlier_logits, all_logits))
+
+    def _of_all_heads(self, logits: Tensor) -> Tensor:
+        """Return the logits of this tensor-parallel rank, with -inf, which changes no maximum, for all other heads.
+
+        For the logits [7, 9], rank 1 of 2 returns [-inf, -inf, 7, 9].
+        """
+        logits_of_ranks = [torch.full_like(logits, -math.inf)] * self._size
+        logits_of_ranks[self._rank] = logits
+        return torch.cat(logits_of_ranks)
+
+
+def _other_number_of_heads(module: str, earlier: int, heads: int) -> ValueError:
+    """Return an error for a module that computes attention with two different numbers of heads."""
+    return ValueError(
+        f"collect_max_logits: {module!r} computes attention with {earlier} heads and with {heads}, expected one number "
+        "of heads in a module: use a separate module for each, or exclude it with module="
+    )
 
 
 _COLLECTOR: ContextVar[_Collector | None] = ContextVar("collector", default=None)
@@ -301,16 +310,14 @@ def _modules_by_plain_name(model: nn.Module) -> dict[str, nn.Module]:
 
     In a `DistributedDataParallel`, "module.attn" becomes "attn". The name of the model itself is "".
     """
-    modules = dict(model.named_modules())
+    submodules = {name: module for name, module in model.named_modules() if name}
     # `unwrapped` takes names of parameters, so it receives the name that a parameter of each module would have.
-    # The model itself has the name "", and is added below.
-    parameter_name_of = {name: f"{name}.weight" for name in modules if name}
-    plain_name_of = unwrapped(parameter_name_of.values())  # {"module.attn.weight": "attn.weight"}
+    plain_name_of = unwrapped([f"{name}.weight" for name in submodules])  # {"module.attn.weight": "attn.weight"}
     plain_modules = {"": model}
-    for name, parameter_name in parameter_name_of.items():
+    for name, module in submodules.items():
+        plain_parameter = plain_name_of[f"{name}.weight"]
         # In two steps: the wrapped model itself has the plain name "weight", without a dot.
-        plain_name = plain_name_of[parameter_name].removesuffix("weight").removesuffix(".")
-        plain_modules[plain_name] = modules[name]
+        plain_modules[plain_parameter.removesuffix("weight").removesuffix(".")] = module
     return plain_modules
 
 

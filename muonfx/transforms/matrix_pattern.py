@@ -310,18 +310,10 @@ class Pattern:
         for axis in dim:
             if all(part.size is not None for part in axis):
                 size_left //= _known_size(axis)  # rounded if it does not divide; a check below raises then
-        # Give that part what the other parts of its axis leave.
-        sized_axes: list[_SizedAxis] = []
-        for axis in dim:
-            part_sizes: dict[str, int] = {}
-            for part in axis:
-                part_size = part.size
-                if part_size is None:
-                    part_size = size_left - _known_size(axis)
-                if part_size < 0:  # as in ``(k + v=5)`` of size 4
-                    raise self._wrong_size(dim, size)
-                part_sizes[part.name] = part_size
-            sized_axes.append(_SizedAxis(index, part_sizes))
+        sized_axes = [_SizedAxis(index, _part_sizes(axis, size_left)) for axis in dim]
+        for axis in sized_axes:
+            if any(part_size < 0 for part_size in axis.part_sizes.values()):  # as in ``(k + v=5)`` of size 4
+                raise self._wrong_size(dim, size)
         if _size(sized_axes) != size:  # the sizes in the pattern do not divide the size of the dim
             raise self._wrong_size(dim, size)
         return sized_axes
@@ -337,6 +329,17 @@ class Pattern:
 def _plain_dim(name: str) -> Dim:
     """Return a dim that is one axis with one part, whose size follows from the tensor."""
     return ((Part(name),),)
+
+
+def _part_sizes(axis: Axis, size: int) -> dict[str, int]:
+    """Return the sizes of the parts of an axis of this size: ``{"k": 3, "v": 5}`` for ``(k + v=5)`` of size 8."""
+    part_sizes: dict[str, int] = {}
+    for part in axis:
+        if part.size is None:
+            part_sizes[part.name] = size - _known_size(axis)  # what the other parts leave
+        else:
+            part_sizes[part.name] = part.size
+    return part_sizes
 
 
 def _known_size(axis: Axis) -> int:

@@ -141,9 +141,9 @@ class AttentionHeads:
         # A fused weight has one name for both, such as "qkv", so it is found twice and has both roles.
         for projection, role in ((self.query, "query"), (self.key, "key")):
             for ending in _ENDINGS:  # such as ".weight" and ".bias"
-                prefix = _module_before(name, projection + ending)
-                if prefix is not None and matches(prefix, self.module):
-                    module = prefix
+                candidate = _module_before(name, projection + ending)
+                if candidate is not None and matches(candidate, self.module):
+                    module = candidate
                     roles.append(role)
         return module, tuple(roles)
 
@@ -198,18 +198,21 @@ class AttentionHeads:
         all_heads = heads
         if is_fused:
             all_heads = self.heads + self.keys + self.keys  # of queries, of keys, and as many of values
-        size = len(rows)
-        block_size = size // all_heads  # not divmod, which a tracer cannot apply to a symbolic size
+        block_size = len(rows) // all_heads  # not divmod, which a tracer cannot apply to a symbolic size
         ends = [span[1] for span in spans if span is not None]  # a range of rows must end within a block
-        if size % all_heads or any(end > block_size for end in ends):
-            raise ValueError(
-                f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
-                "contain its dims: correct the heads or the dims"
-            )
+        if len(rows) % all_heads or any(end > block_size for end in ends):
+            raise self._unequal_blocks(name, len(rows))
         blocks = rows.view(all_heads, block_size)
         if is_fused:
             blocks = blocks[first : first + heads]
         return blocks
+
+    def _unequal_blocks(self, name: str, size: int) -> ValueError:
+        """Return an error for a weight whose rows are not equal blocks for the heads, or whose blocks are too small."""
+        return ValueError(
+            f"qk_clip: {name!r} has {size} rows, expected equal blocks, one for each head of {self!r}, that "
+            "contain its dims: correct the heads or the dims"
+        )
 
 
 def _module_before(name: str, ending: str) -> str | None:
