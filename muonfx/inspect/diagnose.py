@@ -15,7 +15,7 @@ from torch import Tensor
 from muonfx import polar, tree
 from muonfx.core import Transform, transform
 from muonfx.core.transform import within
-from muonfx.internal.display import Report, Row, Shown, Table
+from muonfx.internal.display import Report, Row, Shown, Table, format_list
 from muonfx.optimizer import TransformOptimizer
 from muonfx.polar.iteration import row_normalized
 from muonfx.sharding.transform import Sharded
@@ -55,7 +55,7 @@ class ParameterDiagnosis(NamedTuple):
     update_per_rate: float | None
     """Root mean square of the update before the learning rate multiplies it; None if the chain has no rate."""
     spectrum: Spectrum | None
-    """Singular values before and after `orthogonalize`; None if it does not update the parameter."""
+    """Singular values before and after `orthogonalize`; None if it does not update the parameter, or by a NaN."""
 
     @property
     def role(self) -> str:
@@ -74,7 +74,8 @@ class Diagnosis(Shown):
 
     A role is the set of parameters with one name in all layers, such as "blocks.*.up.weight". The table has a row for
     each role, with means of ratios and RMS, and the worst of other values; ``to_text(depth=0)`` shows only these. The
-    attribute ``rows`` has a `ParameterDiagnosis` for each parameter that has a gradient.
+    attribute ``rows`` has a `ParameterDiagnosis` for each parameter that has a gradient. If gradients are NaN or
+    infinite, the first line names them.
 
     >>> import muonfx as mfx
     >>> tx, params = mfx.muon(2e-3), {"blocks.0.up": torch.eye(4)}
@@ -83,6 +84,8 @@ class Diagnosis(Shown):
     """
 
     rows: tuple[ParameterDiagnosis, ...]
+    nonfinite: tuple[str, ...] = ()
+    """The names of parameters whose gradients are NaN or infinite."""
 
     def metrics(self) -> dict[str, float]:
         """Return a flat dict for a logger, with keys such as "diagnose/blocks.0.up.weight/update_rms"."""
@@ -121,7 +124,18 @@ class Diagnosis(Shown):
             f"needed: steps that lift this share to {_GOAL}, and the steps that are taken"
         )
         columns_of_numbers = range(1, len(titles))  # all but the name are aligned at the right
-        return Report((Table(titles, table_rows, right=columns_of_numbers), legend))
+        table = Table(titles, table_rows, right=columns_of_numbers)
+        if self.nonfinite:
+            return Report((_text_of_nonfinite(self.nonfinite), table, legend))
+        return Report((table, legend))
+
+
+def _text_of_nonfinite(names: Sequence[str]) -> str:
+    """Return the line that names the gradients that are NaN or infinite, which explain odd numbers in the table."""
+    return (
+        f"gradients that are not finite (NaN or infinite): {format_list(names)}\n"
+        "skip_nonfinite skips this step: within it, the values below are those of gradients of zero"
+    )
 
 
 def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
@@ -215,7 +229,12 @@ def diagnose(what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree]
             "diagnose: orthogonalize did not run, expected it to run: accumulate runs it only at the last micro-batch: "
             "call diagnose there, or pass boundary=True"
         )
-    return Diagnosis(_rows(params, updates, measurements))
+    return Diagnosis(_rows(params, updates, measurements), _nonfinite_leaves(grads))
+
+
+def _nonfinite_leaves(grads: PyTree) -> tuple[str, ...]:
+    """Return the names of the gradients that are NaN or infinite in at least one element."""
+    return tuple([name for name, grad in tree.named_leaves(grads) if grad is not None and not _is_finite(grad)])
 
 
 def _rows(params: PyTree, updates: PyTree, measurements: _Measurements) -> tuple[ParameterDiagnosis, ...]:
@@ -265,10 +284,10 @@ class _Measurements:
         for name, update in tree.named_leaves(updates):
             if update is None or update.numel() == 0:  # without gradient, or without elements
                 continue
-            if is_orthogonalize:
-                self.spectra[name] = _spectrum(tx, name, update, result_of[name])
-            else:
+            if not is_orthogonalize:
                 self.per_rate[name] = _rms(update)
+            elif _is_finite(update) and _is_finite(result_of[name]):  # a NaN has no singular values
+                self.spectra[name] = _spectrum(tx, name, update, result_of[name])
 
 
 def _require_whole_trees(argument: Any) -> None:
@@ -395,6 +414,10 @@ def _normalized(x: Tensor, coefficients: polar.Coefficients) -> Tensor:
 def _singular_values(x: Tensor) -> Tensor:
     """Return singular values (b, n) of float64 matrices (b, n, m), ascending; accurate to 1e-8 of the largest."""
     return torch.linalg.eigvalsh(x @ x.mT).clamp(min=0).sqrt().cpu()  # cheaper than an SVD of long matrices
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
 
 
 def _rms(values: Tensor) -> float:

@@ -218,6 +218,29 @@ def test_a_parameter_without_gradient_has_no_row():
     assert [row.name for row in mfx.diagnose((tx, tx.init(params), params, grads)).rows] == ["a"]
 
 
+@pytest.mark.parametrize("wrapper", [mfx.skip_nonfinite, lambda tx: tx])
+def test_gradients_that_are_not_finite_are_named(wrapper):
+    params = {"a": torch.eye(3), "b": torch.eye(3), "c": torch.eye(3), "d": torch.ones(3, 3)}
+    grads = {"a": torch.eye(3), "b": torch.full((3, 3), math.nan), "c": torch.diag(torch.tensor([math.inf, 0, 0]))}
+    tx = wrapper(mfx.muon(0.1))
+    found = mfx.diagnose((tx, tx.init(params), params, {**grads, "d": None}))
+    assert found.nonfinite == ("b", "c")
+    assert str(found).startswith("gradients that are not finite (NaN or infinite): 'b', 'c'\nskip_nonfinite skips this")
+    Parsed(found._repr_html_())
+    found = mfx.diagnose((tx, tx.init(params), params, params))
+    assert found.nonfinite == ()
+    assert str(found).startswith("parameter")
+
+
+def test_a_nan_without_skip_nonfinite_has_no_spectrum():
+    params = {"a": torch.eye(3), "b": torch.eye(3)}
+    tx = mfx.muon(0.1)
+    good, bad = mfx.diagnose((tx, tx.init(params), params, {"a": torch.eye(3), "b": torch.full((3, 3), math.nan)})).rows
+    assert good.spectrum is not None
+    assert bad.spectrum is None
+    assert math.isnan(bad.update_rms)
+
+
 def test_what_cannot_be_diagnosed_is_said():
     params = {"w": torch.ones(3, 3)}
     tx = mfx.muon(0.1)
