@@ -10,7 +10,7 @@ from torch import nn
 
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
-from muonfx.routing.params import ParamInfo, Params, module_path, read_params
+from muonfx.routing.params import ParamInfo, Params, module_path, plain_name, read_params
 from muonfx.routing.predicates import path
 from muonfx.routing.roles import ROLES, Decision, Role, roles_of
 from muonfx.routing.route import Label
@@ -169,7 +169,8 @@ def _warn_of_no_head(possible_heads: Sequence[ParamInfo], label_of_role: Mapping
     """
     hidden_label = label_of_role["hidden"]
     head_label = label_of_role["head"]
-    predicate = path(*[escape(info.name) for info in possible_heads])
+    # A rule also matches names without the components of wrappers, so that it remains right without the wrapper.
+    predicate = path(*[escape(plain_name(info.name)) for info in possible_heads])
     rule = f"({predicate.code_in('muonfx.routing.')}, {head_label!r})"  # (muonfx.routing.path('fc.weight'), 'adamw')
     warn_caller(
         "default_labels: found no output head, and labelled the weights of the layers that may be one, "

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import muonfx as mfx
 from muonfx.routing import default_labels, describe
@@ -406,6 +407,20 @@ def test_the_line_that_labels_a_head_has_the_labels_of_the_caller(options: dict[
         before = default_labels(mlp(), **options)
     after = argument_of(str(caught[0].message), "labels")(mlp())
     assert (before["3.weight"], after["3.weight"]) == (hidden, head)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_line_that_labels_a_head_does_not_depend_on_wrappers():
+    model = mlp()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    with pytest.warns(UserWarning, match="no output head") as caught:
+        mfx.Muon(model)
+    text = str(caught[0].message)
+    assert "path('3.weight')" in text
+    for wrapped_or_not in (model, mlp()):
+        optimizer = mfx.Muon(wrapped_or_not, labels=argument_of(text, "labels"))
+        (names,) = (group["param_names"] for group in optimizer.param_groups if group["label"] == "muon")
+        assert not any(name.startswith("3.") for name in names)
 
 
 def tied() -> nn.Module:
