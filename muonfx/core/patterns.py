@@ -31,6 +31,8 @@ class NamePatterns(NamedTuple):
     """True if each name is used only for the first group that matches it."""
     required: bool = False
     """True if a group without a match is an error; False for a warning."""
+    optional: frozenset[str] = frozenset()
+    """Globs that may match no name without a warning, because the user has not written them."""
 
 
 def warn_of_unmatched(patterns: Iterable[NamePatterns], params: PyTree) -> None:
@@ -71,6 +73,8 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
     matched_before: set[str] = set()  # by the groups so far
     for group in pattern.groups:
         matches = {name for name in candidates if _matches(name, group)}
+        if not matches and pattern.optional.issuperset(group):
+            continue
         if not matches:
             _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
         elif pattern.first_counts and matches <= matched_before:  # as for "head.weight" after "*.weight"

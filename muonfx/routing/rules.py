@@ -94,7 +94,8 @@ class Labels(RoutedLabels):
 
         A view describes how parameters divide into matrices. If ``given`` has a pattern for a parameter, this pattern
         applies, else the pattern that is stored with the label of the parameter. The patterns are written with globs,
-        such as ``"*mlp.experts"``, which also match parameter names with components that wrappers add.
+        such as ``"*mlp.experts"``, which also match parameter names with components that wrappers add. An optimizer for
+        some of the parameters does not warn of a stored pattern that none of them needs.
 
         >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))
         >>> labels = Labels({"mlp.experts": experts, "fc": "muon"})

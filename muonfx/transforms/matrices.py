@@ -70,6 +70,8 @@ class MatrixView:
 
     pattern: str | Mapping[str, str] | None = None
     _parsed: ClassVar[Mapping[str | None, Pattern]]
+    optional_globs: ClassVar[frozenset[str]] = frozenset()
+    """The globs of the pattern that may match no parameter without a warning, because the user has not written them."""
 
     def __post_init__(self) -> None:
         """Parse the patterns of a new view, such as "in out -> out in". Raise an error if one of them is malformed.
@@ -125,7 +127,7 @@ class MatrixView:
         """Return this view with further patterns, for the parameters for which it has none.
 
         The view ``{"*.q": "a"}``, extended by ``{"*.q": "b", "*.k": "c"}``, is ``{"*.q": "a", "*.k": "c"}``. (These
-        letters are short for patterns.)
+        letters are short for patterns.) There is no warning if a glob in ``more`` matches no parameter.
         """
         if not more or isinstance(self.pattern, str):  # a single pattern applies to all parameters already
             return self
@@ -136,7 +138,10 @@ class MatrixView:
         patterns = dict(self.pattern or {})
         for glob, text in more.items():
             patterns.setdefault(glob, text)
-        return MatrixView(patterns)
+        view = MatrixView(patterns)
+        new_globs = patterns.keys() - (self.pattern or {}).keys()
+        object.__setattr__(view, "optional_globs", self.optional_globs | new_globs)
+        return view
 
 
 def _parse(text: object) -> Pattern:

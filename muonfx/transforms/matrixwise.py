@@ -86,11 +86,11 @@ def on_stacks(
 
 def name_patterns(tx: Transform) -> list[NamePatterns]:
     """Return the globs over parameter names in a transform's ``view``, for the option ``name_patterns``."""
-    pattern = tx.arguments["view"].pattern
-    if not isinstance(pattern, Mapping) or not pattern:
+    view = tx.arguments["view"]
+    if not isinstance(view.pattern, Mapping) or not view.pattern:
         return []
-    globs = tuple((glob,) for glob in pattern)
-    return [NamePatterns("view", globs, first_counts=True)]
+    globs = tuple((glob,) for glob in view.pattern)
+    return [NamePatterns("view", globs, first_counts=True, optional=view.optional_globs)]
 
 
 def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:

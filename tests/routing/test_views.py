@@ -264,6 +264,21 @@ def test_a_partition_that_does_not_use_the_views_of_its_labels_is_warned_of():
         mfx.partition({"muon": muon, "adamw": mfx.adamw()}, chosen).init(params)
 
 
+@pytest.mark.filterwarnings("error", "ignore:default_labels. found no output head")
+def test_an_optimizer_of_one_parameter_does_not_warn_of_the_views_of_the_others():
+    model = held(experts=Experts(), attn=nn.MultiheadAttention(8, 2), fc=nn.Linear(8, 8))
+    labels = default_labels(model)
+    for view in (labels.view(), labels.view(labels.view()), pickle.loads(pickle.dumps(labels.view()))):
+        tx = mfx.muon(0.1, orthogonalize=mfx.orthogonalize(view=view))
+        for name in labels.views:
+            mfx.TransformOptimizer([(name, model.get_parameter(name))], tx)
+    # A glob that the user has written is still compared with the parameters.
+    view = labels.view(mfx.MatrixView({"*.qvk": THREE}))
+    tx = mfx.muon(0.1, orthogonalize=mfx.orthogonalize(view=view))
+    with pytest.warns(UserWarning, match=r"'\*\.qvk' matches none of the 1 parameters"):
+        mfx.TransformOptimizer([("fc.weight", model.get_parameter("fc.weight"))], tx)
+
+
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="the compiler of torch 2.10 cannot trace the default of a field")
 @pytest.mark.filterwarnings("ignore:partition. these parameters may hold")
 def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
