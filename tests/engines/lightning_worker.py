@@ -26,6 +26,12 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp, replicated": {"strategy": DDPStrategy, "layout": mfx.sharding.replicated},
     "fsdp2": {"strategy": ModelParallelStrategy},
     "fsdp2, one file": {"strategy": ModelParallelStrategy, "options": {"save_distributed_checkpoint": False}},
+    "ddp to fsdp2": {"strategy": DDPStrategy, "next": "fsdp2"},
+    "fsdp2, one file, to ddp": {
+        "strategy": ModelParallelStrategy,
+        "options": {"save_distributed_checkpoint": False},
+        "next": "ddp",
+    },
 }
 
 
@@ -115,12 +121,34 @@ def in_one_process() -> dict[str, Tensor]:
     return trained_alone(model, optimizer, scheduler, batches(), loss_of, CLIP)
 
 
+def write_with_names(path: Path, named_path: Path) -> None:
+    """Write a checkpoint of one process or DDP with names of parameters in place of their numbers."""
+    checkpoint = torch.load(path, weights_only=False)
+    for optimizer_state in checkpoint["optimizer_states"]:
+        name_of: dict[int, str] = {}
+        for group in optimizer_state["param_groups"]:
+            name_of.update(zip(group["params"], group["param_names"], strict=True))
+            group["params"] = group["param_names"]
+        optimizer_state["state"] = {name_of[number]: state for number, state in optimizer_state["state"].items()}
+    torch.save(checkpoint, named_path)
+
+
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
     folder = here.folder / name.replace(" ", "_").replace(",", "")
     whole, logged = trained(case, here, folder)
-    again, logged_again = trained(case, here, folder / "again", str(folder / "saved.ckpt"))
+    saved = folder / "saved.ckpt"
+    next_case = case
+    if "next" in case:
+        next_case = CASES[case["next"]]
+    if name == "ddp to fsdp2":
+        if here.rank == 0:
+            write_with_names(saved, folder / "named.ckpt")
+        torch.distributed.barrier()
+        saved = folder / "named.ckpt"
+    again, logged_again = trained(next_case, here, folder / "again", str(saved))
     return {
         "worst": worst(values_of(whole.net), in_one_process()),
+        "worst again": worst(values_of(again.net), in_one_process()),
         "resumed": same(values_of(again.net), values_of(whole.net)),
         "logged": logged,
         "logged again": logged_again,

@@ -13,6 +13,7 @@ from tests.engines.processes import launched, real, result_of
 FABRIC = {2: ["ddp", "ddp, replicated", "fsdp2"], 1: ["one process"]}
 TRANSFORMERS = {2: ["tensor parallel", "fsdp"]}
 LIGHTNING = {2: ["ddp", "ddp, replicated", "fsdp2", "fsdp2, one file"], 1: ["one process"]}
+LIGHTNING_MOVES = ["ddp to fsdp2", "fsdp2, one file, to ddp"]
 MUON, ADAMW = ([rate * 0.5**step for step in range(5)] for rate in (0.02, 0.003))
 REST = {
     "lr-Muon/muon-momentum": 0.95,
@@ -31,7 +32,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
     def of(framework: str, size: int) -> list[dict[str, Any]]:
         if (framework, size) not in results:
-            by_size = {"accelerate": {2: ACCELERATE}, "lightning": LIGHTNING, "fabric": FABRIC}
+            lightning = {2: [*LIGHTNING[2], *LIGHTNING_MOVES], 1: LIGHTNING[1]}
+            by_size = {"accelerate": {2: ACCELERATE}, "lightning": lightning, "fabric": FABRIC}
             names = {**by_size, "tensor_parallel": TRANSFORMERS}[framework][size]
             folder = tmp_path_factory.mktemp(framework)
             results[framework, size] = launched(f"{framework}_worker.py", size, names, folder)
@@ -58,6 +60,13 @@ def test_lightning_whose_log_is_true(found: Found, size: int, name: str) -> None
     assert case["worst"] <= 1e-6
     assert case["resumed"]
     assert case["logged"] == {"lr-Muon/muon": MUON, "lr-Muon/adamw": ADAMW, **REST}
+    assert case["logged again"] == {"lr-Muon/muon": MUON[3:], "lr-Muon/adamw": ADAMW[3:], **REST}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=real("lightning")) for name in LIGHTNING_MOVES])
+def test_a_lightning_run_continues_under_another_strategy(found: Found, name: str) -> None:
+    case = result_of(found("lightning", 2), name)
+    assert case["worst again"] <= 1e-6
     assert case["logged again"] == {"lr-Muon/muon": MUON[3:], "lr-Muon/adamw": ADAMW[3:], **REST}
 
 
