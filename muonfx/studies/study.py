@@ -19,7 +19,7 @@ from muonfx.core.value import walk
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.progress import Report, reporting
 from muonfx.studies.sweep import EvalParams, Progress, Sweep
-from muonfx.studies.task import Task
+from muonfx.studies.task import Batch, Params, Task
 
 REPORTS = 20
 """Number of reports of a run if `study` gets no ``report_every``."""
@@ -53,6 +53,9 @@ def study(
 ) -> Rows:
     """Train a task with each optimizer, at each rate, from each seed, and return the losses as rows.
 
+    Random numbers of the loss, such as those of dropout, depend on the seed and the step alone: all optimizers and
+    rates share them, and a continued study draws them again. The random state of the caller is restored.
+
     Args:
         task: parameters, batches and loss.
         optimizers: dict from a name to a function of a rate that returns a transform.
@@ -67,7 +70,8 @@ def study(
         folder: a folder to which the runs are saved at each report, so that the same call continues an interrupted
             study, and returns at once if it is complete. None: nothing is saved.
         vmap: True: all rates and seeds of an optimizer train as one batch. Their transforms may then differ in numbers
-            only, and memory grows with the number of runs. False: one run after another.
+            only, and memory grows with the number of runs. False: one run after another, as always if the loss draws
+            random numbers, because those of a batch of runs depend on the number of runs.
         progress: True: a line on stderr; False: none; or a function that is called with each line.
 
     Returns:
@@ -102,11 +106,13 @@ def study(
     if not set(eval_params) <= set(optimizers):
         raise ValueError(f"eval_params: found {sorted(eval_params)}, expected names of {sorted(optimizers)}")
     _require_work(optimizers, seeds, steps, report_every)
-    _require_repeatable(task, int(seeds[0]))
     interval = report_every or math.ceil(steps / REPORTS)
     report_steps = [*range(interval, steps, interval), steps]
     rows: Rows = []
-    with reporting(progress) as report:
+    with torch.random.fork_rng(), reporting(progress) as report:
+        _require_repeatable(task, int(seeds[0]))
+        # The numbers that `torch.func.vmap` draws depend on the number of runs, so a run alone would have other ones.
+        vmap = vmap and not _draws_random_numbers(task, int(seeds[0]))
         for name, make_transform in optimizers.items():
             runs = [Run(rate, int(seed)) for rate in rates_by_name[name] for seed in seeds]
             for batch_of_runs in _trained_together(runs, vmap=vmap):
@@ -338,12 +344,47 @@ def _rates_by_name(
 
 
 def _require_repeatable(task: Task, seed: int) -> None:
-    """Raise an error if the parameters or the first batch of a seed differ between two calls.
+    """Raise an error if the parameters, the first batch or the first loss of a seed differ between two calls.
 
     All optimizers are compared on the same batches, which the functions of the task must return at each call.
     """
-    _require_same_bits(f"init: two calls with seed {seed} differ", task.init(seed), task.init(seed))
-    _require_same_bits(f"batch: two calls with seed {seed} and step 0 differ", task.batch(seed, 0), task.batch(seed, 0))
+    params = task.init(seed)
+    batch = task.batch(seed, 0)
+    _require_same_bits(f"init: two calls with seed {seed} differ", params, task.init(seed))
+    _require_same_bits(f"batch: two calls with seed {seed} and step 0 differ", batch, task.batch(seed, 0))
+    first_loss = _first_loss(task, params, batch)
+    second_loss = _first_loss(task, params, batch)
+    if not _are_same_losses([first_loss], [second_loss]):  # a device may round two calls otherwise
+        raise ValueError(
+            f"loss: two calls from the same random state of torch gave {first_loss} and {second_loss}; draw from "
+            "that state alone, as torch.nn.Dropout does"
+        )
+
+
+def _first_loss(task: Task, params: Params, batch: Batch) -> float:
+    """Return a loss, from the same random state of torch at each call."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return float(task.loss(params, batch))
+
+
+def _draws_random_numbers(task: Task, seed: int) -> bool:
+    """Return True if the loss draws from the random state of torch, as dropout does."""
+    params = task.init(seed)
+    batch = task.batch(seed, 0)
+    states_before = _random_states()
+    with torch.no_grad():
+        task.loss(params, batch)
+    states_after = _random_states()
+    return any(not torch.equal(before, after) for before, after in zip(states_before, states_after, strict=True))
+
+
+def _random_states() -> list[Tensor]:
+    """Return the state of the random generator of the CPU, and of each CUDA device if there are any."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states += torch.cuda.get_rng_state_all()
+    return states
 
 
 def _require_same_bits(problem: str, first: tree.PyTree, second: tree.PyTree) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -54,8 +55,9 @@ class Sweep:
         self.tx = stack(transforms) if self.is_mapped else transforms[0]
 
     def start(self) -> Progress:
-        """Return the initial parameters and states."""
+        """Return the initial parameters and states. Sets the random state of torch, as `train` does."""
         params = self._for_each_run(self.task.init)
+        torch.manual_seed(_random_seed(self.seeds[0], step=-1))  # for transforms whose initial states are random
         init: Callable[[Transform, Params], PyTree] = self._over_runs(lambda tx, params: tx.init(params))
         return Progress(params, init(self.tx, params))
 
@@ -66,14 +68,18 @@ class Sweep:
     def train(self, progress: Progress, steps: range) -> tuple[Progress, Tensor]:
         """Train all runs for some steps, and return the new progress and the mean loss of each run over these steps.
 
-        For example, ``train(progress, range(10, 20))`` takes ten steps, on the batches 10 to 19.
+        For example, ``train(progress, range(10, 20))`` takes ten steps, on the batches 10 to 19. It sets the random
+        state of torch, which the caller restores.
         """
         train_step = self._over_runs(self._train_step)  # one call takes the step of all runs
         params, state = progress
         losses: list[Tensor] = []  # on the device of the task, so that no step waits for it
         for step in steps:
+            batch = self._batch(step)
+            # Before each step, so that a continued run draws the numbers of one that was not interrupted.
+            torch.manual_seed(_random_seed(self.seeds[0], step))
             with self._attention_that_can_be_mapped():
-                params, state, loss = train_step(self.tx, params, state, self._batch(step))
+                params, state, loss = train_step(self.tx, params, state, batch)
             losses.append(loss.reshape(-1))  # shape (runs,), also if there is one run
         means = torch.stack(losses).to(torch.float64).mean(0)
         return Progress(params, state), means.cpu()
@@ -123,3 +129,14 @@ class Sweep:
     def _attention_that_can_be_mapped(self) -> AbstractContextManager[Any]:
         """Select the implementation of attention that ``vmap`` and ``grad`` support together."""
         return sdpa_kernel(SDPBackend.MATH) if self.is_mapped else nullcontext()
+
+
+def _random_seed(seed: int, step: int) -> int:
+    """Return the seed of the random numbers that a run draws in a step, of 32 bits.
+
+    A string is hashed, so that the numbers are not those of ``torch.manual_seed(seed)``, which made the parameters.
+
+    >>> _random_seed(0, 1) == _random_seed(0, 1), _random_seed(0, 1) == _random_seed(1, 0)
+    (True, False)
+    """
+    return random.Random(f"seed {seed}, step {step}").getrandbits(32)

@@ -20,8 +20,8 @@ class Task(NamedTuple):
     """The task of a study, as three functions and a batch. `Task.of_module` makes one from a module.
 
     The functions depend on their arguments only, so that every optimizer is trained from the same parameters on the
-    same batches, and an interrupted study can be continued with the same bits. A loss may use dropout, but an
-    interrupted study then continues with other random numbers.
+    same batches, and an interrupted study can be continued with the same bits. A loss may draw from the random state of
+    torch, as dropout does, which a study sets before each step.
 
     >>> task = Task(
     ...     init=lambda seed: {"w": torch.full((2,), float(seed))},

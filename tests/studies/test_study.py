@@ -162,6 +162,53 @@ def loss_of_model(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(inputs) - targets).square().mean()
 
 
+def with_noise_in_the_loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    return loss(params, (inputs, targets + torch.randn_like(targets)))
+
+
+RANDOM_TASKS = {
+    "dropout": Task.of_module(with_dropout, batch, loss_of_model, validation=batch(99, 0)),
+    "noise": TASK._replace(loss=with_noise_in_the_loss),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM_TASKS)
+@pytest.mark.parametrize("vmap", [True, False])
+def test_equal_optimizers_draw_equal_random_numbers_and_those_of_the_caller_are_kept(name: str, vmap: bool) -> None:
+    task = RANDOM_TASKS[name]
+    optimizers = {"first": mfx.adamw, "second": mfx.adamw}
+    arguments = {"rates": [0.01, 0.1], "seeds": [0, 1], "steps": STEPS, "vmap": vmap, "progress": False}
+    state_before = torch.get_rng_state()
+    rows = mfx.study(task, optimizers, **arguments)
+    assert torch.equal(torch.get_rng_state(), state_before)
+    torch.rand(1)
+    assert mfx.study(task, optimizers, **arguments) == rows
+    first = run_of(rows, optimizer="first")
+    assert [row | {"optimizer": "second"} for row in first] == run_of(rows, optimizer="second")
+
+
+def init_of_dropout(seed: int) -> dict[str, Tensor]:
+    return RANDOM_TASKS["dropout"].init(0)
+
+
+def test_random_numbers_depend_on_the_seed_and_the_step_alone() -> None:
+    still = {"still": lambda rate: mfx.scale(-0.0 * rate)}
+    same_batch = RANDOM_TASKS["dropout"]._replace(init=init_of_dropout, batch=lambda seed, step: batch(0, 0))
+    arguments = {"steps": 3, "report_every": 1, "progress": False}
+    rows = mfx.study(same_batch, still, rates=[0.1, 0.2], seeds=[0, 1], **arguments)
+    assert len({row["loss"] for row in rows}) == 6  # for two seeds and three steps
+    alone = mfx.study(same_batch, still, rates=[0.2], seeds=[1], vmap=False, **arguments)
+    assert alone == run_of(rows, rate=0.2, seed=1)
+
+
+def test_a_loss_that_draws_from_another_generator_is_refused() -> None:
+    generator = torch.Generator()
+    task = TASK._replace(loss=lambda params, batch: loss(params, batch) + torch.rand((), generator=generator))
+    with pytest.raises(ValueError, match="loss: two calls from the same random state of torch gave "):
+        mfx.study(task, OPTIMIZERS, rates=[0.1], seeds=[0], steps=2, progress=False)
+
+
 @pytest.mark.parametrize("vmap", [True, False])
 def test_the_validation_loss_of_a_module_is_measured_in_eval_mode(vmap: bool) -> None:
     task = Task.of_module(with_dropout, batch, loss_of_model, validation=batch(99, 0))
@@ -357,15 +404,16 @@ def test_another_validation_batch_is_refused_after_a_start_at_which_all_have_the
 
 
 @pytest.mark.parametrize("vmap", [True, False])
-def test_a_study_with_dropout_goes_on(vmap: bool, tmp_path: Path) -> None:
+def test_a_study_with_dropout_goes_on_with_the_same_bits(vmap: bool, tmp_path: Path) -> None:
     task = Task.of_module(with_dropout, batch, loss_of_model, validation=batch(99, 0))
     task = task._replace(validation_loss=None)  # with dropout, too
-    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 4, "report_every": 2, "folder": tmp_path, "vmap": vmap}
+    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 4, "report_every": 2, "vmap": vmap, "progress": False}
+    expected = mfx.study(task, {"adamw": mfx.adamw}, **arguments)
     interrupted = task._replace(batch=interrupted_at(3).batch)
     with pytest.raises(Interrupted):
-        mfx.study(interrupted, {"adamw": mfx.adamw}, **arguments, progress=False)
-    rows = mfx.study(task, {"adamw": mfx.adamw}, **arguments, progress=False)
-    assert mfx.study(task, {"adamw": mfx.adamw}, **arguments, progress=False) == rows
+        mfx.study(interrupted, {"adamw": mfx.adamw}, **arguments, folder=tmp_path)
+    torch.rand(1)  # the state of the caller does not matter
+    assert mfx.study(task, {"adamw": mfx.adamw}, **arguments, folder=tmp_path) == expected
 
 
 def test_seeds_of_numpy_are_saved_too(tmp_path: Path) -> None:
