@@ -229,6 +229,72 @@ def test_the_validation_loss_of_a_module_is_measured_in_eval_mode(vmap: bool) ->
         assert len({row["loss"] for row in run}) == 3
 
 
+def with_a_frozen_layer() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4))
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+def test_frozen_parameters_of_a_module_are_not_trained(vmap: bool) -> None:
+    task = Task.of_module(with_a_frozen_layer, batch, loss_of_model, validation=batch(99, 0))
+    assert list(task.init(0)) == ["2.weight", "2.bias"]
+    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": STEPS, "vmap": vmap, "progress": False}
+    (last_row,) = run_of(mfx.study(task, {"adamw": mfx.adamw}, **arguments), seed=0, step=STEPS)
+    torch.manual_seed(0)
+    model = with_a_frozen_layer()
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(0.1))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of_model(model, batch(0, step)).backward()
+        optimizer.step()
+    assert last_row["validation_loss"] == pytest.approx(loss_of_model(model, batch(99, 0)).item(), rel=1e-4)
+
+
+def test_a_module_without_trained_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="make_model: found no parameter with requires_grad"):
+        Task.of_module(lambda: with_dropout().requires_grad_(False), batch, loss_of_model)
+
+
+class Encodes(nn.Module):
+    """A module with a method that a loss may call, and an attribute that it may read."""
+
+    penalty = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 4)
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        return self.encoder(inputs).tanh()
+
+
+def regularized_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    squares = [param.square().sum() for param in model.parameters()]
+    decay = model.penalty * sum(squares) + model.encoder.weight.abs().sum()
+    return (model.encode(inputs) - targets).square().mean() + decay
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+def test_a_loss_may_read_parameters_attributes_and_methods_of_a_module(vmap: bool) -> None:
+    task = Task.of_module(Encodes, batch, regularized_loss)
+    params = task.init(3)
+    gradients = torch.func.grad(task.loss)(params, batch(3, 0))
+    torch.manual_seed(3)
+    model = Encodes()
+    regularized_loss(model, batch(3, 0)).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(gradients[name], param.grad)
+    rows = mfx.study(task, {"adamw": mfx.adamw}, rates=[0.1], seeds=[0, 1], steps=STEPS, vmap=vmap, progress=False)
+    assert run_of(rows, seed=1)[-1]["loss"] < run_of(rows, seed=1)[0]["loss"]
+
+
+def test_buffers_and_frozen_parameters_do_not_depend_on_the_state_of_the_caller() -> None:
+    tasks = [Task.of_module(with_a_frozen_layer, batch, loss_of_model) for _ in range(2)]
+    assert tasks[0].loss(tasks[0].init(1), batch(0, 0)) == tasks[1].loss(tasks[1].init(1), batch(0, 0))
+
+
 def test_the_module_in_eval_mode_has_the_buffers_of_the_module() -> None:
     class Projects(nn.Module):
         def __init__(self) -> None:
