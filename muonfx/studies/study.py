@@ -18,14 +18,21 @@ from muonfx.core.transform import Transform
 from muonfx.core.value import walk
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.progress import Report, reporting
+from muonfx.studies.checks import (
+    are_same_losses,
+    check_task,
+    draws_random_numbers,
+    require_optimizers,
+    transforms_by_rate,
+)
 from muonfx.studies.sweep import EvalParams, Progress, Sweep
-from muonfx.studies.task import Batch, Params, Task
+from muonfx.studies.task import Task
 
 REPORTS = 20
 """Number of reports of a run if `study` gets no ``report_every``."""
 
-SAME_LOSS = 1e-5
-"""First losses with a smaller relative difference are of the same task, since another machine rounds otherwise."""
+AVERAGES = "averages of the batches"
+"""The beginning of keys in the description of a saved study."""
 
 Rows = list[dict[str, Any]]
 
@@ -80,9 +87,14 @@ def study(
         losses of NaN or inf. ``pandas.DataFrame(rows)`` makes a table of them.
 
     Raises:
-        TypeError: an argument has another type.
-        ValueError: there is nothing to train, ``rates`` or ``eval_params`` name other optimizers, the transforms of an
-            optimizer cannot be stacked, or ``folder`` has runs of another study.
+        TypeError: an argument, or a result of its functions, has another type.
+        ValueError: there is nothing to train, two calls of a function of the task differ, ``rates`` or ``eval_params``
+            name other optimizers, the runs of an optimizer cannot train as one batch, or ``folder`` has runs of another
+            study.
+
+    Warns:
+        UserWarning: an optimizer increases the loss or does not use its rate, the first gradient is zero, or validation
+            losses of ``schedule_free`` are not measured at the average.
 
     Example:
         >>> import muonfx as mfx
@@ -101,22 +113,27 @@ def study(
     """
     if not isinstance(folder, str | os.PathLike | None):
         raise TypeError(f"folder: found {folder!r}, expected a path or None")
+    require_optimizers(optimizers)
     rates_by_name = _rates_by_name(rates, optimizers)
     eval_params = eval_params or {}
     if not set(eval_params) <= set(optimizers):
         raise ValueError(f"eval_params: found {sorted(eval_params)}, expected names of {sorted(optimizers)}")
-    _require_work(optimizers, seeds, steps, report_every)
+    _require_work(seeds, steps, report_every)
     interval = report_every or math.ceil(steps / REPORTS)
     report_steps = [*range(interval, steps, interval), steps]
     rows: Rows = []
     with torch.random.fork_rng(), reporting(progress) as report:
-        _require_repeatable(task, int(seeds[0]))
-        # The numbers that `torch.func.vmap` draws depend on the number of runs, so a run alone would have other ones.
-        vmap = vmap and not _draws_random_numbers(task, int(seeds[0]))
+        check_task(task, int(seeds[0]))
+        # All optimizers are made before the first one trains, so that a mistake in the last one is reported at once.
+        transforms: dict[str, dict[float, Transform]] = {}
         for name, make_transform in optimizers.items():
+            transforms[name] = transforms_by_rate(name, make_transform, rates_by_name[name])
+        # The numbers that `torch.func.vmap` draws depend on the number of runs, so a run alone would have other ones.
+        vmap = vmap and not draws_random_numbers(task, int(seeds[0]))
+        for name, transform_at in transforms.items():
             runs = [Run(rate, int(seed)) for rate in rates_by_name[name] for seed in seeds]
             for batch_of_runs in _trained_together(runs, vmap=vmap):
-                sweep = _sweep(task, name, make_transform, batch_of_runs, eval_params.get(name))
+                sweep = _sweep(task, name, transform_at, batch_of_runs, eval_params.get(name))
                 saves = None
                 if folder is not None:
                     saves = _Saves(Path(folder) / _file_name(name, batch_of_runs), name, batch_of_runs, report_steps)
@@ -135,7 +152,7 @@ def _trained_together(runs: list[Run], *, vmap: bool) -> list[list[Run]]:
 def _sweep(
     task: Task,
     name: str,
-    make_transform: Callable[[float], Transform],
+    transform_at: Mapping[float, Transform],
     runs: list[Run],
     eval_params: EvalParams | None,
 ) -> Sweep:
@@ -144,11 +161,11 @@ def _sweep(
     Args:
         task: parameters, batches and loss.
         name: the name of the optimizer, for the error.
-        make_transform: returns the transform for a rate.
+        transform_at: the transform for each rate.
         runs: the rate and the seed of each run.
         eval_params: returns the parameters to validate; None for those that are trained.
     """
-    transforms = [make_transform(run.rate) for run in runs]
+    transforms = [transform_at[run.rate] for run in runs]
     # One batch of runs has one transform with a number for each run, so the transforms may differ in numbers only.
     try:
         return Sweep(task, transforms, [run.seed for run in runs], eval_params)
@@ -236,16 +253,23 @@ class _Saves:
         self.path = path
         self.description: dict[str, Any] = {
             "optimizer": name,
-            "rates": [run.rate for run in runs],
-            "seeds": [run.seed for run in runs],
+            "rates": list(dict.fromkeys(run.rate for run in runs)),  # each once
+            "seeds": list(dict.fromkeys(run.seed for run in runs)),
             "reports": report_steps,
         }
 
     def describe(self, sweep: Sweep, start: Progress) -> None:
-        """Add the transform, and the losses before the first step, which differ between tasks."""
+        """Add the transform, and the losses before the first step and averages of batches, which differ between tasks.
+
+        For example, the key of averages is ``"averages of the batches at step 19"``. Losses do not distinguish
+        batches if the last layer begins with zeros, and the first batch does not show later differences.
+        """
         self.description["transform"] = sweep.tx.fingerprint
         self.description["numbers"] = [torch.as_tensor(number).tolist() for number in tree.leaves(sweep.tx)]
         self.description["first losses"] = sweep.first_losses(start).tolist()
+        steps = self.description["reports"][-1]
+        for step in sorted({0, steps // 2, steps - 1}):
+            self.description[f"{AVERAGES} at step {step}"] = sweep.batch_averages(step)
 
     def save(self, step: int, progress: Progress, losses: Tensor) -> None:
         """Replace the checkpoint by the progress after ``step`` steps."""
@@ -280,8 +304,9 @@ class _Saves:
         for key, value in self.description.items():
             saved_value = saved.get(key)  # None if the key was not saved
             is_same = saved_value == value
-            if key == "first losses" and saved_value is not None:  # another machine rounds otherwise
-                is_same = _are_same_losses(saved_value, value)
+            is_computed = key == "first losses" or key.startswith(AVERAGES)
+            if is_computed and saved_value is not None:  # another machine rounds otherwise
+                is_same = are_same_losses(saved_value, value)
             if not is_same:
                 raise self._another_study(key, saved_value, value)
 
@@ -290,7 +315,7 @@ class _Saves:
 
         Losses before the first step would not show it: with a last layer of zeros, they are equal for all batches.
         """
-        if not _are_same_losses(saved_losses.tolist(), losses.tolist()):
+        if not are_same_losses(saved_losses.tolist(), losses.tolist()):
             raise self._another_study(f"validation losses at step {step}", saved_losses.tolist(), losses.tolist())
 
     def _another_study(self, key: str, saved_value: object, value: object) -> ValueError:
@@ -298,13 +323,6 @@ class _Saves:
             f"folder: {self.path} has runs of another study: {key} was {saved_value!r}, and is now {value!r}; "
             "pass another folder, or remove this one"
         )
-
-
-def _are_same_losses(first: list[float], second: list[float]) -> bool:
-    """Return True if two lists of losses are equal up to rounding, as 2.3 and 2.300001 are. NaN is equal to NaN."""
-    return len(first) == len(second) and torch.allclose(
-        torch.tensor(first), torch.tensor(second), rtol=SAME_LOSS, atol=0, equal_nan=True
-    )
 
 
 def _file_name(name: str, runs: list[Run]) -> str:
@@ -343,74 +361,13 @@ def _rates_by_name(
     return rates_by_name
 
 
-def _require_repeatable(task: Task, seed: int) -> None:
-    """Raise an error if the parameters, the first batch or the first loss of a seed differ between two calls.
+def _require_work(seeds: Sequence[int], steps: int, report_every: int | None) -> None:
+    """Raise an error if there is nothing to train, by the arguments of `study`: no seeds or steps.
 
-    All optimizers are compared on the same batches, which the functions of the task must return at each call.
-    """
-    params = task.init(seed)
-    batch = task.batch(seed, 0)
-    _require_same_bits(f"init: two calls with seed {seed} differ", params, task.init(seed))
-    _require_same_bits(f"batch: two calls with seed {seed} and step 0 differ", batch, task.batch(seed, 0))
-    first_loss = _first_loss(task, params, batch)
-    second_loss = _first_loss(task, params, batch)
-    if not _are_same_losses([first_loss], [second_loss]):  # a device may round two calls otherwise
-        raise ValueError(
-            f"loss: two calls from the same random state of torch gave {first_loss} and {second_loss}; draw from "
-            "that state alone, as torch.nn.Dropout does"
-        )
-
-
-def _first_loss(task: Task, params: Params, batch: Batch) -> float:
-    """Return a loss, from the same random state of torch at each call."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return float(task.loss(params, batch))
-
-
-def _draws_random_numbers(task: Task, seed: int) -> bool:
-    """Return True if the loss draws from the random state of torch, as dropout does."""
-    params = task.init(seed)
-    batch = task.batch(seed, 0)
-    states_before = _random_states()
-    with torch.no_grad():
-        task.loss(params, batch)
-    states_after = _random_states()
-    return any(not torch.equal(before, after) for before, after in zip(states_before, states_after, strict=True))
-
-
-def _random_states() -> list[Tensor]:
-    """Return the state of the random generator of the CPU, and of each CUDA device if there are any."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states += torch.cuda.get_rng_state_all()
-    return states
-
-
-def _require_same_bits(problem: str, first: tree.PyTree, second: tree.PyTree) -> None:
-    """Raise an error that begins with ``problem`` if two trees of tensors differ. NaN is equal to NaN."""
-    for leaf, other in zip(tree.leaves(first), tree.leaves(second), strict=True):
-        # `allclose` without tolerances is equality, except that it can accept two NaN.
-        is_same = leaf.shape == other.shape and torch.allclose(leaf, other, rtol=0, atol=0, equal_nan=True)
-        if not is_same:
-            raise ValueError(f"{problem}; draw from torch.Generator().manual_seed(...) of the arguments alone")
-
-
-def _require_work(optimizers: Mapping[str, object], seeds: Sequence[int], steps: int, report_every: int | None) -> None:
-    """Raise an error if there is nothing to train, by the arguments of `study`: no optimizers, seeds or steps.
-
-    Examples are ``seeds=3`` instead of ``range(3)``, and ``{"adamw": adamw(0.1)}`` instead of a function of the rate.
+    An example is ``seeds=3`` instead of ``range(3)``.
     """
     if not isinstance(seeds, Iterable):
         raise TypeError(f"seeds: found {seeds!r}, expected a sequence of ints, such as range(3)")
-    if not optimizers:
-        raise ValueError("optimizers: found none, expected a dict from name to a function of a rate")
-    for name, make_transform in optimizers.items():
-        if isinstance(make_transform, Transform):
-            raise TypeError(
-                f"optimizers[{name!r}]: found a transform, expected a function of a rate that returns one, such as "
-                "lambda rate: muonfx.adamw(rate)"
-            )
     if len(seeds) == 0 or len(set(seeds)) < len(seeds):  # an array has no truth value
         raise ValueError(f"seeds: found {list(seeds)}, expected at least one seed, each once")
     if steps < 1:

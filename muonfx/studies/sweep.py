@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -56,7 +56,7 @@ class Sweep:
 
     def start(self) -> Progress:
         """Return the initial parameters and states. Sets the random state of torch, as `train` does."""
-        params = self._for_each_run(self.task.init)
+        params = self._for_each_run("init", self.task.init)
         torch.manual_seed(_random_seed(self.seeds[0], step=-1))  # for transforms whose initial states are random
         init: Callable[[Transform, Params], PyTree] = self._over_runs(lambda tx, params: tx.init(params))
         return Progress(params, init(self.tx, params))
@@ -64,6 +64,18 @@ class Sweep:
     def first_losses(self, start: Progress) -> Tensor:
         """Return the loss of each run on its first batch, before the first step."""
         return self._losses(self.task.loss, start.params, self._batch(0))
+
+    def batch_averages(self, step: int) -> list[float]:
+        """Return two averages of each leaf of the batches of a step, to distinguish batches.
+
+        They are those of the positive elements and of the squares, which rounding hardly changes, as sums of one sign.
+        """
+        averages: list[float] = []
+        for leaf in tree.leaves(self._batch(step)):
+            wide = leaf.detach().to("cpu", torch.float64)
+            averages.append(wide.clamp(min=0).mean().item())
+            averages.append(wide.square().mean().item())
+        return averages
 
     def train(self, progress: Progress, steps: range) -> tuple[Progress, Tensor]:
         """Train all runs for some steps, and return the new progress and the mean loss of each run over these steps.
@@ -93,8 +105,18 @@ class Sweep:
             batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
         params = progress.params
         if self.eval_params is not None:  # for example, the average of the iterates in place of the last one
-            params = self._over_runs(self.eval_params)(progress.state, params)
+            params = self._over_runs(self._params_to_validate)(progress.state, params)
         return self._losses(self.task.validation_loss or self.task.loss, params, batch)
+
+    def _params_to_validate(self, state: PyTree, params: Params) -> Params:
+        """Return the parameters that ``eval_params`` returns for one run. Raise TypeError if they are no parameters."""
+        assert self.eval_params is not None
+        chosen: object = self.eval_params(state, params)
+        if not isinstance(chosen, Mapping):
+            raise TypeError(f"eval_params: found a result of type {type(chosen).__name__}, expected a dict like params")
+        if chosen.keys() != params.keys():
+            raise TypeError(f"eval_params: found a dict of {list(chosen)}, expected {list(params)}")
+        return dict(chosen)
 
     def _train_step(self, tx: Transform, params: Params, state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, Tensor]:
         """Take one step of one run; return parameters, state and the loss before the step."""
@@ -110,13 +132,25 @@ class Sweep:
 
     def _batch(self, step: int) -> Batch:
         """Return the batches of a step: of all runs, stacked."""
-        return self._for_each_run(lambda seed: self.task.batch(seed, step))
+        return self._for_each_run("batch", lambda seed: self.task.batch(seed, step))
 
-    def _for_each_run(self, make: Callable[[int], T]) -> T:
-        """Return the tree that ``make`` makes for the seed; for several runs, their trees stacked along a new dim."""
+    def _for_each_run(self, argument: str, make: Callable[[int], T]) -> T:
+        """Return the tree that ``make`` makes for the seed; for several runs, their trees stacked along a new dim.
+
+        ``argument`` is the name of the function in errors: "init" or "batch".
+        """
         if not self.is_mapped:
             return make(self.seeds[0])
         tree_of = {seed: make(seed) for seed in set(self.seeds)}  # runs with the same seed share it
+        first_seed = self.seeds[0]
+        for seed, tree_of_seed in tree_of.items():
+            shapes = _shapes(tree_of_seed)
+            first_shapes = _shapes(tree_of[first_seed])
+            if shapes != first_shapes:
+                raise ValueError(
+                    f"{argument}: found shapes {first_shapes} for seed {first_seed} and {shapes} for seed {seed}, "
+                    "expected the same for all seeds: pass vmap=False"
+                )
         trees = [tree_of[seed] for seed in self.seeds]
         return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
@@ -124,11 +158,29 @@ class Sweep:
         """Return the function of one run as a function of all runs."""
         if not self.is_mapped:
             return function
-        return vmap(function, randomness="different")
+        mapped = vmap(function, randomness="different")
+
+        def call(*args: Any) -> Any:
+            try:
+                return mapped(*args)
+            except RuntimeError as error:
+                if "vmap" not in str(error):  # such as a lack of memory
+                    raise
+                first_sentence = str(error).partition(". ")[0]
+                raise ValueError(
+                    f"vmap: found True, but these runs cannot train as one batch ({first_sentence}): pass vmap=False"
+                ) from error
+
+        return call
 
     def _attention_that_can_be_mapped(self) -> AbstractContextManager[Any]:
         """Select the implementation of attention that ``vmap`` and ``grad`` support together."""
         return sdpa_kernel(SDPBackend.MATH) if self.is_mapped else nullcontext()
+
+
+def _shapes(values: PyTree) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each leaf by its name, such as ``{"w": (4, 3)}``."""
+    return {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(values)}
 
 
 def _random_seed(seed: int, step: int) -> int:

@@ -193,7 +193,7 @@ def init_of_dropout(seed: int) -> dict[str, Tensor]:
 
 
 def test_random_numbers_depend_on_the_seed_and_the_step_alone() -> None:
-    still = {"still": lambda rate: mfx.scale(-0.0 * rate)}
+    still = {"still": lambda rate: mfx.scale_by_learning_rate(1e-30 * rate)}
     same_batch = RANDOM_TASKS["dropout"]._replace(init=init_of_dropout, batch=lambda seed, step: batch(0, 0))
     arguments = {"steps": 3, "report_every": 1, "progress": False}
     rows = mfx.study(same_batch, still, rates=[0.1, 0.2], seeds=[0, 1], **arguments)
@@ -214,7 +214,7 @@ def test_the_validation_loss_of_a_module_is_measured_in_eval_mode(vmap: bool) ->
     task = Task.of_module(with_dropout, batch, loss_of_model, validation=batch(99, 0))
     rows = mfx.study(
         task,
-        {"still": lambda rate: mfx.scale(0.0 * rate)},
+        {"still": lambda rate: mfx.scale_by_learning_rate(0.0 * rate)},
         rates=[1.0],
         seeds=[0, 1],
         steps=3,
@@ -383,8 +383,10 @@ class Interrupted(Exception):
 
 
 def interrupted_at(step: int) -> Task:
+    """The task until a step, which is none of those whose batches are compared: the first, the middle, the last."""
+
     def batch_until(seed: int, at: int) -> tuple[Tensor, Tensor]:
-        if at >= step:
+        if at == step:
             raise Interrupted
         return batch(seed, at)
 
@@ -392,7 +394,7 @@ def interrupted_at(step: int) -> Task:
 
 
 @pytest.mark.parametrize("vmap", [True, False])
-@pytest.mark.parametrize("step", [1, 4, 6])
+@pytest.mark.parametrize("step", [1, 4, 5])
 def test_an_interrupted_study_goes_on_with_the_same_bits(step: int, vmap: bool, tmp_path: Path) -> None:
     arguments = {"rates": [0.01, 0.1], "seeds": [0, 1], "steps": STEPS, "report_every": 2, "vmap": vmap}
     expected = mfx.study(TASK, OPTIMIZERS, **arguments, progress=False)
@@ -404,6 +406,11 @@ def test_an_interrupted_study_goes_on_with_the_same_bits(step: int, vmap: bool, 
     assert not lines
 
 
+def other_from_step_5(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = batch(seed, step)
+    return (inputs, targets) if step < 5 else (inputs, targets + 1)
+
+
 def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
     return batch(seed + 7, step)
 
@@ -412,6 +419,7 @@ def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
     ("changes", "named"),
     [
         ({"task": TASK._replace(batch=other_batch)}, "first losses"),
+        ({"task": TASK._replace(batch=other_from_step_5)}, "averages of the batches at step 6"),
         ({"task": TASK._replace(init=lambda seed: init(seed + 1))}, "first losses"),
         ({"task": TASK._replace(validation=batch(98, 0))}, "validation losses at step 7"),
         ({"task": TASK._replace(validation=None)}, "validation losses at step 7"),
@@ -421,6 +429,7 @@ def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
         ({"optimizers": {"muon": lambda rate: muon(rate + 1e-9)}}, "numbers"),
         ({"rates": [0.1, 0.3]}, "rates"),
         ({"seeds": [0, 2]}, "seeds"),
+        ({"seeds": [0, 1, 2]}, "seeds"),
         ({"steps": STEPS + 1}, "reports"),
         ({"report_every": 3}, "reports"),
     ],
@@ -473,9 +482,9 @@ def test_another_validation_batch_is_refused_after_a_start_at_which_all_have_the
 def test_a_study_with_dropout_goes_on_with_the_same_bits(vmap: bool, tmp_path: Path) -> None:
     task = Task.of_module(with_dropout, batch, loss_of_model, validation=batch(99, 0))
     task = task._replace(validation_loss=None)  # with dropout, too
-    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 4, "report_every": 2, "vmap": vmap, "progress": False}
+    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 6, "report_every": 2, "vmap": vmap, "progress": False}
     expected = mfx.study(task, {"adamw": mfx.adamw}, **arguments)
-    interrupted = task._replace(batch=interrupted_at(3).batch)
+    interrupted = task._replace(batch=interrupted_at(4).batch)
     with pytest.raises(Interrupted):
         mfx.study(interrupted, {"adamw": mfx.adamw}, **arguments, folder=tmp_path)
     torch.rand(1)  # the state of the caller does not matter
@@ -512,7 +521,7 @@ def test_any_name_is_a_folder_within_the_folder(name: str, tmp_path: Path) -> No
         ({"steps": 0}, "steps: found 0"),
         ({"report_every": 0}, "report_every: found 0"),
         (
-            {"optimizers": {"either": lambda rate: mfx.scale(rate) if rate < 0.05 else mfx.adamw(rate)}},
+            {"optimizers": {"either": lambda rate: mfx.scale(-rate) if rate < 0.05 else mfx.adamw(rate)}},
             "optimizers.'either'.*vmap=False",
         ),
     ],
@@ -545,6 +554,110 @@ def test_a_number_in_place_of_a_list_is_named(argument: str, value: Any) -> None
 def test_a_transform_in_place_of_a_function_of_a_rate_is_named() -> None:
     with pytest.raises(TypeError, match=r"optimizers\['adamw'\]: found a transform, .*lambda rate: "):
         mfx.study(TASK, {"adamw": mfx.adamw(1e-3)}, rates=[0.1], seeds=[0], steps=2, progress=False)  # type: ignore[dict-item]
+
+
+ONE_RUN: dict[str, Any] = {"rates": [0.1], "seeds": [3], "steps": 2, "progress": False}
+SEVERAL_RUNS: dict[str, Any] = {"rates": [0.1, 0.2], "seeds": [0, 1], "steps": 2, "progress": False}
+
+
+def result_of(value: Any) -> Any:
+    return lambda *_: value
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": result_of({"x": torch.ones(2), "n": 3})}, "batch: found 3 at 'n', expected a tree of tensors"),
+        ({"validation": {"x": torch.ones(2), "n": 3}}, "validation: found 3 at 'n', expected a tree of tensors"),
+        ({"init": result_of({"w": 1.0})}, "init: found 1.0 at 'w', expected a tree of tensors"),
+        ({"loss": result_of(torch.ones(2))}, r"loss: found a result of shape \(2,\), expected a 0-d tensor"),
+        ({"loss": result_of(2.0)}, "loss: found a result of type float, expected a 0-d tensor"),
+        ({"validation_loss": result_of(2.0)}, "validation_loss: found a result of type float, expected a 0-d"),
+    ],
+)
+def test_a_function_of_a_task_with_a_result_of_another_type_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        mfx.study(TASK._replace(**changes), OPTIMIZERS, **ONE_RUN)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        ([mfx.adamw], "optimizers: found a list, expected a dict from name to a function"),
+        ({"a": lambda rate: torch.optim.AdamW}, r"optimizers\['a'\]: found a function that returns <class .*AdamW'>"),
+    ],
+)
+def test_optimizers_of_another_type_are_named(optimizers: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        mfx.study(TASK, optimizers, **ONE_RUN)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "eval_params: found a result of type NoneType, expected a dict"),
+        ({"w": torch.ones(4, 3)}, r"eval_params: found a dict of \['w'\], expected \['w', 'b'\]"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [ONE_RUN, SEVERAL_RUNS])
+def test_other_results_of_eval_params_are_named(result: Any, message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=message):
+        mfx.study(TASK, {"adamw": mfx.adamw}, eval_params={"adamw": result_of(result)}, **arguments)
+
+
+def test_batches_whose_shapes_depend_on_the_seed_train_one_after_another() -> None:
+    def batch_of_another_size(seed: int, step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch(seed, step)
+        return inputs[: 4 + seed], targets[: 4 + seed]
+
+    task = TASK._replace(batch=batch_of_another_size)
+    with pytest.raises(ValueError, match=r"batch: found shapes .*'0': \(4, 3\).* for seed 1, .*: pass vmap=False"):
+        mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS)
+    assert mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS, vmap=False)
+
+
+def loss_with_item(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    return loss(params, batch) * loss(params, batch).item()
+
+
+def loss_with_branch(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    value = loss(params, batch)
+    if value < 1:
+        return value
+    return 2 * value
+
+
+@pytest.mark.parametrize("loss_of_one_run", [loss_with_item, loss_with_branch])
+def test_a_loss_that_vmap_does_not_support_trains_one_after_another(loss_of_one_run: Any) -> None:
+    task = TASK._replace(loss=loss_of_one_run)
+    with pytest.raises(ValueError, match=r"vmap: found True, but these runs cannot .*: pass vmap=False"):
+        mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS)
+    assert mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS, vmap=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rate: mfx.chain(mfx.scale_by_adam(), mfx.scale(rate)),
+        lambda rate: mfx.chain(mfx.scale_by_adam(), mfx.add_decayed_weights(rate)),
+    ],
+)
+def test_an_optimizer_that_increases_the_loss_is_warned_of(make: Any) -> None:
+    with pytest.warns(UserWarning, match=r"optimizers\['up'\]: each step would increase the loss"):
+        mfx.study(TASK, {"adamw": mfx.adamw, "up": make}, **SEVERAL_RUNS)
+
+
+def test_an_optimizer_that_does_not_use_its_rate_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"optimizers\['same'\]: the transforms for the rates 0.1 and 0.2 are equal"):
+        mfx.study(TASK, {"same": lambda rate: mfx.adamw(0.1)}, **SEVERAL_RUNS)
+    scheduled = {"scheduled": lambda rate: mfx.adamw(mfx.cosine_decay_schedule(rate, 2))}
+    mfx.study(TASK, scheduled, **SEVERAL_RUNS)  # no warning
+
+
+def test_a_loss_without_a_gradient_is_warned_of() -> None:
+    task = TASK._replace(loss=lambda params, batch: loss(params, batch).detach())
+    with pytest.warns(UserWarning, match="loss: its gradient in the first step is zero for all parameters"):
+        mfx.study(task, OPTIMIZERS, **SEVERAL_RUNS)
 
 
 def test_transforms_of_any_structure_train_one_after_another() -> None:
