@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
 from torch import Tensor
 
+from muonfx.core.checks import warn_caller
 from muonfx.plot.axes import COLORS, axes_for
 from muonfx.plot.curves import draw_band
 
@@ -69,16 +71,17 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
 def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     """Draw the loss at the last step over the rate, for each optimizer: a mean and a band over seeds.
 
-    A rate at which a run diverged to NaN or inf has a cross near the upper edge. Losses above the median of the first
-    reports are cut off, so that a rate that is much too large does not hide the differences between the others. If the
-    best rate is the lowest or highest that was tried, the legend says so, since a better one may lie beyond.
+    A rate at which the run of a seed diverged to NaN or inf has a cross near the upper edge, and no point. Losses above
+    the median of the first reports are cut off, so that a rate that is much too large does not hide the differences
+    between the others. If the best rate is the lowest or highest that was tried, the legend says so, since a better one
+    may lie beyond.
 
     Args:
         rows: the rows that `muonfx.study` returns.
         ax: the axes to draw on; None: a new figure.
 
     Raises:
-        ValueError: there are no rows, or they are of several studies.
+        ValueError: there are no rows, or they are of several studies, such as of other steps.
 
     >>> import muonfx as mfx
     >>> rows = [{"optimizer": "muon", "rate": rate, "seed": 0, "step": 9, "loss": 1 + rate} for rate in (0.1, 1.0)]
@@ -88,12 +91,14 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     """
     key = _key_of_loss(rows)
     last_step = max(row["step"] for row in rows)
+    contenders = _contenders(rows, key)
+    _require_end_at(last_step, contenders)
     with axes_for(ax) as axes:
-        for index, contender in enumerate(_contenders(rows, key)):
+        for index, contender in enumerate(contenders):
             final_losses_at: dict[float, Tensor] = {}
             diverged: list[float] = []
             for rate, losses_at_step in contender.losses_at.items():
-                final_losses = losses_at_step[max(losses_at_step)]
+                final_losses = losses_at_step[last_step]
                 if final_losses.isfinite().all():
                     final_losses_at[rate] = final_losses
                 else:  # at least one seed has diverged at this rate
@@ -101,13 +106,15 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
             label = contender.name
             if _best_is_at_edge(final_losses_at, list(contender.losses_at)):
                 label += " (best at the edge)"
-            _draw_band(axes, final_losses_at, contender, label)
-            _draw_crosses(axes, diverged, contender, height=0.97 - 0.04 * index)
+            if final_losses_at:
+                _draw_band(axes, final_losses_at, contender, label)
+            crosses = _draw_crosses(axes, diverged, contender, height=0.97 - 0.04 * index)
+            if not final_losses_at:  # no line has the name of the optimizer
+                crosses.set_label(f"{contender.name} (diverged)")
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
         # Lower the top to the typical first loss, if it is above it.
         axes.set_ylim(top=min(axes.get_ylim()[1], _typical_first_loss(rows, key)))
-        if axes.lines:  # else all runs have diverged
-            axes.legend()
+        axes.legend()
     return axes
 
 
@@ -115,7 +122,7 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
     """Draw how many steps each optimizer takes to a loss, over the rate: a mean and a band over seeds.
 
     The step is the first one that has a row with a loss of ``target`` or less. A rate at which a run does not reach it
-    has no point.
+    has no point. The legend also names an optimizer that does not reach it from all seeds at any rate.
 
     Args:
         rows: the rows that `muonfx.study` returns.
@@ -142,7 +149,10 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
         )
     with axes_for(ax) as axes:
         for contender, steps_at in zip(contenders, steps_to, strict=True):
-            _draw_band(axes, steps_at, contender, contender.name)
+            label = contender.name
+            if not steps_at:
+                label += " (not reached)"
+            _draw_band(axes, steps_at, contender, label)
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"steps to a {key.replace('_', ' ')} of {target:g}")
         axes.legend()
     return axes
@@ -190,19 +200,59 @@ def _best_is_at_edge(losses_at: Mapping[float, Tensor], tried_rates: Sequence[fl
     return best_rate in (min(tried_rates), max(tried_rates))
 
 
-def _draw_crosses(axes: Axes, rates: Sequence[float], contender: Contender, height: float) -> None:
+def _draw_crosses(axes: Axes, rates: Sequence[float], contender: Contender, height: float) -> PathCollection:
     """Draw a cross in the color of a contender at each of the rates, at a height from 0 to 1 of the axes."""
     heights = [height] * len(rates)
     across_the_axes = axes.get_xaxis_transform()  # x is a rate, y goes from 0 at the bottom to 1 at the top
-    axes.scatter(rates, heights, color=contender.color, marker="x", transform=across_the_axes)
+    return axes.scatter(rates, heights, color=contender.color, marker="x", transform=across_the_axes)
 
 
 def _key_of_loss(rows: Rows) -> str:
-    """Return the key of the loss to draw: "validation_loss" if the rows have it, otherwise "loss"."""
+    """Return the key of the loss to draw: "validation_loss" if the rows have it, otherwise "loss".
+
+    Raise ValueError if there are no rows, or if a row lacks the key or another one that a plot needs.
+    """
     if not rows:  # else the plot would be empty
         raise ValueError("rows: found none, expected the rows that muonfx.study returns")
-    has_validation = any("validation_loss" in row for row in rows)
-    return "validation_loss" if has_validation else "loss"
+    with_validation = [row for row in rows if "validation_loss" in row]
+    if with_validation and len(with_validation) < len(rows):
+        raise ValueError(
+            f"rows: found a validation_loss in {len(with_validation)} of {len(rows)} rows, expected it in all or none: "
+            "draw the rows of one study"
+        )
+    key = "validation_loss" if with_validation else "loss"
+    for index, row in enumerate(rows):
+        missing = [name for name in ("optimizer", "rate", "seed", "step", key) if name not in row]
+        if missing:
+            raise ValueError(f"rows: row {index} has no {missing[0]!r}, expected the keys of a row of muonfx.study")
+    return key
+
+
+def _require_end_at(last_step: int, contenders: Sequence[Contender]) -> None:
+    """Raise ValueError if the runs at a rate end before the last step, as if rows of two studies were mixed."""
+    for contender in contenders:
+        for rate, losses_at_step in contender.losses_at.items():
+            if last_step not in losses_at_step:
+                raise ValueError(
+                    f"rows: {contender.name} at rate {rate} ends at step {max(losses_at_step)}, others at {last_step}, "
+                    "expected one last step: draw the rows of one study"
+                )
+
+
+def _warn_of_other_seeds(rows: Rows) -> None:
+    """Warn if a rate lacks a seed that others have, so that means and bands are of different seeds."""
+    seeds_at: dict[tuple[str, float], list[int]] = {}  # by optimizer and rate
+    for row in rows:
+        seeds_at.setdefault((row["optimizer"], row["rate"]), []).append(row["seed"])
+    all_seeds = {row["seed"] for row in rows}
+    for (name, rate), seeds in seeds_at.items():
+        missing = sorted(all_seeds - set(seeds))
+        if missing:
+            warn_caller(
+                f"rows: {name} at rate {rate} has no rows of seed {missing[0]}, which others have: its mean and its "
+                "band are of other seeds. Draw rows of the same seeds"
+            )
+            return
 
 
 def _contenders(rows: Rows, key: str) -> list[Contender]:
@@ -221,6 +271,7 @@ def _contenders(rows: Rows, key: str) -> list[Contender]:
         # The index grows by one after each six optimizers, and begins again after the last style.
         line_style = LINE_STYLES[len(contenders) // len(MARKERS) % len(LINE_STYLES)]
         contenders.append(Contender(name, losses_at, next(colors), next(markers), line_style))
+    _warn_of_other_seeds(rows)
     return contenders
 
 
@@ -291,10 +342,8 @@ def _draw_band(axes: Axes, values_at: Mapping[Any, Tensor], contender: Contender
     """Draw a line with markers through the means over seeds, and a band from the lowest to the highest seed.
 
     ``values_at`` maps a position, such as a step or a rate, to the values of the seeds there, shape (seeds,). If it is
-    empty, nothing is drawn.
+    empty, nothing is drawn, and the label is in the legend.
     """
-    if not values_at:
-        return
     positions = list(values_at)
     values = list(values_at.values())
     look = {"color": contender.color, "marker": contender.marker, "linestyle": contender.line_style}

@@ -238,7 +238,7 @@ def test_losses_over_rates_leave_out_rates_that_diverged():
 
 
 def test_rates_that_diverged_have_crosses_and_a_best_rate_at_the_edge_is_named():
-    falling = rows_of({"sgd": {0.01: [[3.0, 2.5]], 0.1: [[3.0, 2.0]], 1.0: [[3.0, 1.0]]}})
+    falling = rows_of({"sgd": {rate: [[3.0, 3 - rate]] * 2 for rate in (0.01, 0.1, 1.0)}})
     ax = mfx.plot.plot_rates([*STUDY, *falling])
     assert [line.get_label() for line in ax.lines] == ["muon", "adamw", "sgd (best at the edge)"]
     crosses = [drawn.get_offsets()[:, 0].tolist() for drawn in ax.collections if isinstance(drawn, PathCollection)]
@@ -253,13 +253,15 @@ def test_each_optimizer_has_its_own_look():
 
 
 def test_a_rate_that_is_much_too_large_does_not_hide_the_others():
-    ax = mfx.plot.plot_rates([*STUDY, *rows_of({"muon": {10.0: [[5.0, 1e9]]}})])
+    ax = mfx.plot.plot_rates([*STUDY, *rows_of({"muon": {10.0: [[5.0, 1e9], [5.0, 1e9]]}})])
     assert ax.get_ylim()[1] == 4.0  # the median of the losses at step 10
 
 
 def test_runs_that_all_diverge_are_named_and_drawn_without_points():
     rows = rows_of({"muon": {0.1: [[float("nan"), float("inf")]]}})
-    assert not mfx.plot.plot_rates(rows).lines
+    ax = mfx.plot.plot_rates(rows)
+    assert not ax.lines
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["muon (diverged)"]
     with pytest.raises(ValueError, match="target: no optimizer reaches a loss of 1 "):
         mfx.plot.plot_steps_to(rows, 1.0)
 
@@ -274,7 +276,9 @@ def test_rows_of_studies_with_other_steps_are_refused_and_in_any_order_drawn():
 
 def test_steps_to_a_loss_are_drawn_where_each_seed_reaches_it():
     ax = mfx.plot.plot_steps_to(STUDY, 2.0)
-    assert [line.get_label() for line in ax.lines] == ["muon"]  # one seed of adamw does not reach it
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names == ["muon", "adamw (not reached)"]  # one seed of adamw does not reach it
+    assert len(ax.lines[1].get_xdata()) == 0
     assert (ax.lines[0].get_xdata().tolist(), ax.lines[0].get_ydata().tolist()) == ([0.1], [20.0])
     with pytest.raises(ValueError, match=r"target: no optimizer reaches a loss of 0\.05 .*one seed is 0\.1"):
         mfx.plot.plot_steps_to(STUDY, 0.05)
@@ -287,6 +291,36 @@ def test_the_validation_loss_is_drawn_if_there_is_one(draw: Callable):
     assert 7.0 not in draw(STUDY).lines[0].get_ydata()
     with pytest.raises(ValueError, match="rows: found none"):
         draw([])
+
+
+def test_a_rate_at_which_one_seed_diverged_has_a_cross_and_is_not_the_best():
+    assert [row["loss"] for row in STUDY if row["rate"] == 1.0 and row["seed"] == 1][-1] == 0.1
+    ax = mfx.plot.plot_rates(STUDY)
+    crosses = [drawn.get_offsets()[:, 0].tolist() for drawn in ax.collections if isinstance(drawn, PathCollection)]
+    assert crosses == [[1.0], []]
+    assert 1.0 not in ax.lines[0].get_xdata()
+    assert mfx.plot.plot_losses(STUDY).lines[0].get_label() == "muon, rate 0.1"
+
+
+@pytest.mark.parametrize(
+    "draw", [mfx.plot.plot_losses, mfx.plot.plot_rates, lambda rows: mfx.plot.plot_steps_to(rows, 3.0)]
+)
+def test_a_missing_seed_is_warned_of_and_incomplete_rows_are_named(draw: Callable):
+    without_a_seed = [row for row in STUDY if (row["rate"], row["seed"]) != (0.01, 1)]
+    with pytest.warns(UserWarning, match=r"rows: muon at rate 0\.01 has no rows of seed 1, which others have"):
+        draw(without_a_seed)
+    with_validation = [row | {"validation_loss": 7.0} for row in STUDY]
+    with pytest.raises(ValueError, match="rows: found a validation_loss in 16 of 32 rows, expected it in all or none"):
+        draw([*STUDY, *with_validation])
+    without_a_step = {key: value for key, value in STUDY[2].items() if key != "step"}
+    with pytest.raises(ValueError, match="rows: row 2 has no 'step', expected the keys of a row"):
+        draw([*STUDY[:2], without_a_step])
+
+
+def test_rates_with_another_last_step_are_refused():
+    shorter = [row for row in STUDY if row["rate"] != 0.01 or row["step"] == 10]
+    with pytest.raises(ValueError, match=r"rows: muon at rate 0\.01 ends at step 10, others at 20"):
+        mfx.plot.plot_rates(shorter)
 
 
 def test_a_schedule_is_drawn_step_by_step():
