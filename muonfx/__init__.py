@@ -49,7 +49,7 @@ from muonfx.transforms import (
     subtract_decayed_weights,
 )
 from muonfx.tree import PyTree
-from muonfx._other_libraries import NAMES_HERE
+from muonfx._other_libraries import ADVICE_ON_NAMES, NAMES_HERE
 # isort: on
 # fmt: on
 
@@ -147,6 +147,8 @@ def _advice(name: str) -> str:
     equivalent = NAMES_HERE.get(name)
     if equivalent is not None:
         return f"; here it is muonfx.{equivalent}"
+    if name in ADVICE_ON_NAMES:
+        return f"; {ADVICE_ON_NAMES[name]}"
     for package in ("core", "transforms", "contrib"):
         if name in importlib.import_module(f"muonfx.{package}").__all__:
             return f"; here it is muonfx.{package}.{name}"

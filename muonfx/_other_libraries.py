@@ -32,6 +32,7 @@ NAMES_HERE = {
         "contrib.match_weight_norms": "lamb lars scale_by_trust_ratio",
         "scale_by_rms": "rmsprop RMSprop",
         "muon": "scale_by_muon",
+        'masked(muonfx.set_to_zero(), muonfx.routing.path("head.*"))': "freeze",
         "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
         "join_schedules": "piecewise_constant_schedule piecewise_interpolate_schedule cosine_onecycle_schedule "
         "linear_onecycle_schedule sgdr_schedule",
@@ -45,6 +46,13 @@ NAMES_HERE = {
     for name in names.split()
 }
 """A dict from names in Optax, ``torch.optim`` and the first Muon implementation to the muonfx code for the same."""
+
+ADVICE_ON_NAMES = {
+    "centralize": 'write it with leafwise, as `center` in "Everything else" of docs/concepts/transforms.md',
+    "lookahead": 'write it as the example "Around another transform" of docs/concepts/transforms.md does; for averages '
+    "of parameters there is muonfx.ema_params",
+}
+"""A dict from names in Optax that have no equivalent in muonfx to what to do instead."""
 
 ARGUMENTS_HERE = {
     "lr": ("learning_rate",),

@@ -4,6 +4,11 @@ Each module contains one family of transforms. The page "Variants of Muon" shows
 `scion` and `lora_labels` choose transforms for each kind of parameter.
 """
 
+import sys
+from types import ModuleType
+from typing import NoReturn
+
+from muonfx._other_libraries import NAMES_HERE
 from muonfx.contrib.adafactor import FactoredRmsState, scale_by_factored_rms
 from muonfx.contrib.dion import DionState, scale_by_dion
 from muonfx.contrib.dion2 import Dion2State, scale_by_dion2
@@ -39,6 +44,19 @@ __all__ = [
     "scale_by_prodigy", "scale_by_shampoo", "scale_by_soap", "schedule_free", "schedule_free_eval_params", "scion",
 ]
 # fmt: on
+
+
+class _ModuleOfTransforms(ModuleType):
+    """A module of this package that has the name of an optimizer of Optax, such as ``contrib.prodigy``."""
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise a TypeError with the name of the transform, as for ``contrib.prodigy(1.0)``."""
+        short_name = self.__name__.rpartition(".")[2]
+        raise TypeError(f"{self.__name__} is a module, not an optimizer; here it is muonfx.{NAMES_HERE[short_name]}")
+
+
+for _name in ("adafactor", "prodigy", "shampoo", "soap"):
+    sys.modules[f"{__name__}.{_name}"].__class__ = _ModuleOfTransforms
 
 
 def __dir__() -> list[str]:

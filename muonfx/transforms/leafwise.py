@@ -17,6 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, ParamSpec, overload
 
 import torch
@@ -387,7 +388,20 @@ def state_and_step(
             raise TypeError(
                 f"{caller} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
             )
+    if not reads_params and _required_arguments(returned[1]) == 3:
+        raise TypeError(f"{caller} constructor whose step takes three arguments, (u, s, p), declares reads_params=True")
     return returned
+
+
+def _required_arguments(step: Callable[..., object]) -> int | None:
+    """Return the number of positional arguments of a step without a default; None if it is not a Python function.
+
+    For example, it is 2 for ``lambda u, s, scale=0.1: ...``.
+    """
+    if not isinstance(step, FunctionType):
+        return None
+    defaults = step.__defaults__ or ()
+    return step.__code__.co_argcount - len(defaults)
 
 
 def update_and_state(name: str, returned: object) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ def _not_in(candidates: list[str], excluded: list[str]) -> list[str]:
 def _differing_container(tree: PyTree, expected: PyTree) -> str:
     """Return a text about the first container that differs in two trees with equal names of leaves.
 
-    For ``{"a": [1]}`` and ``{"a": (1,)}``, it is "found list of 0, expected tuple of 0": both have the key 0.
+    For ``{"a": [1]}`` and ``{"a": (1,)}``, it is "found list of length 1, expected tuple of length 1".
     """
     node, children = open_node(tree)
     expected_node, expected_children = open_node(expected)
@@ -47,7 +47,9 @@ def _differing_container(tree: PyTree, expected: PyTree) -> str:
 
 
 def _described(node: Any) -> str:
-    """Return the type of a container with its keys, such as "dict of 'a', 'b'"."""
+    """Return the type of a container with its keys, such as "dict of 'a', 'b'", or with its length."""
     if node is None:
         return "a leaf"
+    if node.kind in (list, tuple):
+        return f"{node.kind.__name__} of length {len(node.entries)}"
     return f"{node.kind.__name__} of {format_list(node.entries) or 'nothing'}"

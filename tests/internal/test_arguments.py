@@ -1,8 +1,10 @@
 """An argument of the wrong plain type is an error wherever one can be given: "no" is not true, and True is not 1."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import nn
 
 import muonfx as mfx
 from muonfx import compact, routing, sharding
-from muonfx._other_libraries import NAMES_HERE
+from muonfx._other_libraries import ADVICE_ON_NAMES, NAMES_HERE
 from muonfx.core import schedules
 from muonfx.internal.arguments import accepted_types_of
 
@@ -299,6 +301,21 @@ def test_a_name_of_another_library_is_answered_with_the_code_that_is_here(name: 
         getattr(mfx, name)
     code = str(caught.value).partition("here it is ")[2]
     assert eval(code, {"muonfx": mfx, "model": MODEL}) is not None
+
+
+@pytest.mark.parametrize("name", ADVICE_ON_NAMES)
+def test_a_name_of_optax_without_an_equivalent_is_answered_with_the_page_that_shows_it(name: str):
+    with pytest.raises(AttributeError, match=rf"'muonfx' has no attribute '{name}'; write it .*") as caught:
+        getattr(mfx, name)
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "transforms.md").read_text(encoding="utf-8")
+    (heading,) = re.findall('"(.*)" of docs/concepts/transforms.md', str(caught.value))
+    assert f"## {heading}\n" in page
+
+
+@pytest.mark.parametrize("name", ["adafactor", "prodigy", "shampoo", "soap"])
+def test_a_module_that_is_called_as_an_optimizer_of_optax_names_its_transform(name: str):
+    with pytest.raises(TypeError, match=rf"muonfx.contrib.{name} is a module, .*here it is muonfx.contrib.scale_by_"):
+        getattr(mfx.contrib, name)(1.0)
 
 
 def test_an_unknown_name_is_an_attribute_error_and_no_other():

@@ -325,6 +325,7 @@ def made(step: Any, state: Any = (), **options: Any) -> mfx.Transform:
         (lambda u, s: (u, {"a": u}), (mfx.Slot(),), "bad: the step returns another state than declared.*tuple"),
         (lambda u, s: (u, s), (1.0,), "bad: a leafwise .* a state of Slot and StepCount and Number, found 1.0 at '0'"),
         (lambda u, s: (u, s), {"p": mfx.Slot(start="params")}, "'p' starts at the parameters declares reads_params"),
+        (lambda u, s, p: (u, s), (), r"bad: a leafwise .* step takes three .*\(u, s, p\), declares reads_params=True"),
         (None, (), "bad: a leafwise constructor returns a state and a step, found"),
     ],
 )

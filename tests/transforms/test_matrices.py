@@ -205,6 +205,7 @@ def test_blocks_of_any_sizes_have_the_state_that_they_have_as_parameters():
     ("returned", "error", "said"),
     [
         (mfx.core.EmptyState(), TypeError, "returns a state and a step, found EmptyState"),
+        ((mfx.core.EmptyState(), lambda u, s, p: (u, s)), TypeError, "step takes three .* declares reads_params=True"),
         (({"n": 3}, lambda u, s: (u, s)), TypeError, "returns a state of Slot and MatrixSlot, found 3 at 'n'"),
         ((mfx.core.EmptyState(), lambda u, s: (u.sum(), s)), ValueError, r"returns shape \(\), expected \(1, 2, 2\)"),
     ],

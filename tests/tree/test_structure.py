@@ -17,6 +17,7 @@ from muonfx import tree
 from muonfx.internal.renaming import new_names
 from muonfx.internal.wrappers import WRAPPERS, unwrapped
 from muonfx.tree import Present
+from muonfx.tree.difference import difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
 
@@ -428,3 +429,8 @@ def test_none_and_several_are_errors_that_say_where(where: Any, message: str):
         mfx.tree.get(STATE, where)
     with pytest.raises(KeyError, match=message):
         mfx.tree.set(STATE, where, None)
+
+
+def test_a_list_in_place_of_a_tuple_is_described_by_its_length():
+    assert difference({"a": [1]}, {"a": (1,)}) == "found list of length 1, expected tuple of length 1"
+    assert difference([], ()) == "found list of length 0, expected tuple of length 0"
