@@ -189,8 +189,8 @@ class Layout(ShardTable):
             return global_shard(self, name, leaf)
         raise ShardingError(
             f"{name!r} has shape {tuple(leaf.shape)}, expected {position.shape}, this rank's shard under {self!r}, or "
-            f"{whole_shape}, the full shape: pass the parameters that the layout was created from. FSDP2 leaves a model "
-            "unsharded after a forward pass without backward: call model.reshard() first"
+            f"{whole_shape}, the full shape: pass the parameters that the layout was created from. FSDP2 leaves a "
+            "model unsharded after a forward pass without backward: call model.reshard() first"
         )
 
     def from_global(self, values: PyTree) -> PyTree:
