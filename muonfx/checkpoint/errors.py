@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import torch
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, read or used; the base class of all checkpoint errors."""
@@ -60,18 +62,18 @@ def first_of_each_kind(problems: Iterable[str], most: int = 10) -> list[str]:
     ["missing: 'a'", "extra: 'd'", 'missing: ... and 2 more']
     """
     lines: list[str] = []
-    count_of_kind: Counter[str] = Counter()
+    count_of_start: Counter[str] = Counter()  # by the start of the text, such as "missing: "
     for problem in problems:
         kind, _, _ = problem.partition(":")
+        start = f"{kind}: "
         if not kind.isidentifier():  # a text without a kind, such as "'w' has no state"
-            kind = ""
-        count_of_kind[kind] += 1
-        if count_of_kind[kind] <= most:
+            start = ""
+        count_of_start[start] += 1
+        if count_of_start[start] <= most:
             lines.append(problem)
-    for kind, count in count_of_kind.items():
+    for start, count in count_of_start.items():
         if count > most:
-            rest = f"... and {count - most} more"
-            lines.append(f"{kind}: {rest}" if kind else rest)
+            lines.append(f"{start}... and {count - most} more")
     return lines
 
 
@@ -81,3 +83,13 @@ def mismatch(where: str, problems: Sequence[str], advice: Sequence[str]) -> Mism
     if advice:
         text += "\nwhat to do:\n  " + "\n  ".join(dict.fromkeys(advice))  # each sentence once, in order
     return MismatchError(text, problems)
+
+
+def reshaped(name: str, stored_shape: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """Return the error text for a leaf that has another shape in the checkpoint."""
+    return f"reshaped:  {name!r} has shape {stored_shape} in the checkpoint, expected {shape}"
+
+
+def narrowing(name: str, stored_dtype: torch.dtype, dtype: torch.dtype) -> str:
+    """Return the error text for a leaf whose values in the checkpoint would be rounded to a narrower dtype."""
+    return f"narrowing: {name!r} is {stored_dtype} in the checkpoint, expected {dtype}"

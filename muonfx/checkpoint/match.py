@@ -6,13 +6,14 @@ that only moved in the tree. All other leaves have equal names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 
-from muonfx.checkpoint.errors import mismatch
+from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
 from muonfx.checkpoint.sources import Shapes, equal_levels, sources
@@ -141,9 +142,9 @@ def match(
         stored_name_of = _with_moved_leaves(stored_name_of, expected, moved)
     # 3. All differences that remain, in one error.
     comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
-    comparison.check_all(renaming_problems, new_name_of.values())
-    if comparison.problems:
-        raise mismatch(where, comparison.problems, comparison.advice)
+    problems, advice = comparison.differences(renaming_problems, new_name_of.values())
+    if problems:
+        raise mismatch(where, problems, advice)
     if moved and rules.allow_other_chain:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
     return {name: stored_name_of.get(name) for name in expected.leaves}
@@ -211,11 +212,7 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
     ``partners`` has "mu/w" too, and "nu/w" stays in.
     """
     patterns = [pattern for pattern in allowed if pattern != "*"]  # states that "*" matches may have moved, too
-    leaves: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
-        if name in partners or not matches_any(patterns, name):
-            leaves[name] = shape
-    return leaves
+    return {name: shape for name, shape in shapes.items() if name in partners or not matches_any(patterns, name)}
 
 
 def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
@@ -230,16 +227,9 @@ def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str
     if has_only_scalars:
         return dict(moved)
     # The moves that leaves of parameters show, as texts: "'adam' as 'new/adam'".
-    moves_of_parameters: set[str] = set()
-    for name, stored_name in moved.items():
-        if shapes[name] != ():
-            moves_of_parameters.add(_move(name, stored_name))
+    moves_of_parameters = {_move(name, stored_name) for name, stored_name in moved.items() if shapes[name] != ()}
     # These leaves themselves, and the step counts with one of their moves.
-    moved_together: dict[str, str] = {}
-    for name, stored_name in moved.items():
-        if _move(name, stored_name) in moves_of_parameters:
-            moved_together[name] = stored_name
-    return moved_together
+    return {name: stored for name, stored in moved.items() if _move(name, stored) in moves_of_parameters}
 
 
 def _with_moved_leaves(
@@ -285,9 +275,18 @@ def _unmatched(names: Iterable[str], partners: Collection[str], allowed: Collect
     return [name for name in names if name not in partners and not matches_any(allowed, name)]
 
 
-@dataclass
+class _Differences(NamedTuple):
+    """Differences between a checkpoint and the requested state, and what the caller can do about them."""
+
+    problems: Sequence[str] = ()
+    """A sentence about each difference that the rules do not allow."""
+    advice: Sequence[str] = ()
+    """Sentences about how the caller can solve the problems."""
+
+
+@dataclass(frozen=True)
 class _Comparison:
-    """Finds the differences between a checkpoint and the requested state, and what the caller can do about them."""
+    """A checkpoint and the requested state. Each method returns their differences of one kind."""
 
     index: Index
     expected: StateSpec
@@ -300,138 +299,109 @@ class _Comparison:
     """The name in the checkpoint of each leaf, by its name after renaming."""
     moved: Mapping[str, str]
     """The leaves that `moved_leaves` has found under other names."""
-    problems: list[str] = field(default_factory=list)
-    """A sentence about each difference that the rules do not allow."""
-    advice: list[str] = field(default_factory=list)
-    """Sentences about how the caller can solve the problems."""
 
-    def check_all(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> None:
-        """Report all differences, each as a text in ``problems``, with remedies in ``advice``.
+    def differences(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> _Differences:
+        """Return the differences of all kinds.
 
         ``new_names`` are the names in the checkpoint after renaming, of the parameters and of the state.
         """
-        self._check_renaming(renaming_problems)
-        self._check_chain()
-        self._check_patterns([*new_names, *self.expected, *self.index.objects, *(self.objects or ())])
-        self._check_names()
-        self._check_objects()
-        self._check_leaves()
+        missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
+        extra = _unmatched(self.stored_name_of, self.expected, self.rules.allow_extra)
+        all_names = [*new_names, *self.expected, *self.index.objects, *(self.objects or ())]
+        differences_by_kind = [
+            _mistakes_in_renaming(renaming_problems),
+            self.of_chain(),
+            self.useless_patterns(all_names),
+            self.of_names(missing, extra),
+            self.of_objects(),
+            self.of_shapes(),
+            self.of_dtypes(),
+        ]
+        problems: list[str] = []
+        advice: list[str] = []
+        for differences in differences_by_kind:
+            problems += differences.problems
+            advice += differences.advice
+        if missing and self.are_params(missing):  # passed in place of a state: no other advice helps
+            advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
+        return _Differences(problems, advice)
 
-    def _check_renaming(self, problems: Sequence[str]) -> None:
-        """Report the problems of ``rename=``."""
-        if not problems:
-            return
-        self.problems += [f"rename:    {problem}" for problem in problems]
-        self.advice.append(
-            "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns "
-            "such as {'*/encoder.*': '*/model.encoder.*'}"
-        )
-
-    def _check_chain(self) -> None:
-        """Report that another chain wrote the state, and which states could be loaded under other names.
+    def of_chain(self) -> _Differences:
+        """Compare the chain that wrote the state with the one that will use it.
 
         A chain is the transform with all that it contains, such as "chain(momentum(), scale(-0.1))". It is identified
         by its fingerprint, a hash of its structure.
         """
         if self.rules.allow_other_chain:
-            return
+            return _Differences()
         # A fingerprint is None if the state was saved, or is loaded, without its transform: then nothing is compared.
         saved_fingerprint = self.index.fingerprint
         fingerprint = self.expected.fingerprint
         are_known = saved_fingerprint is not None and fingerprint is not None
         is_other_chain = are_known and saved_fingerprint != fingerprint
+        problems: list[str] = []
+        advice: list[str] = []
         if is_other_chain:
-            differences = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
-            self.problems += [f"chain:     {difference}" for difference in differences]
-            self.advice.append(
+            structure = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
+            problems += [f"chain:     {difference}" for difference in structure]
+            advice.append(
                 "to continue the saved run: create the transform with the arguments in the checkpoint; "
                 "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
             )
         if is_other_chain or self.moved:  # moved states show that it is another chain, also if it is not known
-            names = ""
-            if self.moved:
-                names = f", which loads {_moved_text(self.moved)}"
-            self.advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
-            self._advise_load_changed()
+            names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
+            advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
+            advice.append(self.advice_to_load_changed())
+        return _Differences(problems, advice)
 
-    def _check_patterns(self, names: Collection[str]) -> None:
-        """Report patterns of the caller that match none of the leaf names.
+    def useless_patterns(self, names: Collection[str]) -> _Differences:
+        """Return the patterns of the caller that match none of the leaf names.
 
         Such a pattern is probably misspelt: for "momntum/trace", the error suggests "momentum/trace". ``names`` are the
         names on both sides, in the checkpoint and in the requested state.
         """
         rules = self.rules
         arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
+        problems: list[str] = []
         for argument, patterns in arguments.items():
             for pattern in patterns:
                 # "*" is for True, which allows all leaves and need not match one.
                 if pattern == "*" or any(matches(pattern, name) for name in names):
                     continue
                 similar = format_list(close_names(pattern.strip("*/"), names, "/")) or "none"
-                self.problems.append(
+                problems.append(
                     f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, similar: {similar}; "
                     "correct or remove it: a name, the first levels of names, or a glob"
                 )
+        return _Differences(problems)
 
-    def _check_names(self) -> None:
-        """Report leaves that only the checkpoint ("extra") or only the requested state ("missing") has.
+    def of_names(self, missing: Sequence[str], extra: Sequence[str]) -> _Differences:
+        """Return an error text for each ``missing`` leaf, and for each ``extra`` leaf of the checkpoint.
 
-        Leaves that match the caller's ``allow_missing=`` or ``allow_extra=`` are not reported.
+        The advice has the arguments that allow them, such as ``allow_missing=['adamw/mu']``.
         """
-        expected = self.expected.leaves
-        missing = _unmatched(expected, self.stored_name_of, self.rules.allow_missing)
-        for name in missing:
-            self.problems.append(f"missing:   {name!r}, {described(expected[name])}, is not in the checkpoint")
-        extra = _unmatched(self.stored_name_of, expected, self.rules.allow_extra)
-        self.problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
-        self._advise_about_names(missing, extra)
-        is_optimizer = self.objects is not None
-        if is_optimizer and (missing or extra):  # the chain may be unknown, as in a state dict by `Writer`
-            self._advise_load_changed()
-
-    def _check_objects(self) -> None:
-        """Report the param groups or the scheduler of an optimizer if the checkpoint or the caller lacks them.
-
-        They are the values that are no tensors: ``{"param_groups", "scheduler"}`` are requested, or only the first.
-        """
-        if self.objects is None:  # `like` is no optimizer
-            return
-        stored_objects = self.index.objects
-        for name in _unmatched(self.objects, stored_objects, self.rules.allow_missing):
-            self.problems.append(f"missing:   {name!r} is not in the checkpoint")
-            self.advice.append(
-                f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, not "
-                "its transform_state, with scheduler= if it has one"
-            )
-        # A saved scheduler that is not loaded would be forgotten, so it is ignored only on request. Groups need no such
-        # check: an optimizer always requests them, unless `allow_extra=` names them.
-        if SCHEDULER in stored_objects and _unmatched([SCHEDULER], self.objects, self.rules.allow_extra):
-            self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
-            self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
-
-    def _advise_about_names(self, missing: Sequence[str], extra: Sequence[str]) -> None:
-        """Add the arguments that allow ``missing`` leaves, and ``extra`` leaves of the checkpoint.
-
-        For example "to keep the values of `like` for missing leaves: allow_missing=['adamw/mu']".
-        """
-        # The caller has passed parameters in place of a state. No other advice helps, so this one replaces all.
-        if missing and self._are_params(missing):
-            self.advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
-            return
+        leaves = self.expected.leaves
+        problems = [f"missing:   {name!r}, {described(leaves[name])}, is not in the checkpoint" for name in missing]
+        problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
+        advice: list[str] = []
         if missing and extra and not self.moved:  # each side has a name that the other lacks: perhaps one leaf
-            self.advice.append(f"if only the names of leaves differ: rename={self._renaming_text(missing, extra)}")
+            advice.append(f"if only the names of leaves differ: rename={self.renaming_text(missing, extra)}")
         if missing:
             patterns = shortest_levels(missing, self.expected)
-            self.advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
+            advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
         if extra:
             patterns = shortest_levels(extra, self.stored_name_of)
-            self.advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
+            advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
+        is_optimizer = self.objects is not None
+        if is_optimizer and problems:  # the chain may be unknown, as in a state dict by `Writer`
+            advice.append(self.advice_to_load_changed())
+        return _Differences(problems, advice)
 
-    def _are_params(self, missing: Sequence[str]) -> bool:
+    def are_params(self, missing: Sequence[str]) -> bool:
         """Return whether the missing leaves are parameters: "w" is missing in the state, and "params/w" is stored."""
         return self.section == "" and all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
 
-    def _renaming_text(self, missing: Sequence[str], extra: Sequence[str]) -> str:
+    def renaming_text(self, missing: Sequence[str], extra: Sequence[str]) -> str:
         """Return a ``rename=`` for an advice: ``repr`` of a dict from ``extra`` to ``missing`` leaves, if one is found.
 
         If all names differ by one prefix, it is such as "{'trace/*': 'trace/model.*'}", else a description of the dict.
@@ -441,118 +411,137 @@ class _Comparison:
             renaming = prefix_renaming(extra, missing)
         return repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
 
-    def _advise_load_changed(self) -> None:
-        """Add the call that continues a run with other labels, layers or transforms."""
-        self.advice.append(
-            f"if labels, layers or transforms have changed since: mfx.checkpoint.load_changed(path, {self._like}) "
-            "loads what fits, and returns an account of the rest"
-        )
+    def of_objects(self) -> _Differences:
+        """Compare the param groups and the scheduler of an optimizer, which the checkpoint or the caller may lack.
 
-    @property
-    def _like(self) -> str:
-        """The second argument of the call in an advice: "like", or "optimizer" if it is one."""
-        return "like" if self.objects is None else "optimizer"
-
-    def _check_leaves(self) -> None:
-        """Report leaves whose shape or dtype differs in a way that the rules do not allow.
-
-        The advice at the end is about all leaves of one kind together: ``cast={'trace': torch.bfloat16}``.
+        They are the values that are no tensors: ``{"param_groups", "scheduler"}`` are requested, or only the first.
         """
-        reshaped: list[str] = []
-        narrowed: list[str] = []
+        if self.objects is None:  # `like` is no optimizer
+            return _Differences()
+        problems: list[str] = []
+        advice: list[str] = []
+        stored_objects = self.index.objects
+        for name in _unmatched(self.objects, stored_objects, self.rules.allow_missing):
+            problems.append(f"missing:   {name!r} is not in the checkpoint")
+            advice.append(
+                f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, not "
+                "its transform_state, with scheduler= if it has one"
+            )
+        # A saved scheduler that is not loaded would be forgotten, so it is ignored only on request. Groups need no such
+        # check: an optimizer always requests them, unless `allow_extra=` names them.
+        if SCHEDULER in stored_objects and _unmatched([SCHEDULER], self.objects, self.rules.allow_extra):
+            problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
+            advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
+        return _Differences(problems, advice)
+
+    def of_shapes(self) -> _Differences:
+        """Return the leaves of other shapes, which no rule allows. The advice is about all of them together."""
+        problems: list[str] = []
+        reshaped_names: list[str] = []
         for name, spec in self.expected.leaves.items():
-            stored_name = self.stored_name_of.get(name)
-            if stored_name is None:  # missing, or kept as it is in `like`
+            if name not in self.stored_name_of:  # missing, or kept as it is in `like`
                 continue
-            stored_spec = self.index.leaves[stored_name].spec
-            if stored_spec == spec and not self.rules.cast:  # the usual case
-                continue
-            if stored_spec.shape != spec.shape:  # no rule allows it
-                reshaped.append(name)
-                self.problems.append(
-                    f"reshaped:  {name!r} has shape {stored_spec.shape} in the checkpoint, expected {spec.shape}"
-                )
-            is_narrowed = self._check_dtype(name, stored_name)
-            if is_narrowed:
-                narrowed.append(name)
-        if reshaped:
-            self._advise_shapes(reshaped)
-        if narrowed:
-            self._advise_cast(narrowed)
+            stored_shape = self.index.leaves[self.stored_name_of[name]].spec.shape
+            if stored_shape != spec.shape:
+                problems.append(reshaped(name, stored_shape, spec.shape))
+                reshaped_names.append(name)
+        if not problems:
+            return _Differences()
+        # A state is continued by `load_changed`. It has no counterpart for parameters.
+        call = self.call_of_load_changed()
+        if self.section == PARAMS:
+            to_ignore = [*self.rules.allow_extra, *reshaped_names]
+            call = f"load_params(path, like={{the parameters that fit}}, allow_extra={to_ignore})"
+        return _Differences(problems, [f"to keep what fits: {call}"])
 
-    def _check_dtype(self, name: str, stored_name: str) -> bool:
-        """Report if values of a leaf would lose their meaning or be rounded without the caller's consent.
+    def of_dtypes(self) -> _Differences:
+        """Return the leaves whose values would lose their meaning, or be rounded without the caller's consent.
 
-        A wider dtype, such as fp32 for a stored bf16, is no problem. Return True for a narrower one that ``cast=``
-        does not allow: fp32 is stored, and bf16 is requested.
+        A wider dtype, such as fp32 for a stored bf16, is no difference.
         """
-        dtype = self.expected.leaves[name].dtype
-        stored_dtype = self.index.leaves[stored_name].spec.dtype
-        # 1. Integers that are codes of a quantized state are never converted, also if `cast=` allows it.
-        if stored_dtype != dtype and self._has_codes(stored_name):
-            self.problems.append(f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}")
-            return False
-        # 2. The caller has allowed rounding of this leaf, if the dtype is the one that the caller named.
-        cast_dtypes = {cast_dtype for pattern, cast_dtype in self.rules.cast.items() if matches(pattern, name)}
-        if cast_dtypes:
-            self._check_cast(name, dtype, cast_dtypes)
-            return False
-        # 3. Without the caller's consent, only a dtype that holds every stored value exactly will do.
-        if widens(stored_dtype, dtype):
-            return False
-        self.problems.append(f"narrowing: {name!r} is {stored_dtype} in the checkpoint, expected {dtype}")
-        return True
+        problems: list[str] = []
+        advice: list[str] = []
+        narrowed_names: list[str] = []
+        for name, spec in self.expected.leaves.items():
+            if name not in self.stored_name_of:  # missing, or kept as it is in `like`
+                continue
+            stored_name = self.stored_name_of[name]
+            dtype = spec.dtype
+            stored_dtype = self.index.leaves[stored_name].spec.dtype
+            cast_dtypes = {cast_dtype for pattern, cast_dtype in self.rules.cast.items() if matches(pattern, name)}
+            # Codes of a quantized state are never converted, also if `cast=` allows it.
+            if stored_dtype != dtype and _has_codes(stored_name, self.index.leaves):
+                problems.append(f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}")
+            elif cast_dtypes == {dtype}:  # the caller has allowed rounding
+                continue
+            elif cast_dtypes:
+                problems.append(_other_cast(name, dtype, cast_dtypes))
+                advice.append(
+                    "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
+                )
+            elif not widens(stored_dtype, dtype):
+                problems.append(narrowing(name, stored_dtype, dtype))
+                narrowed_names.append(name)
+        if narrowed_names:
+            cast = {**self.rules.cast, **cast_of(narrowed_names, self.expected.leaves)}
+            advice.append(
+                f"to round: cast={cast} (keys are names, first levels of names, or globs); to keep the values: use a "
+                "chain with the state dtype of the checkpoint"
+            )
+        return _Differences(problems, advice)
 
-    def _advise_cast(self, narrowed: Sequence[str]) -> None:
-        """Add the argument that allows to round leaves to a narrower dtype."""
-        cast = {**self.rules.cast, **cast_of(narrowed, self.expected.leaves)}
-        self.advice.append(
-            f"to round: cast={cast} (keys are names, first levels of names, or globs); to keep the values: use a chain "
-            "with the state dtype of the checkpoint"
+    def advice_to_load_changed(self) -> str:
+        """Return the call that continues a run with other labels, layers or transforms."""
+        return (
+            f"if labels, layers or transforms have changed since: {self.call_of_load_changed()} loads what fits, and "
+            "returns an account of the rest"
         )
 
-    def _advise_shapes(self, reshaped: Sequence[str]) -> None:
-        """Add the call that loads the leaves of a checkpoint other than the ``reshaped`` ones.
+    def call_of_load_changed(self) -> str:
+        """Return the code of a call of `load_changed`."""
+        like = "like" if self.objects is None else "optimizer"
+        return f"mfx.checkpoint.load_changed(path, {like})"
 
-        For a state this is `load_changed`. It has no counterpart for parameters, so the reshaped ones are listed as
-        leaves to ignore: ``allow_extra=["params/head"]``.
-        """
-        if self.section == PARAMS:
-            to_ignore = [*self.rules.allow_extra, *reshaped]
-            advice = f"load_params(path, like={{the parameters that fit}}, allow_extra={to_ignore})"
-        else:
-            advice = f"mfx.checkpoint.load_changed(path, {self._like})"
-        self.advice.append(f"to keep what fits: {advice}")
 
-    def _check_cast(self, name: str, dtype: torch.dtype, cast_dtypes: set[torch.dtype]) -> None:
-        """Report that ``cast=`` has another dtype than ``like``; it allows rounding, but does not choose the dtype.
+def _mistakes_in_renaming(mistakes: Sequence[str]) -> _Differences:
+    """Return texts about ``rename=``, such as "'a' matches no name", as error texts with an advice."""
+    if not mistakes:
+        return _Differences()
+    problems = [f"rename:    {mistake}" for mistake in mistakes]
+    advice = (
+        "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns "
+        "such as {'*/encoder.*': '*/model.encoder.*'}"
+    )
+    return _Differences(problems, [advice])
 
-        ``cast_dtypes`` are the dtypes of all patterns of ``cast=`` that match the leaf. With
-        ``cast={"trace": torch.float16}`` and "trace/w" of `torch.bfloat16` in ``like``, there is no dtype for both.
-        """
-        if cast_dtypes == {dtype}:
-            return
-        texts = ", ".join(sorted([str(cast_dtype) for cast_dtype in cast_dtypes]))
-        self.problems.append(f"cast:      {name!r} has dtype {dtype} in `like`, and cast= gives {texts}")
-        self.advice.append("cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it")
 
-    def _has_codes(self, stored_name: str) -> bool:
-        """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists.
+def _other_cast(name: str, dtype: torch.dtype, cast_dtypes: set[torch.dtype]) -> str:
+    """Return the error text for a leaf that has the dtype ``dtype`` in ``like``, and other dtypes in ``cast=``.
 
-        A quantized state stores small integers, its codes, and scales that turn them into values. A code has no value
-        without its scale, so codes cannot be converted to another dtype.
-        """
-        levels = stored_name.split("/")
-        # Any level after the first may be the one: a label may be "codes", too, as in "partition/codes/trace/codes/w",
-        # and the codes of a state that is one tensor are "trace/codes".
-        for position, level in enumerate(levels):
-            if position == 0 or level != "codes":
-                continue
-            # The same name with "scales" at this level.
-            scales_name = "/".join([*levels[:position], "scales", *levels[position + 1 :]])
-            if scales_name in self.index.leaves:
-                return True
-        return False
+    ``cast_dtypes`` are those of all patterns that match the leaf. With ``cast={"trace": torch.float16}`` and "trace/w"
+    of `torch.bfloat16` in ``like``, there is no dtype for both.
+    """
+    texts = ", ".join(sorted(map(str, cast_dtypes)))
+    return f"cast:      {name!r} has dtype {dtype} in `like`, and cast= gives {texts}"
+
+
+def _has_codes(stored_name: str, stored_names: Container[str]) -> bool:
+    """Return whether a leaf has the codes of a quantized state, as "trace/codes/w" if "trace/scales/w" exists.
+
+    A quantized state stores small integers, its codes, and scales that turn them into values. A code has no value
+    without its scale, so codes cannot be converted to another dtype.
+    """
+    levels = stored_name.split("/")
+    # Any level after the first may be the one: a label may be "codes", too, as in "partition/codes/trace/codes/w",
+    # and the codes of a state that is one tensor are "trace/codes".
+    for position, level in enumerate(levels):
+        if position == 0 or level != "codes":
+            continue
+        # The same name with "scales" at this level.
+        scales_name = "/".join([*levels[:position], "scales", *levels[position + 1 :]])
+        if scales_name in stored_names:
+            return True
+    return False
 
 
 def cast_of(narrowed: Iterable[str], leaves: Mapping[str, Spec]) -> dict[str, torch.dtype]:
