@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muonfx.checkpoint.errors import mismatch
+from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
@@ -128,14 +129,14 @@ def load_changed(
     """
     if isinstance(like, StateSpec):
         raise TypeError("like: found a StateSpec, expected a state with values, which new leaves keep: tx.init(params)")
-    rules = {"allow_other_chain": True}
+    target_of = partial(ChangedTarget.of, rules={"allow_other_chain": True})
     if not is_optimizer(like):
-        continuation, _ = load_checkpoint(path, ChangedTarget, like, tx, group, rules)
+        continuation, _ = load_checkpoint(path, like, tx, group, target_of)
         return continuation
     require_no_arguments(tx, None)
     like.follow_model()  # it may have been sharded since the last step
-    state = like.transform_state
-    continuation, index = load_checkpoint(path, ChangedTarget, state, like.transform, group, rules, objects={GROUPS})
+    target_of = partial(target_of, objects={GROUPS})
+    continuation, index = load_checkpoint(path, like.transform_state, like.transform, group, target_of)
     return _continue_optimizer(like, continuation, index)
 
 
@@ -176,9 +177,7 @@ def _continue_with_own_groups(optimizer: Any, continuation: Continuation, index:
 
 def _without_chains(saved_group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a saved group without the code of the chain that wrote it."""
-    copied = dict(saved_group)
-    copied.pop(CHAINS, None)
-    return copied
+    return {key: value for key, value in saved_group.items() if key != CHAINS}
 
 
 def _moved_params(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> str:
@@ -248,43 +247,34 @@ def _with_keys_of(
             params = unwrapped(group["param_names"]).values()
             if saved_params.isdisjoint(params):  # not the counterpart of the saved group
                 continue
-            renamed_keys, new_keys = _compare_keys(group, saved_group)
-            # The saved number under its new key. A second group with this parameter may have removed the old key.
-            for old_key, key in renamed_keys:
-                converted_group[key] = saved_group[old_key]
-                converted_group.pop(old_key, None)
-            # Numbers of transforms that the saved run did not have.
-            for key in new_keys:
-                converted_group[key] = group[key]
+            new_keys: list[str] = []
+            for key in sorted(group.keys() - saved_group.keys() - _KEYS_WITHOUT_NUMBERS):
+                old_key = _old_key(key, group, saved_group)
+                if old_key is None:  # a number of a transform that the saved run did not have
+                    converted_group[key] = group[key]
+                    new_keys.append(key)
+                else:
+                    converted_group[key] = saved_group[old_key]
+                    converted_group.pop(old_key, None)  # a second group with this parameter may have removed it
             if new_keys:
-                keys_text = format_list(sorted(new_keys))
-                new_key_texts.append(f"of group {group.get('label')!r}, {keys_text} stay as in this optimizer")
+                new_key_texts.append(
+                    f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer"
+                )
         converted_groups.append(converted_group)
     return converted_groups, new_key_texts
 
 
-def _compare_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the (old, new) names of keys of a group that were saved under another name, and the keys that were not.
+def _old_key(key: str, group: dict[str, Any], saved_group: dict[str, Any]) -> str | None:
+    """Return the name under which a key of a group was saved; None if it was not.
 
     The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". If
-    the group has both keys, "momentum.decay" is of another transform, and keeps its name. A key that was not saved is,
-    for example, a number of a new transform.
+    the group has both keys, "momentum.decay" is of another transform, and keeps its name.
 
-    >>> _compare_keys({"inner.momentum.decay": 0.9, "scale.factor": 2.0}, {"momentum.decay": 0.95})
-    ([('momentum.decay', 'inner.momentum.decay')], ['scale.factor'])
+    >>> _old_key("inner.momentum.decay", {"inner.momentum.decay": 0.9}, {"momentum.decay": 0.95})
+    'momentum.decay'
     """
-    renamed_keys: list[tuple[str, str]] = []
-    new_keys: list[str] = []
-    # Keys on both sides keep their names.
-    for key in sorted(group.keys() - saved_group.keys() - _KEYS_WITHOUT_NUMBERS):
-        # Saved keys that are the end of this key, and that the group does not have itself.
-        old_keys = [old_key for old_key in saved_group if key.endswith(f".{old_key}") and old_key not in group]
-        if old_keys:  # of "decay" and "momentum.decay", the longer one has more in common with the new key
-            closest_key = max(old_keys, key=len)
-            renamed_keys.append((closest_key, key))
-        else:
-            new_keys.append(key)
-    return renamed_keys, new_keys
+    old_keys = [old_key for old_key in saved_group if key.endswith(f".{old_key}") and old_key not in group]
+    return max(old_keys, key=len, default=None)  # "momentum.decay" has more in common with the key than "decay"
 
 
 _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules"])
@@ -313,10 +303,8 @@ class ChangedTarget(Target):
         new, the result is ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``.
         """
         # 1. The leaves of the checkpoint without parameters, and without the prefixes of wrappers such as "_orig_mod."
-        self.stored_name_of = {}
-        for stored_name, name in plain_names(index.leaves).items():
-            if not in_section(stored_name, PARAMS):
-                self.stored_name_of[name] = stored_name
+        plain_name_of = plain_names(name for name in index.leaves if not in_section(name, PARAMS))
+        self.stored_name_of = {name: stored_name for stored_name, name in plain_name_of.items()}
         self.stored = {name: index.leaves[stored_name].spec for name, stored_name in self.stored_name_of.items()}
         # 2. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
@@ -362,9 +350,7 @@ class ChangedTarget(Target):
             if source is None:  # as `init` made it
                 new.append(name)
             elif leaf.shape != self.like[name].shape:
-                # It has more rows now: the saved ones are the first, and ``init`` made the others.
-                filled_leaves[name] = self._copy(name, self.like[name])
-                filled_leaves[name][: len(leaf)] = leaf
+                filled_leaves[name] = self._grown(name, leaf)
                 grown[name] = source
             elif source != name:
                 moved[name] = source
@@ -372,6 +358,12 @@ class ChangedTarget(Target):
                 kept.append(name)
         dropped = sorted(self.stored.keys() - source_of.values())
         return Continuation(super().filled(filled_leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
+
+    def _grown(self, name: str, saved_rows: Any) -> Any:
+        """Return a leaf that has more rows now: first the saved rows, then those that ``init`` made."""
+        leaf = self._copy(name, self.like[name])
+        leaf[: len(saved_rows)] = saved_rows
+        return leaf
 
     def _require_common_params(self, shapes: Shapes, stored_shapes: Shapes) -> None:
         """Raise if no parameter has the same name as in the checkpoint, so that the whole state would be lost.
@@ -423,29 +415,31 @@ class ChangedTarget(Target):
         """
         problems: list[str] = []
         advice: list[str] = []
-        narrowed: list[str] = []
+        narrowed_names: list[str] = []
         for name, source in self.sources.source_of.items():
             leaf = self.like[name]
             shape = tuple(leaf.shape)
             stored_spec = self.stored[source]
             if not widens(stored_spec.dtype, leaf.dtype):
-                narrowed.append(name)
-                problems.append(f"narrowing: {name!r} is {stored_spec.dtype} in the checkpoint, expected {leaf.dtype}")
+                problems.append(narrowing(name, stored_spec.dtype, leaf.dtype))
+                narrowed_names.append(name)
             # `filled` copies saved rows into a larger tensor, which it cannot do with the part of a tensor.
             if is_sharded(leaf) and shape != stored_spec.shape:
-                problems.append(
-                    f"reshaped:  {name!r} has shape {stored_spec.shape} in the checkpoint, expected {shape}"
-                )
+                problems.append(reshaped(name, stored_spec.shape, shape))
                 advice.append("shards cannot grow: load it in one process, save it again, and load that on all ranks")
-        if narrowed:
-            like = "like" if self.objects is None else "optimizer"
-            advice.append("to keep the values: use a chain with the state dtypes of the checkpoint")
-            advice.append(
-                f"to round: mfx.checkpoint.load(path, {like}, cast={cast_of(narrowed, self.expected.leaves)}), with "
-                "the arguments that its error names for the other differences"
-            )
+        if narrowed_names:
+            advice += self._advice_on_narrowing(narrowed_names)
         if problems:
             raise mismatch(self.where, problems, advice)
+
+    def _advice_on_narrowing(self, names: list[str]) -> list[str]:
+        """Return what the caller can do about leaves of a narrower dtype: another chain, or `load` with ``cast=``."""
+        like = "like" if self.objects is None else "optimizer"
+        return [
+            "to keep the values: use a chain with the state dtypes of the checkpoint",
+            f"to round: mfx.checkpoint.load(path, {like}, cast={cast_of(names, self.expected.leaves)}), with the "
+            "arguments that its error names for the other differences",
+        ]
 
     def _require_equal_counts(self) -> None:
         """Raise if parameters with different step counts now have one transform, and so one count.

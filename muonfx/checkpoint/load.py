@@ -27,7 +27,7 @@ from muonfx.checkpoint.leaves import (
     spec_of_named,
 )
 from muonfx.checkpoint.match import Allow, Rules, match, patterns_of
-from muonfx.checkpoint.reader import DataReader
+from muonfx.checkpoint.reader import DataReader, Transfer
 from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.state_dicts import as_saved_optimizer
 from muonfx.checkpoint.together import Together, require_same
@@ -143,28 +143,35 @@ def load(
         "cast": cast,
         "rename": rename,
     }
-    if not is_optimizer(like):
-        if scheduler is not None:
-            raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
-        if params is not None:
-            raise TypeError("params: they are loaded with an optimizer: pass it as like, or call load_params")
-        loaded, _ = load_checkpoint(path, Target, like, tx, group, rules, device=device)
-        return loaded
-    require_no_arguments(tx, device)
+    if is_optimizer(like):
+        require_no_arguments(tx, device)
+        return _load_optimizer(path, like, params, scheduler, rules, group)
+    _require_no_parts_of_optimizer(params, scheduler)
+    loaded, _ = load_checkpoint(path, like, tx, group, partial(Target.of, rules=rules, device=device))
+    return loaded
+
+
+def _load_optimizer(
+    path: StrPath, optimizer: Any, params: PyTree, scheduler: Any, rules: Mapping[str, Any], group: ProcessGroup | None
+) -> PyTree:
+    """Load a checkpoint into an optimizer and, if they are given, parameters and a scheduler; return its new state.
+
+    ``rules`` are the arguments of `Rules`.
+    """
     objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
-    objects = objects.difference(patterns_of("allow_extra", allow_extra))
-    like.follow_model()  # it may have been sharded since the last step
-    state = like.transform_state
-    loaded, index = load_checkpoint(
-        path, Target, state, like.transform, group, rules, objects=objects, scheduler=scheduler
-    )
-    # Everything is read before anything is changed.
+    objects = objects.difference(patterns_of("allow_extra", rules["allow_extra"]))
+    optimizer.follow_model()  # it may have been sharded since the last step
+    tx = optimizer.transform
+    # 1. Everything is read before anything is changed.
+    target_of = partial(Target.of, rules=rules, objects=objects, scheduler=scheduler)
+    loaded_state, index = load_checkpoint(path, optimizer.transform_state, tx, group, target_of)
     loaded_params: PyTree = None
     if params is not None:
-        loaded_params = _params_of_save(index.save_id, path, params, like.transform, group)
+        loaded_params = _params_of_save(index.save_id, path, params, tx, group)
+    # 2. The optimizer first: it refuses groups of other parameters.
     groups = index.objects.get(GROUPS) if GROUPS in objects else None
     try:
-        like.load_transform_state(loaded, groups)
+        optimizer.load_transform_state(loaded_state, groups)
     except ValueError as error:
         advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
         raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
@@ -173,15 +180,24 @@ def load(
     if params is not None:
         with torch.no_grad():
             tree.map(lambda param, value: param.copy_(value), params, loaded_params)
-    return like.transform_state
+    return optimizer.transform_state
 
 
 def _params_of_save(save_id: str, path: StrPath, like: PyTree, tx: Transform, group: ProcessGroup | None) -> PyTree:
     """Read the parameters of a checkpoint whose state was read before. Raise if a save has replaced it since."""
-    loaded, index = load_checkpoint(path, Target, like, tx, group, {"allow_other_chain": True}, section=PARAMS)
+    target_of = partial(Target.of, rules={"allow_other_chain": True}, section=PARAMS)
+    loaded, index = load_checkpoint(path, like, tx, group, target_of)
     if index.save_id != save_id:
         raise ReplacedError(f"{path} was replaced while it was read, and nothing was loaded: load it again")
     return loaded
+
+
+def _require_no_parts_of_optimizer(params: object, scheduler: object) -> None:
+    """Raise if ``params=`` or ``scheduler=`` was passed without an optimizer, with which they are loaded."""
+    if scheduler is not None:
+        raise TypeError("scheduler: it is loaded with an optimizer: pass the optimizer as like")
+    if params is not None:
+        raise TypeError("params: they are loaded with an optimizer: pass it as like, or call load_params")
 
 
 def require_no_arguments(tx: object, device: object) -> None:
@@ -239,7 +255,8 @@ def load_params(
         "cast": cast,
         "rename": rename,
     }
-    loaded, _ = load_checkpoint(path, Target, like, tx, group, rules, section=PARAMS, device=device)
+    target_of = partial(Target.of, rules=rules, section=PARAMS, device=device)
+    loaded, _ = load_checkpoint(path, like, tx, group, target_of)
     return loaded
 
 
@@ -258,9 +275,8 @@ def read(path: StrPath) -> dict[str, Tensor]:
 
     def read_all(reader: DataReader) -> dict[str, Tensor]:
         """Allocate all leaves and read their values."""
-        leaves: dict[str, Tensor] = {}
-        for name, leaf in reader.index.leaves.items():
-            leaves[name] = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
+        specs = {name: leaf.spec for name, leaf in reader.index.leaves.items()}
+        leaves = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
         reader.read(reader.transfers_to(leaves))
         return leaves
 
@@ -302,10 +318,18 @@ class Loader:
     opened.
     """
 
-    def __init__(self, path: Any, make_target: Callable[[str], Target], stack: ExitStack) -> None:
+    target: Target
+    """The tree to fill. `open` sets this and the next three."""
+    leaves: dict[str, Any]
+    """The tensors of the tree by name."""
+    reader: DataReader
+    transfers: list[Transfer]
+    """The parts of files to copy to memory."""
+
+    def __init__(self, path: Any, make_target: Callable[..., Target], stack: ExitStack) -> None:
         self.path = path
         self.make_target = make_target
-        """Returns the tree to fill; an error that it raises is raised on all ranks."""
+        """Returns the tree to fill, from the path of the checkpoint. Its error is raised on all ranks."""
         self.index: Index | None = None
         """The index of the checkpoint to read; None until this rank or rank 0 has read it."""
         self._stack = stack
@@ -342,7 +366,7 @@ class Loader:
         the description of the checkpoint: names, shapes, and the place of each leaf in the data files.
         """
         folder = folder_named(self.path)
-        self.target = self.make_target(str(folder))  # the tree to fill, with the leaf names of the caller
+        self.target = self.make_target(str(folder))
         index = self.index  # sent by rank 0, or None
         if index is None:
             index = self._lock_index()
@@ -350,7 +374,7 @@ class Loader:
         self.leaves, destinations = self.target.allocate(index)  # raises if the checkpoint does not fit
         with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
             self.reader = self._stack.enter_context(DataReader(folder, index))
-            self.transfers = self.reader.transfers_to(destinations)  # the parts of files to copy to memory
+            self.transfers = self.reader.transfers_to(destinations)
             self.reader.check_files({transfer.chunk.file for transfer in self.transfers})
         arguments = {"path": str(folder), **self.target.rules.arguments()}
         return OpenedCheckpoint(index.save_id, arguments)
@@ -385,29 +409,22 @@ class Loader:
 
 def load_checkpoint(
     path: StrPath,
-    target_class: type[Target],
     like: PyTree | StateSpec,
     tx: Transform | None,
     group: ProcessGroup | None,
-    rules: Mapping[str, Any],
-    **options: Any,
+    target_of: Callable[..., Target],
 ) -> tuple[Any, Index]:
     """Load a checkpoint: return the tree with its values, and the index, the description of the checkpoint.
 
-    The common part of `load`, `load_params` and `load_changed`. These differ in the class of the target, the tree that
-    is filled, whose method `Target.filled` makes the first result. With a group, every rank calls this, and an error on
-    one rank is raised on all. ``rules`` are the arguments of `Rules`, such as ``{"allow_missing": ["adamw/mu"]}``, and
-    ``options`` are those of `Target.of`.
+    The common part of `load`, `load_params` and `load_changed`. With a group, every rank calls this, and an error on
+    one rank is raised on all. ``target_of`` is `Target.of` with the arguments that this function does not have.
     """
     # The state of a sharded transform is divided among the ranks of its layout, so these ranks load it together. A
     # `StateSpec` describes whole tensors, which one process can load.
     if group is None and isinstance(tx, Sharded) and not isinstance(like, StateSpec):
         group = tx.layout.group
-
     # Called later, on all ranks together: an error about an argument of one rank is then raised on all.
-    def make_target(where: str) -> Target:
-        return target_class.of(like, tx, Rules(**rules), where, is_alone=group is None, **options)
-
+    make_target = partial(target_of, like, tx, is_alone=group is None)
     try:
         ranks = Together(group, path, f"the load of {path}")
         if group is not None:
@@ -419,7 +436,7 @@ def load_checkpoint(
         raise CheckpointError(f"{path} was not loaded: {error}") from error
 
 
-def _load_once(path: Any, make_target: Callable[[str], Target], ranks: Together, attempt: int) -> tuple[Any, Index]:
+def _load_once(path: Any, make_target: Callable[..., Target], ranks: Together, attempt: int) -> tuple[Any, Index]:
     """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile.
 
     Every rank calls this. In attempt 0, each rank reads the index itself, which saves a communication. If a save
@@ -464,9 +481,9 @@ class Target:
         cls,
         like: PyTree | StateSpec,
         tx: Transform | None,
-        rules: Rules,
         where: str,
         *,
+        rules: Mapping[str, Any],
         is_alone: bool,
         section: str = "",
         **options: Any,
@@ -474,33 +491,37 @@ class Target:
         """Check the arguments of a `load`, and return the tree to fill, with its leaves by name.
 
         For ``like={"trace": {"w": tensor}}``, the result has ``like={"trace/w": tensor}``, and ``expected`` has the
-        shape and dtype of "trace/w". ``tx`` is the transform that will use the state. ``is_alone`` is True if no other
-        ranks take part: ``like`` must then have no shards (parts of tensors on this rank). ``section`` is "params" for
-        parameters, whose names begin with it. ``options`` are the other fields.
+        shape and dtype of "trace/w".
+
+        Args:
+            like: the tree of the caller.
+            tx: the transform that will use the state.
+            where: the path of the checkpoint, for messages.
+            rules: the arguments of `Rules`, such as ``{"allow_missing": ["adamw/mu"]}``.
+            is_alone: True if no other ranks take part: then ``like`` has no shards (parts of tensors on this rank).
+            section: "params" for parameters, whose names begin with it.
+            options: the other fields.
         """
+        checked_rules = Rules(**rules)
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
-        # 1. Names, shapes and dtypes without values: there are no tensors to convert, and no shards to refuse.
-        if isinstance(like, StateSpec):
-            expected = like
-            if tx is not None:  # the checkpoint is compared with this transform, not with the one in the `StateSpec`
-                expected = like.of_chain(tx)
-            return cls(like.leaves, expected, rules, where, section=section, **options)
-        # 2. Plain tensors that are parts of larger ones get their positions; `filled` converts the result back.
+        if isinstance(like, StateSpec):  # it has no tensors to convert, and no shards to refuse
+            expected = like if tx is None else like.of_chain(tx)
+            return cls(like.leaves, expected, checked_rules, where, section=section, **options)
+        # Plain tensors that are parts of larger ones get their positions; `filled` converts the result back.
         local_tx: Sharded | None = None
-        if isinstance(tx, Sharded):
-            like, is_local = _as_global(tx, like, section)
-            if is_local:
-                local_tx = tx
-        # 3. A tree of tensors or shards. Its leaves that are None have no values, so they are only in `expected`.
+        if isinstance(tx, Sharded) and (section == PARAMS or not is_global(like)):
+            local_tx = tx
+            like = _as_global(tx, like, section)
         named = named_tensors(like, section)
         chain = None if section == PARAMS else tx  # parameters do not depend on the chain
         expected = spec_of_named(named, like, chain)
+        # Leaves that are None have no values, so they are only in `expected`.
         leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
         if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
             for name, leaf in leaves.items():
                 require_whole(name, leaf, "pass group=")
-        return cls(leaves, expected, rules, where, local_tx, section=section, **options)
+        return cls(leaves, expected, checked_rules, where, local_tx, section=section, **options)
 
     def translated(self, index: Index) -> Index:
         """Return the index with the names that `save` gives the leaves of an optimizer.
@@ -559,15 +580,7 @@ class Target:
 
         ``leaves`` is the first dict of `allocate`: ``{"trace/w": tensor}`` becomes ``{"trace": {"w": tensor}}``.
         """
-        # A step count that was read once for several leaves is one tensor with several names. An optimizer changes
-        # each count in place, so every name after the first gets a copy. Equal ids show that it is one tensor.
-        separate_leaves = dict(leaves)
-        used_ids: set[int] = set()
-        for name, leaf in leaves.items():
-            if id(leaf) in used_ids:
-                separate_leaves[name] = leaf.clone()
-            used_ids.add(id(leaf))
-        result = self.expected.unflatten(separate_leaves)
+        result = self.expected.unflatten(_without_common_tensors(leaves))
         # If the caller's tree had local tensors of this rank, return such tensors, not the shards with positions.
         if self.local_tx is None:
             return result
@@ -683,15 +696,25 @@ class Target:
         return copied
 
 
-def _as_global(tx: Sharded, like: PyTree, section: str) -> tuple[PyTree, bool]:
+def _without_common_tensors(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves with a copy for every name after the first of a tensor that has several names.
+
+    This is a step count that was read once for several leaves. An optimizer changes each count in place.
+    """
+    separate_leaves: dict[str, Any] = {}
+    used_ids: set[int] = set()  # equal ids show that it is one tensor
+    for name, leaf in leaves.items():
+        separate_leaves[name] = leaf.clone() if id(leaf) in used_ids else leaf
+        used_ids.add(id(leaf))
+    return separate_leaves
+
+
+def _as_global(tx: Sharded, like: PyTree, section: str) -> PyTree:
     """Give this rank's tensors their positions in the whole tensors, because a checkpoint stores whole tensors.
 
     Under a sharded transform, "w" may be a plain tensor with 4 of 8 rows. It becomes a shard that has the global shape
-    and the position of these rows. The second result is True if the tree was converted: `load` then converts its result
-    back. It is False for a tree that had such shards already.
+    and the position of these rows.
     """
-    if section == PARAMS:  # parameters: the layout of the transform defines which part each rank holds
-        return tx.layout.to_global(like), True
-    if is_global(like):  # a state whose leaves have their positions already
-        return like, False
-    return to_global(tx, like), True  # on a rank without shards, this changes nothing
+    if section == PARAMS:  # the layout of the transform defines which part of a parameter each rank holds
+        return tx.layout.to_global(like)
+    return to_global(tx, like)  # on a rank without shards, this changes nothing
