@@ -239,8 +239,17 @@ class DataReader:
         stored_chunk = torch.empty(chunk.box.sizes, dtype=dtype, device="meta")
         stored_box = _relative(box, chunk.box).of(stored_chunk)
         begin, end = _range_of(stored_box)
-        # Whole blocks are read, since each has one checksum. All positions are counted in elements: float32 has 2**20
-        # in a block of 4 MiB, so the elements 2_000_000 to 2_500_000 are in the blocks 1 and 2.
+        buffer, buffer_begin = self._read_around(begin, end, name, chunk, dtype)
+        # The buffer begins later than the chunk, so the offset of the box in it is smaller by that.
+        values = buffer.as_strided(box.sizes, stored_box.stride(), begin - buffer_begin)
+        destination.copy_(values)
+
+    def _read_around(self, begin: int, end: int, name: str, chunk: Chunk, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """Read the blocks with the elements ``begin`` to ``end`` of a chunk; also return where the first block begins.
+
+        Whole blocks are read, since each has one checksum. All positions are counted in elements of the chunk: float32
+        has 2**20 in a block of 4 MiB, so the elements 2_000_000 to 2_500_000 are in the blocks 1 and 2.
+        """
         block_numel = BLOCK // dtype.itemsize
         first_block = begin // block_numel
         last_block = (end - 1) // block_numel  # `end` is after the last element
@@ -248,9 +257,7 @@ class DataReader:
         buffer_end = min((last_block + 1) * block_numel, chunk.box.numel)
         buffer = torch.empty(buffer_end - buffer_begin, dtype=dtype)
         self._read_blocks(_blocks(name, chunk, bytes_of(buffer), first_block))
-        # The buffer begins later than the chunk, so the offset of the box in it is smaller by that.
-        values = buffer.as_strided(box.sizes, stored_box.stride(), begin - buffer_begin)
-        destination.copy_(values)
+        return buffer, buffer_begin
 
     def verify(self) -> Index:
         """Read every byte of the checkpoint, verify all checksums, and return the index."""
