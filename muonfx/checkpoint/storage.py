@@ -15,7 +15,7 @@ results of its write. The coordinator, rank 0, compares them before it writes th
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ from torch.futures import Future
 
 from muonfx.checkpoint.draft import Draft, Entry, WrittenShards, block_checksums
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
-from muonfx.checkpoint.folder import StrPath, folder_named, inspect_and_keep, replacement, retried
+from muonfx.checkpoint.folder import Result, StrPath, folder_named, inspect_and_keep, replacement, retried
 from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name
 from muonfx.checkpoint.leaves import StateSpec, name_of, path_of, plain_names, whole_box
 from muonfx.checkpoint.match import Rules, match
@@ -226,34 +226,26 @@ class Writer(_InFolder, StorageWriter):
             raise
         nbytes = 0 if written.shards.file is None else written.shards.file.nbytes
         # DCP sends results to the coordinator unread, so one is enough, and its index may be empty.
-        result = WriteResult(MetadataIndex(""), nbytes, written)
-        # DCP expects a future, since a storage may write in the background. Here the values are written already.
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result])
-        return future
+        return _done([WriteResult(MetadataIndex(""), nbytes, written)])
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> _WrittenByRank:
         """Write the values of a plan, after a check that a checkpoint can hold every value of this rank.
 
         The plan has the values that this rank writes. The values in ``self._planned``, which this rank holds, include
         those that another rank writes. Of these, only the checksums are computed, by which rank 0 compares replicas.
-        The index of an item is its identity: the key, such as "model.fc.weight", and the offsets of a part.
         """
-        indices_to_write = {item.index for item in plan.items}
-        item_of = {item.index: item for item in [*self._planned, *plan.items]}  # each once
-        entries_to_write: list[Entry] = []
+        # By index, so that each is there once: an index has the key "model.fc.weight", and the offsets of a part.
+        items_to_write = {item.index: item for item in plan.items}
+        held_items = {item.index: item for item in self._planned} | items_to_write
+        objects = _json_of_objects(held_items.values(), plan, planner)
         leaves: dict[str, ProposedLeaf] = {}
-        objects: dict[str, Any] = {}
-        for index, item in item_of.items():
-            name = _name_of_key(index.fqn, plan.planner_data)
-            if item.type == WriteItemType.BYTE_IO:  # a value that is no tensor
-                objects[name] = to_json(_object_of(item, planner, name), name)
+        entries_to_write: list[Entry] = []
+        for index, item in held_items.items():
+            if not _has_tensor_values(item):
                 continue
-            if _is_empty_shard(item):  # it has no values to write or compare
-                continue
-            spec, entry = _shard_of(item, planner, name)
-            leaf = leaves.setdefault(name, ProposedLeaf(spec, False, {}))
-            if index in indices_to_write:
+            spec, entry = _shard_of(item, planner, _name_of_key(index.fqn, plan.planner_data))
+            leaf = leaves.setdefault(entry.name, ProposedLeaf(spec, False, {}))
+            if index in items_to_write:
                 entries_to_write.append(entry)
             else:
                 leaf.checksums[entry.box] = " ".join(block_checksums(entry.values))
@@ -297,19 +289,18 @@ class Writer(_InFolder, StorageWriter):
 
         Raise if ranks hold different values under one name, or if the shards (parts on a rank) do not fill a tensor.
         """
-        # 1. Tensors, and values that are no tensors, such as a learning rate.
         plan = plan_of([written.leaves for written in written_by_rank])
         objects = _merged_objects([written.objects for written in written_by_rank])
         files, leaves = merged([written.shards for written in written_by_rank], plan)
-        # 2. A name belongs to one of them only.
-        names_of_both_kinds = objects.keys() & leaves.keys()
-        if names_of_both_kinds:
-            name = min(names_of_both_kinds)
-            raise CheckpointError(
-                f"nothing was written: {name!r} is a tensor on some ranks and another value on others, expected "
-                "the same on all ranks"
-            )
+        _require_one_kind(leaves, objects)
         return replace(self._request.head, save_id=save_id, files=files, leaves=leaves, objects=objects)
+
+
+def _done(result: Result) -> Future[Result]:
+    """Return a future that has its result. DCP expects futures, since a storage may work in the background."""
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future
 
 
 def _require_no_plan_caching(is_cached: bool) -> None:
@@ -332,6 +323,16 @@ def _name_of_key(key: str, planner_data: object) -> str:
     return name_of((key,))
 
 
+def _json_of_objects(items: Iterable[WriteItem], plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+    """Return the values that are no tensors as JSON, by name: ``{"steps": 7}``. Raise for one that JSON cannot hold."""
+    objects: dict[str, Any] = {}
+    for item in items:
+        if item.type == WriteItemType.BYTE_IO:
+            name = _name_of_key(item.index.fqn, plan.planner_data)
+            objects[name] = to_json(_object_of(item, planner, name), name)
+    return objects
+
+
 def _object_of(item: WriteItem, planner: SavePlanner, name: str) -> object:
     """Return a value of the state dict that is no tensor, as it is before the planner pickles it: 7, not its bytes.
 
@@ -347,13 +348,15 @@ def _object_of(item: WriteItem, planner: SavePlanner, name: str) -> object:
     return lookup(item.index)
 
 
-def _is_empty_shard(item: WriteItem) -> bool:
-    """Return whether an item of a plan is a shard without elements of a tensor that has elements.
+def _has_tensor_values(item: WriteItem) -> bool:
+    """Return whether an item of a plan is a tensor or a shard of one, but not an empty shard of a tensor with elements.
 
     If 3 rows are divided among 4 ranks, the last rank has such a shard.
     """
     data = item.tensor_data
-    return data is not None and 0 in data.chunk.sizes and 0 not in data.size
+    if data is None:  # a value that is no tensor
+        return False
+    return 0 not in data.chunk.sizes or 0 in data.size
 
 
 def _shard_of(item: WriteItem, planner: SavePlanner, name: str) -> tuple[Spec, Entry]:
@@ -378,20 +381,26 @@ def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, A
 
     ``objects_by_rank`` has a dict from name to JSON for each rank, such as ``{"steps": 7}``.
     """
-    json_of_name: dict[str, Any] = {}
-    first_rank_of: dict[str, int] = {}  # the first rank that has a value of this name
+    first_holder: dict[str, tuple[int, Any]] = {}  # the first rank that has a value of this name, and its value
     for rank, objects in enumerate(objects_by_rank):
         for name, value in objects.items():
-            if name not in json_of_name:
-                json_of_name[name] = value
-                first_rank_of[name] = rank
-            first_value = json_of_name[name]  # the value itself on the first rank
+            first_rank, first_value = first_holder.setdefault(name, (rank, value))
             if repr(value) != repr(first_value):  # repr, since 1 and True are equal
                 raise CheckpointError(
                     f"nothing was written: {name!r} is {value!r:.200} on rank {rank} and {first_value!r:.200} on rank "
-                    f"{first_rank_of[name]}, expected equal values: {_advice_on_different_values(name)}"
+                    f"{first_rank}, expected equal values: {_advice_on_different_values(name)}"
                 )
-    return {name: from_json(value) for name, value in json_of_name.items()}
+    return {name: from_json(value) for name, (_, value) in first_holder.items()}
+
+
+def _require_one_kind(leaves: Mapping[str, Leaf], objects: Mapping[str, Any]) -> None:
+    """Raise if a name is that of a tensor on some ranks, and of another value, such as a learning rate, on others."""
+    names_of_both_kinds = objects.keys() & leaves.keys()
+    if names_of_both_kinds:
+        raise CheckpointError(
+            f"nothing was written: {min(names_of_both_kinds)!r} is a tensor on some ranks and another value on others, "
+            "expected the same on all ranks"
+        )
 
 
 def _advice_on_different_values(name: str) -> str:
@@ -535,9 +544,7 @@ class Reader(_InFolder, StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._bytes_of(item))
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
 
     def _transfer_of(self, item: ReadItem) -> Transfer:
         """Describe the read of an item of a plan: the part of a stored tensor, and new memory for its values.
@@ -548,9 +555,8 @@ class Reader(_InFolder, StorageReader):
         name = self._name_of_key[item.storage_index.fqn]
         dtype = self._index.leaves[name].spec.dtype
         chunk = self._chunk_of(item)
-        offsets: list[int] = []
-        for chunk_offset, item_offset in zip(chunk.box.offsets, item.storage_offsets, strict=True):
-            offsets.append(chunk_offset + item_offset)
+        starts = zip(chunk.box.offsets, item.storage_offsets, strict=True)
+        offsets = [chunk_offset + item_offset for chunk_offset, item_offset in starts]
         box = Box(tuple(offsets), tuple(item.lengths))
         return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=dtype))
 
