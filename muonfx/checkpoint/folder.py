@@ -375,11 +375,13 @@ def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
     kept = good[-keep:]
     if written in good and written not in kept:
         kept[0] = written
-    # All before the first that is kept go, the damaged ones too: 1. Later ones go only if they are good: 8.
-    # In the example `kept` is now [2, 9], and 1 is before its first.
-    older = paths[: paths.index(kept[0])]
-    good_between = [path for path in good if path not in older and path not in kept]
-    return older + good_between
+    # Now `kept` is [2, 9]. All checkpoints before 2 go, also damaged ones. Of the later ones, only good ones go.
+    first_kept = paths.index(kept[0])
+    obsolete = paths[:first_kept]
+    for path in paths[first_kept:]:
+        if path in good and path not in kept:
+            obsolete.append(path)
+    return obsolete
 
 
 def _remove(path: Path) -> bool:

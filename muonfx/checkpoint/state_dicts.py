@@ -16,7 +16,7 @@ A step count is stored once for each parameter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,26 +52,30 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
         MismatchError: there are several state dicts, or each key has the name of a parameter, as with
             ``flatten_optimizer_state_dict=True``.
     """
-    # 1. Find the state dict by its groups.
     if GROUPS in index.objects:  # `muonfx.checkpoint.save` has written it
         return index
     _require_not_flattened(index.objects, where)
     state_dict_paths = _paths_of_state_dicts(index.objects)
     if not state_dict_paths:
         return index
-    if len(state_dict_paths) > 1:
-        texts = ", ".join([repr(name_of(path)) for path in state_dict_paths])
-        raise MismatchError(
-            f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: "
-            f"{_OTHER_WAY}"
-        )
-    # 2. Convert its groups, then its state, whose keys may be numbers that the groups explain.
+    _require_single(state_dict_paths, where)
+    # First its groups, then its state, whose keys may be numbers that the groups explain.
     (path,) = state_dict_paths  # such as ("optimizer",)
     groups = _groups_below((*path, GROUPS), index.objects)
     param_name_of = _take_param_names(groups)
     state = _nested_below((*path, STATE), index.leaves)
     leaves = _renamed_leaves(state, param_name_of, names)
     return replace(index, leaves=leaves, objects={GROUPS: groups})
+
+
+def _require_single(state_dict_paths: Sequence[Path], where: str) -> None:
+    """Raise if there are state dicts of several optimizers, as ("optimizers", 0) and ("optimizers", 1)."""
+    if len(state_dict_paths) > 1:
+        texts = ", ".join([repr(name_of(path)) for path in state_dict_paths])
+        raise MismatchError(
+            f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: "
+            f"{_OTHER_WAY}"
+        )
 
 
 def _require_not_flattened(objects: Iterable[str], where: str) -> None:
@@ -182,7 +186,7 @@ def _renamed_leaves(
         entries_of[param_name] = entries
     for entries in entries_of.values():
         params_with_key.update(entries.keys())
-    # 2. The new name of each leaf. Names to load have no prefixes of wrappers, such as "_orig_mod.".
+    # 2. The new name of each leaf.
     plain_name_of = unwrapped(entries_of)
     expected_name_of = _expected_names(names)
     new_leaves: dict[str, Leaf] = {}
@@ -191,16 +195,15 @@ def _renamed_leaves(
         for key, leaf in entries.items():
             if not isinstance(leaf, Leaf):  # a dict in the state of another optimizer
                 continue
-            is_step_count = leaf.spec.shape == () and params_with_key[key] == len(entries_of)
-            # First the leaves to load: a key with a dot in a label can be divided in several ways.
-            if (key, plain_name) in expected_name_of:
-                new_name = expected_name_of[key, plain_name]
-            elif (key, None) in expected_name_of:
-                new_name = expected_name_of[key, None]
-            elif is_step_count:  # stored for each parameter, and one leaf here
-                new_name = name_of(_levels_of_key(key))
-            else:
-                new_name = name_of((*_levels_of_key(key), param_name))
+            is_of_all = params_with_key[key] == len(entries_of)
+            is_step_count = is_of_all and leaf.spec.shape == ()  # stored for each parameter, and one leaf here
+            levels = _levels_of_key(key)
+            if not is_step_count:
+                levels = (*levels, param_name)
+            # A leaf to load keeps its name: a key with a dot in a label can be divided in several ways. Names to load
+            # have no prefixes of wrappers, such as "_orig_mod.", and the name of a step count has no parameter.
+            new_name = expected_name_of.get((key, None), name_of(levels))
+            new_name = expected_name_of.get((key, plain_name), new_name)
             new_leaves[new_name] = leaf
     return new_leaves
 
