@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,9 +61,7 @@ def _dict_to_json(values: dict[Any, Any], name: str) -> dict[str, Any]:
     >>> _dict_to_json({"gamma": 0.5}, "state"), _dict_to_json({30: 0.5}, "state")
     ({'gamma': 0.5}, {'~dict': [[30, 0.5]]})
     """
-    json_of_key: dict[Any, Any] = {}
-    for key, value in values.items():
-        json_of_key[key] = to_json(value, f"{name}/{key}")
+    json_of_key = {key: to_json(value, f"{name}/{key}") for key, value in values.items()}
     # JSON would turn the key 30 into "30". A list of pairs keeps the type of each key.
     if type(values) is not Counter and all(map(_is_plain_key, values)):
         return json_of_key
@@ -87,20 +87,31 @@ def from_json(written: Any) -> Any:
     if not any(key.startswith("~") for key in written):  # an ordinary dict, without a tag
         return {key: from_json(value) for key, value in written.items()}
     ((tag, content),) = written.items()  # one member, such as {"~tuple": [1, 2]}; ValueError for more
-    if tag == "~float":
-        return float(content)
-    if tag == "~bytes":
-        return base64.b64decode(content, validate=True)
-    if tag == "~tuple":
-        return tuple(from_json(content))
-    if tag == "~dict":
-        return dict(from_json(content))
-    if tag == "~counter":
-        return Counter(dict(from_json(content)))
-    if tag == "~tensor":
-        dtype_name, number = content
-        try:
-            return torch.tensor(from_json(number), dtype=DTYPES[dtype_name])
-        except RuntimeError as error:  # the number is out of the range of the dtype
-            raise ValueError(f"{number!r:.80} is no {dtype_name}: {error}") from error
-    raise ValueError(f"{tag!r} is not a kind of value in a checkpoint")
+    if tag not in _DECODERS:
+        raise ValueError(f"{tag!r} is not a kind of value in a checkpoint")
+    return _DECODERS[tag](from_json(content))
+
+
+def _counter(items: list[Any]) -> Counter[Any]:
+    """Return a Counter with the counts of a list of pairs, such as ``[[30, 2]]``."""
+    return Counter(dict(items))
+
+
+def _tensor(content: list[Any]) -> Tensor:
+    """Return a 0-d tensor from the name of its dtype and its value; raise ValueError if the dtype cannot hold it."""
+    dtype_name, number = content
+    try:
+        return torch.tensor(number, dtype=DTYPES[dtype_name])
+    except RuntimeError as error:
+        raise ValueError(f"{number!r:.80} is no {dtype_name}: {error}") from error
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "~float": float,
+    "~bytes": partial(base64.b64decode, validate=True),
+    "~tuple": tuple,
+    "~dict": dict,
+    "~counter": _counter,
+    "~tensor": _tensor,
+}
+"""By tag: the function that makes a value of the content, in which inner values are restored already."""
