@@ -118,11 +118,7 @@ class Draft:
         # Largest element size first, so that each leaf begins at a multiple of its element size.
         ordered = sorted(entries, key=lambda entry: (-entry.values.itemsize, entry.key))
         header = _header_of(ordered)
-        if len(header) > LONGEST_HEADER:
-            raise CheckpointError(
-                f"{path}: the names of {len(entries)} leaves take {len(header)} bytes, more than the header "
-                f"of a safetensors file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
-            )
+        _require_length(header, path, len(entries))
         chunks: list[tuple[str, Chunk]] = []
         end = len(header)  # the number of bytes that are written so far
         with fresh_file(path) as file:
@@ -305,6 +301,15 @@ def _refusal(path: Path, error: OSError, is_committed: bool | None) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- data files
+
+
+def _require_length(header: bytes, path: Path, leaves: int) -> None:
+    """Raise if a header is longer than safetensors allows; ``leaves`` is the number of names in it."""
+    if len(header) > LONGEST_HEADER:
+        raise CheckpointError(
+            f"{path}: the names of {leaves} leaves take {len(header)} bytes, more than the header of a safetensors "
+            f"file may have ({LONGEST_HEADER}): save with group=, so that each rank writes its own"
+        )
 
 
 class Entry(NamedTuple):

@@ -224,9 +224,10 @@ def text_of(index: Index) -> bytes:
 
 def _json_of_leaf(leaf: Leaf) -> dict[str, Any]:
     """Return the entry of a leaf, which `_leaf` reads: ``{"dtype": "F32", "shape": [2], "chunks": [...]}``."""
-    chunks: list[dict[str, Any]] = []
-    for file, begin, box, crc32 in leaf.chunks:
-        chunks.append({"file": file, "begin": begin, "offsets": box.offsets, "sizes": box.sizes, "crc32": crc32})
+    chunks = [
+        {"file": file, "begin": begin, "offsets": box.offsets, "sizes": box.sizes, "crc32": crc32}
+        for file, begin, box, crc32 in leaf.chunks
+    ]
     return {"dtype": NAMES[leaf.spec.dtype], "shape": leaf.spec.shape, "chunks": chunks}
 
 
@@ -326,18 +327,24 @@ def _leaf(name: str, entry: Any, files: tuple[DataFile, ...]) -> Leaf:
     if dtype is None:  # such as one of a newer version of torch
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r:.80}")
     shape = tuple(entry["shape"])
-    _require_sizes(shape)
-    # torch computes strides also for a tensor without elements, so a size of 0 does not make the others harmless.
-    # The shape (0, 2**62, 4) has no elements, and a stride of 2**64, which is no int of torch.
-    nonzero_sizes = [size for size in shape if size != 0]
-    strides_fit = prod(nonzero_sizes) * dtype.itemsize <= _BIGGEST
-    if len(shape) > _MOST_DIMS or not strides_fit:
-        raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
+    _require_shape_of_tensor(name, shape, dtype.itemsize)
     chunks = tuple(_chunk(name, chunk_entry, dtype.itemsize, files) for chunk_entry in entry["chunks"])
     problem = problem_of_boxes(shape, [chunk.box for chunk in chunks])
     if problem is not None:
         raise ValueError(f"the chunks of {name!r}, of shape {shape}, {problem}")
     return Leaf(Spec(shape, dtype), chunks)
+
+
+def _require_shape_of_tensor(name: str, shape: tuple[Any, ...], itemsize: int) -> None:
+    """Raise unless a tensor can have this shape, with elements of ``itemsize`` bytes.
+
+    torch computes strides also for a tensor without elements, so a size of 0 does not make the others harmless. The
+    shape (0, 2**62, 4) has no elements, and a stride of 2**64, which is no int of torch.
+    """
+    _require_sizes(shape)
+    strides_fit = prod(size for size in shape if size != 0) * itemsize <= _BIGGEST
+    if len(shape) > _MOST_DIMS or not strides_fit:
+        raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
 
 
 def _chunk(name: str, entry: Any, itemsize: int, files: tuple[DataFile, ...]) -> Chunk:

@@ -345,9 +345,7 @@ class StateSpec:
 
     def __str__(self) -> str:
         """Return one line for each leaf: name, shape, dtype."""
-        rows: list[tuple[str, ...]] = []
-        for name, spec in self.leaves.items():
-            rows.append((name, str(spec.shape), str(spec.dtype).removeprefix("torch.")))
+        rows = [(name, str(spec.shape), str(spec.dtype).removeprefix("torch.")) for name, spec in self.leaves.items()]
         text = Table(("", "", ""), rows).to_text()
         return text.removeprefix("\n")  # the line of the titles
 

@@ -333,13 +333,9 @@ def head_of(
     index = Index()
     if tx is not None:
         index = _index_of_transform(tx, leaves)
-    return replace(index, step=step, extra=_as_json(dict(extra or {})), versions=_versions())
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of this package and of torch."""
     package = sys.modules["muonfx"]  # modules inside the package must not import it
-    return {"muonfx": package.__version__, "torch": str(torch.__version__)}
+    versions = {"muonfx": package.__version__, "torch": str(torch.__version__)}
+    return replace(index, step=step, extra=_as_json(dict(extra or {})), versions=versions)
 
 
 def _as_json(extra: dict[str, object]) -> dict[str, object]:
@@ -353,29 +349,21 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
         raise TypeError(
             "extra must be JSON (dicts, lists, strings, finite numbers, bools, None, without circles): " + str(error)
         ) from error
-    if copied == extra:  # JSON holds the values as they are
-        return copied
-    # The entries to name in the error.
-    changed_keys: list[str] = []
-    for key, value in extra.items():
-        if key not in copied or copied[key] != value:
-            changed_keys.append(str(key))
-    raise ValueError(
-        f"extra: found values that JSON changes: {', '.join(sorted(changed_keys))}; expected lists instead of tuples, "
-        "and strings as keys"
-    )
+    changed_keys = [str(key) for key, value in extra.items() if key not in copied or copied[key] != value]
+    if changed_keys:
+        raise ValueError(
+            f"extra: found values that JSON changes: {', '.join(sorted(changed_keys))}; expected lists instead of "
+            "tuples, and strings as keys"
+        )
+    return copied
 
 
 def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
     """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products.
 
-    ``leaves`` are the tensors to save by name. The dtypes of matrix products depend on those of the parameters, and on
-    the device. The result is cached on the transform, because a run saves often.
+    ``leaves`` are the tensors to save by name. The result is cached on the transform, because a run saves often.
     """
-    float_leaves = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
-    params = [leaf for name, leaf in float_leaves.items() if in_section(name, PARAMS)]
-    if not params:  # parameters that are not saved are assumed to have the dtypes of the state
-        params = list(float_leaves.values())
+    params = _params_or_floats(leaves)
     dtypes = frozenset(leaf.dtype for leaf in params)
     device = torch.device(params[0].device) if params else None
     cache_key = ("checkpoint", dtypes, device)  # all that the result depends on, besides the transform
@@ -387,6 +375,17 @@ def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
             products = product_dtypes(plain_tx, dtypes, device)
         tx.derived[cache_key] = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
     return tx.derived[cache_key]
+
+
+def _params_or_floats(leaves: Mapping[str, Any]) -> list[Any]:
+    """Return the floating-point parameters among the leaves; without any, all floating-point leaves.
+
+    The dtypes of matrix products depend on those of the parameters. Parameters that are not saved are assumed to have
+    the dtypes of the state.
+    """
+    float_leaves = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
+    params = [leaf for name, leaf in float_leaves.items() if in_section(name, PARAMS)]
+    return params or list(float_leaves.values())
 
 
 # ------------------------------------------------------------------------------------------------------- the background

@@ -119,10 +119,11 @@ def _stored_states(
         if param_state in stored_state_of:
             continue
         parameter = param_state.parameter
-        candidates: list[str] = []
-        for transform in unused_transforms.get(parameter, ()):
-            if _can_come_from(shapes, stored_states[ParamState(transform, parameter)]):
-                candidates.append(transform)
+        candidates = [
+            transform
+            for transform in unused_transforms.get(parameter, ())
+            if _can_come_from(shapes, stored_states[ParamState(transform, parameter)])
+        ]
         closest_transform = _closest(param_state.transform, candidates)
         if closest_transform is not None:
             moved[param_state] = ParamState(closest_transform, parameter)

@@ -221,27 +221,28 @@ def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoR
     Its class is that of the first error, or `ReplacedError` if a rank has raised that, because the caller then reads
     the checkpoint again. ``path`` is the path of the checkpoint. Ranks with the same message share a line.
     """
-    # 1. The message: one text for each rank up to the last with an error, None for those without one.
-    text_of_rank: list[str | None] = [None] * (max(error_of_rank) + 1)
-    for rank, error in error_of_rank.items():
-        text_of_rank[rank] = str(error)
-        if not isinstance(error, CheckpointError):  # errors of this package name the path themselves
-            text_of_rank[rank] = f"{path}: {error}"
-    message = errors_by_rank(text_of_rank)
-    # 2. The class of the error.
+    message = _message_of_all(error_of_rank, path)
     errors = list(error_of_rank.values())
     errors_of_replacement = [error for error in errors if isinstance(error, ReplacedError)]
-    chosen_error = errors[0]
-    if errors_of_replacement:
-        chosen_error = errors_of_replacement[0]
+    chosen_error = [*errors_of_replacement, *errors][0]
     if not isinstance(chosen_error, CheckpointError):
         raise CheckpointError(message) from chosen_error
-    # 3. The chosen error with this message. A copy keeps its other attributes.
+    # A copy with this message, which keeps the other attributes.
     merged_error = copy(chosen_error)
     merged_error.args = (message,)
     if isinstance(merged_error, WriteError):  # the checkpoint was written if any rank has seen it
         merged_error.written = any(getattr(error, "written", False) for error in errors)
     raise merged_error from None
+
+
+def _message_of_all(error_of_rank: Mapping[int, Exception], path: object) -> str:
+    """Return the errors of all ranks as one text. Errors of other packages are prefixed by the path."""
+    text_of_rank: list[str | None] = [None] * (max(error_of_rank) + 1)  # None for ranks without an error
+    for rank, error in error_of_rank.items():
+        text_of_rank[rank] = str(error)
+        if not isinstance(error, CheckpointError):  # errors of this package name the path themselves
+            text_of_rank[rank] = f"{path}: {error}"
+    return errors_by_rank(text_of_rank)
 
 
 def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: str) -> None:
@@ -255,10 +256,14 @@ def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: s
     if difference is None:  # all ranks passed the same
         return
     name, _ = difference
-    texts = [arguments_of_rank.get(name, "missing") for arguments_of_rank in arguments]
-    # Of long texts, such as a chain's, only the part around the first difference is shown: 100 characters before it,
-    # and 100 after it.
+    texts = _around_first_difference([texts_of_rank.get(name, "missing") for texts_of_rank in arguments])
+    raise CheckpointError(
+        f"{outcome}: the ranks {action} with different {name}=, expected the same on all:\n{errors_by_rank(texts)}"
+    )
+
+
+def _around_first_difference(texts: Sequence[str]) -> list[str]:
+    """Return of long texts, such as a chain's, 100 characters before their first difference, and 100 after it."""
     common_text = os.path.commonprefix(texts)  # noqa: RUF071 - of characters, not of paths
     start = max(0, len(common_text) - 100)
-    shown = errors_by_rank([text[start : start + 200] for text in texts])
-    raise CheckpointError(f"{outcome}: the ranks {action} with different {name}=, expected the same on all:\n{shown}")
+    return [text[start : start + 200] for text in texts]

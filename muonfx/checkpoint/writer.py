@@ -8,9 +8,10 @@ and `plan_of` compares them before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,12 +186,10 @@ class Saver:
         if self.draft is None:  # this rank has no files, and rank 0 may have written the index or not
             return None
         # Another rank can only look at the checkpoint that is at the path now.
-        is_complete = self.draft.is_at_path()
-        if is_error_of_all and is_complete is False:
+        is_at_path = self.draft.is_at_path()
+        if is_error_of_all and is_at_path is False:
             self.draft.discard()
-        if is_complete:
-            return True
-        return None  # rank 0 may still complete it
+        return is_at_path or None  # None: rank 0 may still complete it
 
 
 def merged(
@@ -216,8 +215,7 @@ def merged(
     # 2. Sort the chunks of each leaf by their place in the tensor.
     leaves: dict[str, Leaf] = {}
     for name, chunks in chunks_of_leaf.items():
-        if len(chunks) > 1:
-            chunks.sort(key=lambda chunk: chunk.box)  # in an order that does not depend on the ranks
+        chunks.sort(key=attrgetter("box"))  # in an order that does not depend on the ranks
         leaves[name] = Leaf(plan[name].spec, tuple(chunks))
     return tuple(files), leaves
 
@@ -351,16 +349,8 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
     for name, holders in holders_by_leaf.items():
         spec = _common_spec(name, holders)
         _require_on_all_ranks(name, holders, len(leaves_of_rank))
-        # For each shard, the checksum of its bits on each rank that holds it.
-        checksums_of_box: dict[Box, dict[int, str | None]] = {}
-        for rank, leaf in holders.items():
-            for box, checksum_of_box in leaf.checksums.items():
-                checksums_of_box.setdefault(box, {})[rank] = checksum_of_box
-        problem = problem_of_boxes(spec.shape, list(checksums_of_box))
-        if problem is not None:
-            raise CheckpointError(
-                f"nothing was written: the shards of {name!r} on all ranks {problem}, expected {described(spec)}"
-            )
+        checksums_of_box = _checksums_of_box(holders)
+        _require_filled(name, spec, checksums_of_box)
         difference = _difference_of_replicas(spec, checksums_of_box)
         if difference is not None:
             differences.append(f"the leaf {name!r} {difference}")
@@ -368,6 +358,27 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
     if differences:
         raise _unequal_replicas(differences)
     return plan
+
+
+def _checksums_of_box(holders: Mapping[int, ProposedLeaf]) -> dict[Box, dict[int, str | None]]:
+    """Return for each shard of a leaf the checksum of its bits on each rank that holds it.
+
+    ``holders`` is a dict from rank to the leaf on this rank.
+    """
+    checksums_of_box: dict[Box, dict[int, str | None]] = {}
+    for rank, leaf in holders.items():
+        for box, checksum_of_box in leaf.checksums.items():
+            checksums_of_box.setdefault(box, {})[rank] = checksum_of_box
+    return checksums_of_box
+
+
+def _require_filled(name: str, spec: Spec, boxes: Iterable[Box]) -> None:
+    """Raise unless the shards of all ranks contain each element of a leaf once; ``boxes`` are their positions."""
+    problem = problem_of_boxes(spec.shape, list(boxes))
+    if problem is not None:
+        raise CheckpointError(
+            f"nothing was written: the shards of {name!r} on all ranks {problem}, expected {described(spec)}"
+        )
 
 
 def _common_spec(name: str, holders: Mapping[int, ProposedLeaf]) -> Spec:
