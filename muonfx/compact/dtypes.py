@@ -63,15 +63,8 @@ _BOOKS: dict[str, tuple[Book, Book]] = {
 def _resolve(book: str, block: int, min_size: int, stochastic: bool, seed: int) -> Resolved:
     """Check the arguments of `int8` or `fp8`; return a codec for signed and one for unsigned tensors, and the seed.
 
-    A codec encodes tensors in eight bits and decodes them. The numbers that its codes represent are in
-    ``_BOOKS[book]``, where ``book`` is a name such as "linear". The seed is None for rounding to nearest.
-
-    Args:
-        book: the name of the codebook: a ``code`` of `int8` or a ``format`` of `fp8`.
-        block: the number of elements that share a scale.
-        min_size: tensors of fewer elements are stored in fp32.
-        stochastic: round at random, such that the mean is preserved.
-        seed: the seed of this rounding.
+    A codec encodes tensors in eight bits and decodes them. ``book`` is the name of its codebook: a ``code`` of `int8`,
+    such as "linear", or a ``format`` of `fp8`. The seed is None for rounding to nearest.
     """
     checks.positive_int("block", block)
     checks.whole_number("min_size", min_size)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from muonfx.compact.codec import Codec
+from muonfx.compact.codec import Codec, Encoded
 from muonfx.compact.dtypes import QuantizedDtype
 from muonfx.compact.noise import keys_of
 from muonfx.tree import Present, PyTree
@@ -58,15 +58,13 @@ class QuantizedTrees:
         # Both take a parameter, and return its codes and scales.
         encode = self.codec.zeros if self.start == "zeros" else self.codec.encode
         present = Present(params)
-        encoded = list(map(encode, present.pick(params)))  # pairs of codes and scales
-        codes = [leaf.codes for leaf in encoded]
-        code_tree = present.fill(codes)
-        scale_tree = present.fill([leaf.scales for leaf in encoded])
+        encoded = list(map(encode, present.pick(params)))
+        state = _filled(present, encoded, QuantizedState(None, None))
         if self.seed is None:  # rounding is to nearest
-            return QuantizedState(code_tree, scale_tree)
+            return state
         # A seed is a hash of the seed of the dtype, the name of this tree, such as "mu", and the name of the parameter.
-        keys = keys_of(f"{self.seed}/{self.role}", present.names(), codes)
-        return KeyedQuantizedState(code_tree, scale_tree, present.fill(keys))
+        keys = keys_of(f"{self.seed}/{self.role}", present.names(), [leaf.codes for leaf in encoded])
+        return KeyedQuantizedState(state.codes, state.scales, present.fill(keys))
 
     def read(self, present: Present, state: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
         """Decode the leaves of ``state`` at the positions ``present``; return a list of new fp32 tensors."""
@@ -88,13 +86,19 @@ class QuantizedTrees:
         ``values`` are fp32 tensors, such as the new momentum of each parameter that has a gradient. The leaves of
         ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
         """
-        keys: list[Tensor | None] = [None] * len(values)  # without a seed, `encode` rounds to nearest
-        if isinstance(state, KeyedQuantizedState):
-            keys = present.pick(state.keys)
-        encoded = list(map(self.codec.encode, values, keys))  # pairs of codes and scales
-        codes = present.fill([leaf.codes for leaf in encoded], state.codes)
-        scales = present.fill([leaf.scales for leaf in encoded], state.scales)
-        if not isinstance(state, KeyedQuantizedState):
-            return QuantizedState(codes, scales)
-        next_keys = [key + 1 for key in present.pick(state.keys)]  # other noise at the next write
-        return KeyedQuantizedState(codes, scales, present.fill(next_keys, state.keys))
+        if not isinstance(state, KeyedQuantizedState):  # rounding is to nearest
+            return _filled(present, list(map(self.codec.encode, values)), state)
+        keys = present.pick(state.keys)
+        new_state = _filled(present, list(map(self.codec.encode, values, keys)), state)
+        next_keys = [key + 1 for key in keys]  # other noise at the next write
+        return KeyedQuantizedState(new_state.codes, new_state.scales, present.fill(next_keys, state.keys))
+
+
+def _filled(present: Present, encoded: list[Encoded], old: QuantizedState | KeyedQuantizedState) -> QuantizedState:
+    """Return trees with the codes and scales of ``encoded``, one for each position in ``present``.
+
+    At all other positions are the leaves of the ``old`` state, or None.
+    """
+    codes = present.fill([leaf.codes for leaf in encoded], old.codes)
+    scales = present.fill([leaf.scales for leaf in encoded], old.scales)
+    return QuantizedState(codes, scales)
