@@ -197,10 +197,7 @@ def _renamed(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any
     >>> _renamed(("momentum", "trace", "experts.0.weight"), {"experts.0.weight": "experts.2.weight"})
     ('momentum', 'trace', 'experts.2.weight')
     """
-    new_path: list[Any] = []
-    for entry in path:
-        new_path.append(new_name_of.get(str(entry), entry))  # an entry that is no name of a parameter stays
-    return tuple(new_path)
+    return tuple(new_name_of.get(str(entry), entry) for entry in path)  # an entry that is no parameter's name stays
 
 
 def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None:
@@ -211,10 +208,8 @@ def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None
     """
     # A fingerprint is a text by which transforms of two ranks are compared.
     identities = gather_objects((tx.fingerprint, has_own_names))
-    for fingerprint, has_own_names_there in identities:
-        if fingerprint != tx.fingerprint or has_own_names_there:
-            return None
-    return tx
+    is_common = all(identity == (tx.fingerprint, False) for identity in identities)
+    return tx if is_common else None
 
 
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
@@ -269,7 +264,9 @@ def _merged(first: Tensor | FlatShard | None, second: Tensor | FlatShard | None)
     >>> _merged(None, torch.tensor(3)), _merged(torch.tensor(2), torch.tensor(3))
     (tensor(3), tensor(3))
     """
+    if second is None:
+        return first
     # Two flat optimizers have the same count, unless one of them had steps without a gradient.
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.maximum(first, second)
-    return first if second is None else second
+    return second
