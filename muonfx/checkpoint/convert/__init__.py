@@ -117,12 +117,7 @@ def write(
     saved = target.state_dict() if isinstance(target, torch.optim.Optimizer) else target
     states: dict[int, dict[str, Any]] = {}
     for entry in _entries(form, target, flat(params), names):
-        leaf = leaves.get(entry.name)
-        if leaf is None or leaf.kind != entry.kind:
-            kind_in_state = "nothing" if leaf is None else f"a {leaf.kind} state"
-            raise ValueError(
-                f"{entry.name!r} has a {entry.kind} state in {form.title}; the muonfx state has {kind_in_state} for it"
-            )
+        leaf = _leaf_for(entry, leaves, form)
         new_values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
         keys = form.keys[entry.kind]
         new_values.update(zip(keys.moments, leaf.moments, strict=True))
@@ -130,6 +125,17 @@ def write(
             new_values[keys.step] = form.make_step(leaf.step)
         states[entry.number] = new_values
     return {**saved, "state": states}
+
+
+def _leaf_for(entry: _Entry, leaves: Mapping[str, Leaf], form: Format) -> Leaf:
+    """Return the leaf for a parameter of the other optimizer; raise if there is none, or one of another kind."""
+    leaf = leaves.get(entry.name)
+    if leaf is not None and leaf.kind == entry.kind:
+        return leaf
+    kind_in_state = "nothing" if leaf is None else f"a {leaf.kind} state"
+    raise ValueError(
+        f"{entry.name!r} has a {entry.kind} state in {form.title}; the muonfx state has {kind_in_state} for it"
+    )
 
 
 def recipe(
@@ -183,19 +189,10 @@ def recipe(
     label_of: dict[str, str] = {}
     chains: dict[str, Transform] = {}
     for entry in entries:
-        name = entry.name
-        try:
-            group = _with_rate(entry.group, rate)
-            tx = form.chain_of(group, entry.kind, tensors[name].shape, options)
-        except KeyError as missing:
-            raise ValueError(
-                f"{name!r}: its group in {form.title} has no {missing}, only {sorted(entry.group)}"
-            ) from None
-        except ValueError as problem:
-            raise ValueError(f"{name!r}: {problem}") from None
+        tx = _chain_of(form, entry, tensors[entry.name].shape, rate, options)
         label = _label_for(tx, entry.kind, chains)
         chains[label] = tx
-        label_of[name] = label
+        label_of[entry.name] = label
     if rate is None:
         _warn_of_scheduled_rate(form, entries)
     if len(chains) == 1:
@@ -204,11 +201,24 @@ def recipe(
     return partition(chains, label_of)
 
 
-def _with_rate(group: Group, rate: str | None) -> Group:
-    """Return the group with the learning rate for the chain as its "lr"."""
-    if rate == "initial_lr":
-        return {**group, "lr": group["initial_lr"]}
-    return group
+def _chain_of(
+    form: Format, entry: _Entry, shape: torch.Size, rate: str | None, options: Mapping[str, Any]
+) -> Transform:
+    """Return the chain that updates a parameter as the other optimizer does; its errors begin with the name.
+
+    ``rate`` and ``options`` are arguments of `recipe`.
+    """
+    group = entry.group
+    try:
+        if rate == "initial_lr":
+            group = {**group, "lr": group["initial_lr"]}
+        return form.chain_of(group, entry.kind, shape, options)
+    except KeyError as missing:
+        raise ValueError(
+            f"{entry.name!r}: its group in {form.title} has no {missing}, only {sorted(entry.group)}"
+        ) from None
+    except ValueError as problem:
+        raise ValueError(f"{entry.name!r}: {problem}") from None
 
 
 def _warn_of_scheduled_rate(form: Format, entries: Sequence[_Entry]) -> None:

@@ -84,13 +84,10 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     are sums of gradients, not averages. ``step`` is the number of steps if the other optimizer does not count them.
     """
     _require_heavy_ball(tx, heavy_ball)
-    # All problems are collected, so that the caller sees them in one error.
     step_of = {name: leaf.step for name, leaf in leaves.items() if leaf.step is not None}
-    counts = set(step_of.values())
-    problems: list[str] = []
-    if step is not None and len(counts) == 1 and step not in counts:
-        problems.append(f"step: found {step}, but the source counts {min(counts)} steps; leave step= out")
     state = tx.init(params)  # new tensors, which are filled in place
+    # All problems are collected, so that the caller sees them in one error.
+    problems = _mistakes_of_step(step, step_of)
     unused_names = set(leaves)
     for path, part in _states_in(state):
         names, moment_problems = _fill_moments(part, path, leaves)
@@ -98,15 +95,22 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         unused_names.difference_update(names)
         if "count" in part._fields:
             step_of_own = {name: step_of[name] for name in names if name in step_of}
-            if not step_of_own:  # such as the state of a schedule, which has no parameters
-                step_of_own = step_of
-            problems += _fill_count(part.count, f"{path}count", step_of_own, step)
+            # A schedule has no parameters of its own, and counts the steps of all.
+            problems += _fill_count(part.count, f"{path}count", step_of_own or step_of, step)
     for name in unused_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
         texts = first_of_each_kind(sorted(set(problems)))
         raise ValueError(f"the source does not fit the transform: {'; '.join(texts)}")
     return state
+
+
+def _mistakes_of_step(step: int | None, step_of: Mapping[str, int]) -> list[str]:
+    """Return a text if the caller's ``step`` differs from the one count that all parameters have, else no text."""
+    counts = set(step_of.values())
+    if step is None or len(counts) != 1 or step in counts:
+        return []
+    return [f"step: found {step}, but the source counts {min(counts)} steps; leave step= out"]
 
 
 def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
