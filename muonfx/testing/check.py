@@ -46,7 +46,6 @@ class LawReport:
 
     def __str__(self) -> str:
         """Return the report as text, with a line for each law."""
-        # The title, the laws that hold with their numbers of examples, then the others with their reasons.
         lines = [f"{self.tx}: {_counted(len(self.held), 'law holds', 'laws hold')}"]
         for name, count in self.held.items():
             lines.append(f"  {name} ({_counted(count, 'example', 'examples')})")
@@ -107,26 +106,25 @@ def _require_transform(tx: object) -> None:
 
 
 def _suitable_ranks(tx: Transform) -> tuple[int, int]:
-    """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4).
-
-    It is found by a step on examples of both kinds.
-    """
+    """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4)."""
     _require_transform(tx)
-    try:
-        _try_a_step(tx, (0, 4))  # scalars, vectors, matrices and more dims
-    except Exception:
-        # A transform of matrices raises an error about vectors, which is not the mistake that its author looks for.
-        try:
-            _try_a_step(tx, (2, 4))
-        except Exception as error:
-            raise _raised_on_examples(tx, error) from error
-        return 2, 4  # only the tree without scalars and vectors was accepted
-    return 0, 4
+    if _error_of_a_step(tx, (0, 4)) is None:
+        return 0, 4
+    # A transform of matrices has raised an error about scalars or vectors. An error about matrices is a mistake.
+    error = _error_of_a_step(tx, (2, 4))
+    if error is not None:
+        raise _raised_on_examples(tx, error) from error
+    return 2, 4
 
 
-def _try_a_step(tx: Transform, ranks: tuple[int, int]) -> None:
+def _error_of_a_step(tx: Transform, ranks: tuple[int, int]) -> Exception | None:
+    """Return the error that a step on leaves with these numbers of dims raises, or None."""
     params, steps = standard_examples(ranks)[0]
-    tx.update(steps[0], tx.init(params), params)
+    try:
+        tx.update(steps[0], tx.init(params), params)
+    except Exception as error:
+        return error
+    return None
 
 
 def _raised_on_examples(tx: Transform, error: Exception) -> TypeError:
@@ -210,10 +208,7 @@ def check_transform(
     with reporting(progress) as report:
         for index, law in enumerate(checked, start=1):
             report(f"{tx.name}: law {index} of {len(checked)}, {law.name}")
-            options: dict[str, Any] = {}
-            if law.name == "updates_look_like_the_gradients":
-                options["updates_dtype"] = updates_dtype
-            check = functools.partial(_check_example, law, tx, options)
+            check = _check_of_example(law, tx, updates_dtype)
             examples_of_law = _share(law.share, standard, drawn)
             try:
                 for example in examples_of_law:
@@ -232,27 +227,32 @@ Check = Callable[[Example], None]
 """A function that checks a law on an example, and raises `LawViolation` if the law does not hold."""
 
 
-def _check_example(law: Law, tx: Transform, options: dict[str, Any], example: Example) -> None:
-    law.check(tx, *example, **options)
+def _check_of_example(law: Law, tx: Transform, updates_dtype: Any) -> Check:
+    """Return a function that checks a law of a transform on an example."""
+    if law.name == "updates_look_like_the_gradients":  # the only law with an option
+        return lambda example: law.check(tx, *example, updates_dtype=updates_dtype)
+    return lambda example: law.check(tx, *example)
 
 
 def _share(share: float, standard: list[Example], drawn: list[Example]) -> list[Example]:
-    """Return some of the examples, for a slow law: the fraction ``share`` of them, and at least one.
+    """Return the fraction ``share`` of the examples, at least one: half of them standard examples, half drawn ones.
 
-    Standard examples are fixed, and drawn ones are random. Of 10 standard and 90 drawn examples, a share of 0.2 has the
-    first 10 standard examples and 10 drawn ones. The drawn examples are sorted by size, and every ninth of them is
-    taken, beginning with the largest.
+    If there are too few of one kind, there are more of the other. Drawn examples are sorted by size; the largest is
+    among those returned, and so are others of all sizes.
     """
-    # The number of examples to return: 20 of 100 for the share 0.2.
     count = math.ceil((len(standard) + len(drawn)) * share)
-    # Half of them, or more if there are too few drawn examples.
-    standard_count = max(math.ceil(count / 2), count - len(drawn))
-    examples = standard[:standard_count]
-    drawn_count = count - len(examples)
-    # Equal distances from the end of the list: of 90, the indices -1, -10, -19 and so on. The last is the largest.
-    for index in range(drawn_count):
-        examples.append(drawn[-1 - index * len(drawn) // drawn_count])
-    return examples
+    drawn_count = min(count // 2, len(drawn))
+    standard_share = standard[: count - drawn_count]
+    return standard_share + _evenly_spaced(drawn, count - len(standard_share))
+
+
+def _evenly_spaced(examples: list[Example], count: int) -> list[Example]:
+    """Return a number of items at equal distances in a list: the last one first, then earlier ones.
+
+    Of 90 items, 10 are those with the indices 89, 80, 71 and so on.
+    """
+    last = len(examples) - 1
+    return [examples[last - number * len(examples) // count] for number in range(count)]
 
 
 def _size(example: Example) -> tuple[int, int]:
@@ -264,8 +264,7 @@ def _size(example: Example) -> tuple[int, int]:
 def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> None:
     """Call a function on a number of examples that a hypothesis strategy draws.
 
-    If it raises an error, hypothesis shrinks the example to the smallest with an error, and raises this error. With
-    ``examples.append`` as the function, the drawn examples are collected in a list.
+    If it raises an error, hypothesis shrinks the example to the smallest with an error, and raises this error.
     """
     settings = hypothesis.settings(
         max_examples=number,
@@ -285,34 +284,32 @@ def _for_each(function: Check, strategy: st.SearchStrategy[Example], number: int
     def call_on_drawn(example: Example) -> None:
         function(example)
 
-    # One call runs all examples. A seed is set by one more decorator.
-    if seed is None:
-        call_on_drawn()
-    else:
-        hypothesis.seed(seed)(call_on_drawn)()
-
-
-_pools: dict[Any, list[Example]] = {}
+    test = call_on_drawn
+    if seed is not None:
+        test = hypothesis.seed(seed)(test)
+    test()
 
 
 def _drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
     """Return a number of examples that a hypothesis strategy draws, sorted by size.
 
-    All laws use the same list, because drawing takes longer than most laws. It is cached if it would be the same at the
-    next call: with a seed, or in a hypothesis profile without randomness.
+    Drawing takes longer than most laws. So the list is cached if the next call would draw the same examples: with a
+    seed, or in a hypothesis profile without randomness.
     """
-    key = (strategy, number, seed)
-    is_reproducible = seed is not None or hypothesis.settings().derandomize
-    if is_reproducible and key in _pools:
-        return _pools[key]
-    # Draw by calling a function that only appends. With number 0, there is nothing to draw.
+    if seed is not None or hypothesis.settings().derandomize:
+        return _drawn_once(strategy, number, seed)
+    return _newly_drawn(strategy, number, seed)
+
+
+def _newly_drawn(strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> list[Example]:
     examples: list[Example] = []
-    if number:
+    if number:  # hypothesis accepts no 0
         _for_each(examples.append, strategy, number, seed)
     examples.sort(key=_size)
-    if is_reproducible:
-        _pools[key] = examples
     return examples
+
+
+_drawn_once = functools.cache(_newly_drawn)
 
 
 SLOW = 0.05
@@ -322,10 +319,8 @@ SLOW = 0.05
 def _shrunk(check: Check, strategy: st.SearchStrategy[Example], number: int, seed: int | None) -> LawViolation | None:
     """Return the `LawViolation` of the smallest example that hypothesis finds by shrinking, or None if none fails.
 
-    ``check`` raises a `LawViolation` if the law does not hold on an example. Hypothesis then draws smaller examples as
-    long as they violate the law too.
+    The examples are drawn again, since hypothesis can shrink only an example that it has drawn itself.
     """
-    # The examples are drawn again, at least 100, as hypothesis can shrink only an example that it has drawn itself.
     try:
         _for_each(check, strategy, max(number, 100), seed)
     except LawViolation as violation:

@@ -64,13 +64,11 @@ def select(
     >>> select({"a": "law a", "b": "law b", "c": "law c"}, laws=None, skip=["b"])
     (['law a', 'law c'], {'b': 'skipped'})
     """
-    # Functions become names. With None, the names are the keys of the registry.
     names = _names(registry if laws is None else laws)
     skipped = _names(skip)
     unknown = [repr(name) for name in names + skipped if name not in registry]
     if unknown:
         raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(registry)}")
-    # In the order of the registry, not in the order in which the caller has listed them.
     selected = [law for name, law in registry.items() if name in names and name not in skipped]
     return selected, dict.fromkeys(skipped, "skipped")
 
@@ -84,8 +82,7 @@ def _names(laws: Iterable[str | LawFunction]) -> list[str]:
 def without_torchs_own_warnings() -> Generator[None]:
     """Ignore torch's warnings about its own use of ``torch.jit``, in forward mode and inductor."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".torch.jit", DeprecationWarning)
-        warnings.filterwarnings("ignore", ".torch.jit", FutureWarning)  # on Python 3.14
+        warnings.filterwarnings("ignore", ".torch.jit")
         yield
 
 
@@ -142,22 +139,25 @@ def law(
         >>> del LAWS["updates_are_small"]
     """
 
-    def decorate(function: LawFunction) -> LawFunction:
-        """Add the law to `LAWS`, and return the function that checks it on every prepared example."""
-
-        @functools.wraps(function)
-        def check(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
-            # One or several examples: `on` may return the example in float64 and in its own dtypes, for instance.
-            prepared = on(Example(params, list(steps)))
-            if isinstance(prepared, Example):
-                prepared = [prepared]
-            for example in prepared:
-                _check_one(function, tx, example, options)
-
-        # "muonfx.testing.laws.algebra" has the family "algebra".
+    def register(function: LawFunction) -> LawFunction:
+        check = _on_prepared_examples(function, on)
         name = function.__name__
-        family = function.__module__.rpartition(".")[2]
+        family = function.__module__.rpartition(".")[2]  # "algebra" of "muonfx.testing.laws.algebra"
         LAWS[name] = Law(name, check, family, why_not=unless, share=share)
         return check
 
-    return decorate
+    return register
+
+
+def _on_prepared_examples(function: LawFunction, prepare: Callable[[Example], Example | list[Example]]) -> LawFunction:
+    """Return a law that checks ``function`` on a prepared example, or on each of them if ``prepare`` returns a list."""
+
+    @functools.wraps(function)
+    def check(tx: Transform, params: PyTree, steps: list[PyTree], **options: Any) -> None:
+        examples = prepare(Example(params, list(steps)))
+        if isinstance(examples, Example):
+            examples = [examples]
+        for example in examples:
+            _check_one(function, tx, example, options)
+
+    return check
