@@ -49,32 +49,26 @@ def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
     Raises:
         RuntimeError: the other process raised an error, which the message contains, or has ended.
     """
-    # The process is started at the first call, and answers each message on stdin by one on stdout.
     process = _other_process()
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        _send(process.stdin, _packed((tx, examples)))
-        results_or_error = _receive(process.stdout)
+        _send(process.stdin, (tx, examples))
+        histories, error_text = _receive(process.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         _other_process.cache_clear()  # the next law starts another
         raise RuntimeError("another process has ended before it returned its results") from error
-    if isinstance(results_or_error, str):  # the text of an error, in place of a list of results
-        raise RuntimeError(f"another process raised {results_or_error}")
-    return results_or_error
+    if error_text:
+        raise RuntimeError(f"another process raised {error_text}")
+    return histories
 
 
-def _packed(value: object) -> bytes:
-    """Return a value as bytes. ``pickle`` alone does not support float8 tensors."""
+def _send(stream: IO[bytes], value: object) -> None:
+    """Write a value to a stream. If it cannot be written, raise an error and write nothing."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _send(stream: IO[bytes], message: bytes) -> None:
-    """Write a message, the bytes of a value, to a stream."""
+    torch.save(value, buffer)  # pickle alone does not support float8 tensors
     # Pickled, the bytes have an end, even if the other process cannot load the value: the next one would be misread.
-    pickle.dump(message, stream)
+    pickle.dump(buffer.getvalue(), stream)
     stream.flush()
 
 
@@ -88,17 +82,17 @@ def _receive(stream: IO[bytes]) -> Any:
 def serve() -> None:
     """Run the examples that arrive on stdin, and write their results to stdout, until stdin is closed.
 
-    A message on stdin is a pair of a transform and a list of examples. The answer is a list with the updates and states
-    of each example, or the text of an error such as "ValueError: found a vector".
+    A message on stdin is a pair of a transform and a list of examples. The answer is a pair too: a list with the
+    updates and states of each example, and the text of an error such as "ValueError: found a vector", or "".
     """
-    results = sys.stdout.buffer
-    sys.stdout = sys.stderr  # a transform may print, which must not come between the results
+    stdout = sys.stdout.buffer
+    sys.stdout = sys.stderr  # a transform may print, which must not come between the answers
     while True:
         try:
             tx, examples = _receive(sys.stdin.buffer)
-            answer = _packed([history(tx, *example) for example in examples])
+            histories = [history(tx, *example) for example in examples]
+            _send(stdout, (histories, ""))
         except EOFError:  # the first process has closed stdin
             return
         except Exception as error:  # also of a result that cannot be sent
-            answer = _packed(f"{type(error).__name__}: {error}")
-        _send(results, answer)
+            _send(stdout, ([], f"{type(error).__name__}: {error}"))

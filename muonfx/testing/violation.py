@@ -140,22 +140,24 @@ def _compare(
     ``what`` names the tree of results and ``expected_is`` the expected tree in the message, as in "step 0, updates" and
     "in eager mode". ``describe`` returns the text for a leaf.
     """
-    # Containers and keys first: only trees of one structure have leaves that can be paired.
     leaves, structure = tree.flatten(results)
     expected_leaves, expected_structure = tree.flatten(expected)
     if structure != expected_structure:
         text = f"the tree is {structure}, expected the structure of {expected_is}, {expected_structure}"
         raise Breach(what, text)
     for number, (leaf, expected_leaf) in enumerate(zip(leaves, expected_leaves, strict=True)):
-        if _equal_leaves(leaf, expected_leaf, same):
-            continue
-        # The first different leaf is the error. Its name is looked up only now, since most comparisons find none.
-        name = tree.names(expected)[number]
-        text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
-        if describe(leaf) == describe(expected_leaf):  # the text has no values, or too few digits
-            difference = _largest_finite(leaf.detach().double() - expected_leaf.detach().double())
-            text += f": elements up to {_largest_finite(expected_leaf):.1e} differ by up to {difference:.1e}"
-        raise Breach(f"{what} {name!r}", text)
+        if not _equal_leaves(leaf, expected_leaf, same):
+            name = tree.names(expected)[number]  # only now, since most comparisons find no difference
+            raise Breach(f"{what} {name!r}", _difference(leaf, expected_leaf, expected_is, describe))
+
+
+def _difference(leaf: Any, expected_leaf: Any, expected_is: str, describe: Callable[[Any], str]) -> str:
+    """Return "found ..., expected as ... ..." for two leaves that differ, with the size of a difference in digits."""
+    text = f"found {describe(leaf)}, expected as {expected_is} {describe(expected_leaf)}"
+    if describe(leaf) == describe(expected_leaf):  # the text has no values, or too few digits
+        difference = _largest_finite(leaf.detach().double() - expected_leaf.detach().double())
+        text += f": elements up to {_largest_finite(expected_leaf):.1e} differ by up to {difference:.1e}"
+    return text
 
 
 def _equal_leaves(a: object, b: object, same: Callable[[Tensor, Tensor], bool]) -> bool:
@@ -193,25 +195,25 @@ def _spec(leaf: object) -> str:
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
 """The tolerance of a comparison, relative to a leaf's largest magnitude, by the narrowest dtype of the computation."""
 
+_TOLERANCE_OF_CODES = 0.25
+"""For eight-bit codes: the last bit of an fp32 value can decide between two neighbouring codes."""
+
 
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
     """Return the tolerance for comparing results of a transform, by the narrowest dtype in it and in the trees.
 
     For ``momentum(dtype=torch.bfloat16)`` and float32 gradients, it is the tolerance of bfloat16, 0.25.
     """
-    # The dtypes of the tensors, then those in the arguments of the transform and of the transforms inside it.
-    dtypes: set[torch.dtype] = set()
+    tolerance = TOLERANCES[torch.float64]
     for leaf in tree.tensors(trees):
         if leaf.is_floating_point() and leaf.ndim:  # a tensor without dims is a count or a rate
-            dtypes.add(leaf.dtype)
+            tolerance = max(tolerance, TOLERANCES.get(leaf.dtype, _TOLERANCE_OF_CODES))
     for value in values_within(tx):
         if isinstance(value, torch.dtype):
-            dtypes.add(value)
+            tolerance = max(tolerance, TOLERANCES.get(value, _TOLERANCE_OF_CODES))
         elif isinstance(value, QuantizedDtype):
-            dtypes.add(torch.int8)  # of its codes
-    # 0.25 for eight-bit codes, because the last bit of an fp32 value can decide between two neighbouring codes.
-    tolerances = [TOLERANCES.get(dtype, 0.25) for dtype in dtypes]
-    return max(tolerances, default=TOLERANCES[torch.float64])
+            tolerance = max(tolerance, _TOLERANCE_OF_CODES)
+    return tolerance
 
 
 def values_within(value: Any) -> Iterator[Any]:
@@ -221,8 +223,7 @@ def values_within(value: Any) -> Iterator[Any]:
     [{'a': [1, 2]}, [1, 2], 1, 2]
     """
     yield value
-    # The items of this value; a number, a string or None has none, and the recursion ends.
-    items: Iterable[Any] = ()
+    items: Iterable[Any] = ()  # a number, a string or None has none
     if isinstance(value, Recorded):
         items = value.arguments.values()
     elif isinstance(value, dict):
@@ -239,14 +240,14 @@ def widened(value: Any) -> Any:
     ``momentum(dtype=torch.bfloat16)`` becomes ``momentum(dtype=torch.float64)``. The value may also be an argument, and
     the arguments of a transform are converted recursively.
     """
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
     if isinstance(value, Recorded):  # a transform or a schedule
         arguments: dict[str, Any] = widened(dict(value.arguments))
         return value.replace(**arguments)
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
     # Only plain containers: a NamedTuple or another subclass may accept other arguments.
     if type(value) in (tuple, list):
         return type(value)([widened(item) for item in value])
     if type(value) is dict:
         return {key: widened(item) for key, item in value.items()}
-    return value  # a number, a string, a function: without a dtype
+    return value
