@@ -6,9 +6,11 @@ fast, and shrink to few and small leaves.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -48,15 +50,14 @@ class Example(NamedTuple):
         """
         generator = torch.Generator().manual_seed(seed)
 
-        # Each call continues the random numbers, so the parameters and the gradients of each step all differ.
-        def random_leaves() -> dict[str, Tensor]:
+        def random_tree() -> PyTree:
             leaves: dict[str, Tensor] = {}
             for name, shape in shapes.items():
                 leaves[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
             return leaves
 
-        params = random_leaves()
-        grads_of_steps: list[PyTree] = [random_leaves() for _ in range(steps)]
+        params = random_tree()
+        grads_of_steps = [random_tree() for _ in range(steps)]
         return cls(params, grads_of_steps)
 
     def __repr__(self) -> str:
@@ -81,20 +82,13 @@ class Example(NamedTuple):
         params   'w': float32 (2, 2) [[0.25, 0.25], [0.25, 0.25]]
         step 0   'w': float32 (2, 2) [[0.625, 0.625], [0.625, 0.625]]
         """
-        # The parameters first. None is a leaf of these trees, so it has a number as a tensor has.
-        param_leaves, params_treedef = tree.flatten(self.params)
-        for number, param in enumerate(param_leaves):
-            if param is None:
-                param_leaves[number] = torch.full((2, 2), 0.25)
-        # Then the gradients of each step. A gradient has the number of its parameter.
-        dense_steps: list[PyTree] = []
-        for grads in self.steps:
-            grad_leaves, grads_treedef = tree.flatten(grads)
-            for number, grad in enumerate(grad_leaves):
-                if grad is None:  # any values of the parameter's shape and dtype
-                    grad_leaves[number] = 0.5 * param_leaves[number] + 0.5
-            dense_steps.append(tree.unflatten(grads_treedef, grad_leaves))
-        return Example(tree.unflatten(params_treedef, param_leaves), dense_steps)
+        params = _filled(self.params, lambda number: torch.full((2, 2), 0.25))
+        param_leaves = tree.leaves(params)
+
+        def any_gradient(number: int) -> Tensor:
+            return 0.5 * param_leaves[number] + 0.5  # of the parameter's shape and dtype
+
+        return Example(params, [_filled(grads, any_gradient) for grads in self.steps])
 
     def contiguous(self) -> Example:
         """Return the example in contiguous memory, with a tensor in place of each None."""
@@ -111,13 +105,14 @@ class Example(NamedTuple):
         """Return an example of the same shapes with random float64 values away from zero, where derivatives exist."""
         generator = torch.Generator().manual_seed(0)
 
-        def away(leaf: Tensor) -> Tensor:
+        def random_like(leaf: Tensor) -> Tensor:
             drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
             return drawn + drawn.sign() * 0.1  # 0.02 becomes 0.12, and -0.02 becomes -0.12
 
-        # `away` draws new values at each call, so the gradients have only the shapes of the parameters.
-        params = self.dense().params
-        return Example(tree.map(away, params), tree.map(away, [params] * steps))
+        shapes = self.dense().params
+        params = tree.map(random_like, shapes)
+        grads_of_steps = [tree.map(random_like, shapes) for _ in range(steps)]
+        return Example(params, grads_of_steps)
 
     def shortened(self, steps: int = 2) -> Example:
         """Return the example with at most ``steps`` optimizer steps."""
@@ -130,8 +125,7 @@ class Example(NamedTuple):
         5
         """
         number_of_steps = max(steps, len(self.steps))
-        # Three steps prolonged to five are the steps 0, 1, 2, 0, 1.
-        repeated_steps = [self.steps[index % len(self.steps)] for index in range(number_of_steps)]
+        repeated_steps = list(islice(cycle(self.steps), number_of_steps))  # such as the steps 0, 1, 2, 0, 1
         return Example(self.params, repeated_steps)
 
 
@@ -160,16 +154,18 @@ def map_numbered(function: Callable[[int, Any], Any], values: PyTree) -> PyTree:
     return tree.unflatten(treedef, leaves)
 
 
+def _filled(values: PyTree, tensor_of_number: Callable[[int], Tensor]) -> PyTree:
+    """Return a tree in which a tensor replaces each leaf that is None. A function returns it for the leaf's number."""
+    return map_numbered(lambda number, leaf: tensor_of_number(number) if leaf is None else leaf, values)
+
+
 def map_some(function: Callable[[Any], Any], numbers: Collection[int], values: PyTree) -> PyTree:
     """Return a tree in which a function replaces the leaves with the given numbers; the other leaves stay.
 
     >>> map_some(lambda leaf: -leaf, {1}, {"a": 5, "b": 5})
     {'a': 5, 'b': -5}
     """
-    leaves, treedef = tree.flatten(values)
-    for number in numbers:
-        leaves[number] = function(leaves[number])
-    return tree.unflatten(treedef, leaves)
+    return map_numbered(lambda number, leaf: function(leaf) if number in numbers else leaf, values)
 
 
 def without_leaves(numbers: Collection[int], values: PyTree) -> PyTree:
@@ -186,14 +182,16 @@ def only_leaf(number: int, values: PyTree) -> PyTree:
     return map_numbered(lambda index, leaf: leaf if index == number else None, values)
 
 
-def example_of_leaf(number: int, example: Example) -> Example:
-    """Return an example with the parameter and the gradients of leaf ``number``, and None for all other leaves."""
-    return example.map_trees(lambda values: only_leaf(number, values))
-
-
 def scaled(values: Any, factor: float) -> Any:
     """Return a tree, or the numeric arguments of a transform, with every leaf multiplied by a factor."""
     return tree.map(lambda leaf: leaf * factor, values)
+
+
+def as_matrix(leaf: Tensor) -> Tensor:
+    """Return a scalar or a vector as a matrix with one row, and any other leaf as it is."""
+    if leaf.ndim < 2:
+        return leaf.reshape(1, -1)
+    return leaf
 
 
 def copied(leaf: Any) -> Any:
@@ -244,16 +242,23 @@ History = list[tuple[PyTree, PyTree]]
 """The updates and the next state of each step."""
 
 
-def history(tx: Any, params: PyTree, steps: Sequence[PyTree], **extras: Any) -> History:
+def history(
+    tx: Any,
+    params: PyTree,
+    steps: Sequence[PyTree],
+    *,
+    change_state: Callable[[PyTree], PyTree] = lambda state: state,
+    **extras: Any,
+) -> History:
     """Run a transform from its initial state through all steps; return a list with a pair (updates, state) per step.
 
-    ``extras`` are extra arguments of every update.
+    The parameters stay the same: updates are not added to them. ``change_state`` is applied to the state before each
+    step, for example to store it in another layout. ``extras`` are extra arguments of every update.
     """
     state = tx.init(params)
     results: History = []
-    # The parameters stay the same: updates are returned, but not added to the parameters.
     for grads in steps:
-        updates, state = tx.update(grads, state, params, **extras)
+        updates, state = tx.update(grads, change_state(state), params, **extras)
         results.append((updates, state))
     return results
 
@@ -298,25 +303,24 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
     >>> params["tall"].shape, params["tall"].dtype, len(steps)
     (torch.Size([5, 3]), torch.float32, 3)
     """
-    # One leaf of each allowed shape, with random values: the same in every dtype, up to rounding.
     min_ndim, max_ndim = ranks
     shapes = {name: shape for name, shape in _SHAPES.items() if min_ndim <= len(shape) <= max_ndim}
-    example_in = {dtype: Example.of(shapes, steps=3, seed=1, dtype=dtype) for dtype in DTYPES}
-    # Variants of the float32 example: other memory layouts, and gradients that are None in some steps.
-    plain = example_in[torch.float32]
+
+    def example_in(dtype: torch.dtype) -> Example:
+        return Example.of(shapes, steps=3, seed=1, dtype=dtype)  # the same values in every dtype, up to rounding
+
+    plain = example_in(torch.float32)
     params, steps = plain
-    steps_in_layouts = [_in_layouts(grads, step) for step, grads in enumerate(steps)]
-    steps_with_nones = [_without_a_third(grads, step) for step, grads in enumerate(steps)]
     return [
         plain,
-        example_in[torch.bfloat16],
-        Example(_in_layouts(params, 0), steps_in_layouts),
-        Example(params, steps_with_nones),
-        example_in[torch.float16],
+        example_in(torch.bfloat16),
+        Example(_in_layouts(params, 0), [_in_layouts(grads, step) for step, grads in enumerate(steps)]),
+        Example(params, [_without_a_third(grads, step) for step, grads in enumerate(steps)]),
+        example_in(torch.float16),
         Example(in_mixed_dtypes(0, params), steps),  # float32 gradients, parameters in mixed dtypes
         plain.map_trees(_nested),
         plain.map(_degenerate),
-        example_in[torch.float64],
+        example_in(torch.float64),
     ]
 
 
@@ -327,7 +331,7 @@ def _in_layouts(values: dict[str, Tensor], shift: int) -> dict[str, Tensor]:
 
 def _without_a_third(grads: dict[str, Tensor], step: int) -> dict[str, Tensor | None]:
     """Return gradients with None for every third leaf, another third at each step."""
-    absent = range(-step % 3, len(grads), 3)  # leaves 0, 3, 6 at step 0; 2, 5, 8 at step 1; 1, 4, 7 at step 2
+    absent = [number for number in range(len(grads)) if (number + step) % 3 == 0]
     return without_leaves(absent, grads)
 
 
@@ -338,12 +342,8 @@ def in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:
     >>> values["a"].dtype, values["b"].dtype
     (torch.float64, torch.bfloat16)
     """
-    leaves, treedef = tree.flatten(values)
-    for number, leaf in enumerate(leaves):
-        if leaf is not None:
-            dtype = DTYPES[(number + shift) % len(DTYPES)]  # after the last dtype follows the first
-            leaves[number] = leaf.to(dtype)
-    return tree.unflatten(treedef, leaves)
+    dtypes = map_numbered(lambda number, leaf: DTYPES[(number + shift) % len(DTYPES)], values)
+    return tree.map(torch.Tensor.to, values, dtypes)
 
 
 def _nested(values: dict[str, Tensor]) -> PyTree:
@@ -395,23 +395,30 @@ _SIDES = (1, 2, 3, 4, 5, 2, 3, 4, 6, 7, 2, 0)
 _KEYS = ("w", "b", "blocks.0.q", "head")
 
 
-def _random_leaf(
-    seed: int, *, shape: tuple[int, ...], dtype: torch.dtype, layout: str, fill: str, power: int
-) -> Tensor:
-    """Return a tensor of the drawn properties, with values from a seed.
+@dataclass(frozen=True)
+class _RandomLeaf:
+    """A leaf of a drawn tree: all properties of a tensor but its values, which depend on a seed."""
 
-    ``fill`` is "normal", "lowrank" (matrices of half the full rank) or "zeros". ``layout`` is one of `LAYOUTS`. The
-    values are multiplied by ``2**power``: with the power -2, a normal number 1.0 becomes 0.25.
-    """
-    # Drawn in float64 for every dtype, so that one seed has nearly the same values in all dtypes.
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, dtype=torch.float64, generator=generator)
-    if fill == "lowrank" and values.ndim >= 2 and values.numel():
-        values = _of_half_rank(values)
-    elif fill == "zeros":
-        values = values.zero_()
-    scaled_values = (values * 2.0**power).to(dtype)
-    return laid_out(scaled_values, layout)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    """One of `LAYOUTS`."""
+    fill: str
+    """"normal", "lowrank" (matrices of half the full rank) or "zeros"."""
+    power: int
+    """The values are multiplied by ``2**power``: with the power -2, a normal number 1.0 becomes 0.25."""
+
+    def tensor(self, seed: int) -> Tensor:
+        """Return a tensor of these properties, with values from a seed."""
+        # Drawn in float64 for every dtype, so that one seed has nearly the same values in all dtypes.
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(self.shape, dtype=torch.float64, generator=generator)
+        if self.fill == "lowrank" and values.ndim >= 2 and values.numel():
+            values = _of_half_rank(values)
+        elif self.fill == "zeros":
+            values = values.zero_()
+        scaled_values = (values * 2.0**self.power).to(self.dtype)
+        return laid_out(scaled_values, self.layout)
 
 
 def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -436,53 +443,50 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-def _with_tensors(tree_of_functions: PyTree, seed: int, **properties: Any) -> PyTree:
-    """Return a tree of tensors. Each leaf of the given tree is None, or a function from a seed to a tensor.
-
-    Each leaf has a seed of its own. ``properties``, such as ``layout="contiguous"``, replace those of each function.
-    """
-    leaves, treedef = tree.flatten(tree_of_functions)
-    for number, random_leaf in enumerate(leaves):
-        if random_leaf is not None:  # such as partial(_random_leaf, shape=(2, 3), ...), which only lacks its seed
-            leaves[number] = random_leaf(seed + number, **properties)
-    return tree.unflatten(treedef, leaves)
+def _random_tensors(random_leaves: PyTree, seed: int) -> PyTree:
+    """Return a tree of tensors for a tree of `_RandomLeaf` values and None. Each leaf has a seed of its own."""
+    seeds = map_numbered(lambda number, leaf: seed + number, random_leaves)
+    return tree.map(_RandomLeaf.tensor, random_leaves, seeds)
 
 
-_IS_ABSENT = st.sampled_from((False, False, False, True))
+_IN_ONE_OF_FOUR = st.sampled_from((False, False, False, True))
 
 
 @st.composite
 def _examples(
-    draw: st.DrawFn, trees_of_functions: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool
+    draw: st.DrawFn, trees_of_random_leaves: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool
 ) -> Example:
     """Draw an example: parameters, and gradients of the same structure for a number of steps in ``steps``.
 
-    A drawn tree has a function from a seed to a tensor in place of each leaf. It gives the parameters by one seed, and
-    the gradients of each step by another. With ``nones``, some gradients are None.
+    The values come from a seed for the parameters, and from another for the gradients of each step. With ``nones``,
+    some gradients are None.
     """
-    # Drawn once for the example: the structure and shapes, the seed, and the dtype of gradients (float32 in one of 4).
-    tree_of_functions = draw(trees_of_functions)
+    random_params = draw(trees_of_random_leaves)
     seed = draw(_SEEDS)
-    number_of_leaves = len(tree.leaves(tree_of_functions))
-    grads_are_float32 = draw(st.sampled_from((False, False, False, True)))
+    random_grads = random_params
+    if draw(_IN_ONE_OF_FOUR):  # not by a conversion to float32, which would have only values of narrow dtypes
+        random_grads = _with_properties(random_params, dtype=torch.float32)
     grads_of_steps: list[PyTree] = []
     for step in range(draw(st.integers(*steps))):
-        # Properties for all gradients of this step, in place of the properties of their parameters.
-        properties: dict[str, Any] = {}
-        if grads_are_float32:
-            properties["dtype"] = torch.float32  # not by a conversion, which would have only values of narrow dtypes
+        random_grads_of_step = random_grads
         if draw(st.booleans()):
-            properties["layout"] = "contiguous"
-        seed_of_step = seed + 1000 * (step + 1)  # there are fewer than 1000 leaves, which add their numbers
-        grads = _with_tensors(tree_of_functions, seed_of_step, **properties)
+            random_grads_of_step = _with_properties(random_grads, layout="contiguous")
+        # There are fewer than 1000 leaves, whose numbers are added to the seed.
+        grads = _random_tensors(random_grads_of_step, seed + 1000 * (step + 1))
         if nones:
-            absent: list[int] = []  # the numbers of leaves without a gradient in this step
-            for number in range(number_of_leaves):
-                if draw(_IS_ABSENT):
-                    absent.append(number)
-            grads = without_leaves(absent, grads)
+            grads = without_leaves(_drawn_numbers(draw, len(tree.leaves(grads))), grads)
         grads_of_steps.append(grads)
-    return Example(_with_tensors(tree_of_functions, seed), grads_of_steps)
+    return Example(_random_tensors(random_params, seed), grads_of_steps)
+
+
+def _with_properties(random_leaves: PyTree, **properties: Any) -> PyTree:
+    """Return a tree of `_RandomLeaf` values with other properties, such as ``layout="contiguous"``."""
+    return tree.map(lambda leaf: dataclasses.replace(leaf, **properties), random_leaves)
+
+
+def _drawn_numbers(draw: st.DrawFn, count: int) -> list[int]:
+    """Draw about one of four numbers below ``count``."""
+    return [number for number in range(count) if draw(_IN_ONE_OF_FOUR)]
 
 
 def params_and_grads(
@@ -514,8 +518,7 @@ def params_and_grads(
     """
     min_ndim, max_ndim = ranks
     leaf: st.SearchStrategy[Any] = st.builds(
-        functools.partial,
-        st.just(_random_leaf),
+        _RandomLeaf,
         shape=st.lists(st.sampled_from(_SIDES), min_size=min_ndim, max_size=max_ndim).map(tuple),
         dtype=st.sampled_from(tuple(dtypes)),
         layout=st.sampled_from(LAYOUTS),

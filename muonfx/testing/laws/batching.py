@@ -5,6 +5,7 @@ This holds for ``torch.func.vmap`` over gradients and states, or over the transf
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.core import Locality, Transform
 from muonfx.core.hyperparams import stack
-from muonfx.testing.examples import Example, accepts_names, example_of_leaf, history, only_leaf, scaled, updates_of
+from muonfx.testing.examples import Example, accepts_names, history, only_leaf, scaled, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
 from muonfx.testing.violation import require_close, require_same, tolerance_of, values_within
@@ -28,20 +29,19 @@ def vmap_over_gradients_equals_a_loop(tx: Transform, params: PyTree, steps: list
     >>> import muonfx as mfx
     >>> vmap_over_gradients_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # Three runs of the same parameters with different gradients: first one after the other, then as one batch.
-    steps_of_runs = [scaled(steps, factor) for factor in (1.0, -0.5, 3.0)]
+    steps_of_runs = [scaled(steps, 1.0), scaled(steps, -0.5), scaled(steps, 3.0)]
     expected = _stacked([history(tx, params, steps_of_run) for steps_of_run in steps_of_runs])
-    state = _stacked([tx.init(params)] * len(steps_of_runs))  # the same state for each run, stacked three times
-    if not list(tree.tensors((params, state))):
+    initial_state = tx.init(params)
+    if not list(tree.tensors((params, initial_state))):
         return  # vmap requires a tensor
     # `update` is written for one run; vmap lets it compute all three at once. The parameters have no batch dim.
     update_batch = torch.func.vmap(lambda grads, state: tx.update(grads, state, params))
-    batched_steps = _stacked(steps_of_runs)  # at each step, tensors of shape (3, *shape)
-    for step, batch_of_grads in enumerate(batched_steps):
-        updates, state = update_batch(batch_of_grads, state)
-        what = f"step {step}, vmapped (updates, state)"
+    state = _stacked([initial_state] * 3)
+    for step, grads in enumerate(_stacked(steps_of_runs)):
+        results = update_batch(grads, state)
         tolerance = tolerance_of(tx, expected[step])
-        require_close(what, (updates, state), expected[step], "in a loop", tolerance)
+        require_close(f"step {step}, vmapped (updates, state)", results, expected[step], "in a loop", tolerance)
+        _, state = results
 
 
 def _stacked(trees: list[PyTree]) -> PyTree:
@@ -79,19 +79,18 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
     >>> import muonfx as mfx
     >>> vmap_over_the_transform_equals_a_loop(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    variants = [scaled(tx, factor) for factor in (1.0, 0.9, 0.5)]  # with all numeric arguments multiplied
+    variants = [scaled(tx, 1.0), scaled(tx, 0.9), scaled(tx, 0.5)]  # with all numeric arguments multiplied
 
     def last_step(tx: Transform) -> list[Tensor]:
         """Return the tensors of the last updates and the last state, since vmap cannot return None."""
         return list(tree.tensors(history(tx, params, steps)[-1]))
 
-    expected = [last_step(variant) for variant in variants]
-    if not expected[0]:  # there are no tensors, as in an empty tree
+    expected = _stacked([last_step(variant) for variant in variants])
+    if not expected:  # there are no tensors, as in an empty tree
         return
     # `stack` returns one transform whose numbers are tensors of three elements, over which vmap runs.
     results = torch.func.vmap(last_step)(stack(variants))
-    stacked = _stacked(expected)
-    require_close("last step, vmapped [updates, state]", results, stacked, "in a loop", tolerance_of(tx, stacked))
+    require_close("last step, vmapped [updates, state]", results, expected, "in a loop", tolerance_of(tx, expected))
 
 
 @law(on=lambda example: example.dense().shortened(), unless=wider_than(Locality.LEAF), share=0.1)
@@ -105,26 +104,29 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
     >>> a_leaf_has_the_same_bits_in_any_company(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     example = Example(params, steps)
-    together = updates_of(tx, params, steps)
-    # Each leaf alone: all other leaves are None.
+    usual_updates = updates_of(tx, params, steps)
     for number, name in enumerate(tree.names(params)):
-        alone = updates_of(tx, *example_of_leaf(number, example))
-        expected = [only_leaf(number, updates) for updates in together]
-        require_same(f"updates of {name!r}, without the other leaves,", alone, expected, "among them")
-    # This part gives leaves other places and longer names ("copy0.w"), which some transforms do not allow.
-    if _rounds_at_random(tx) or not accepts_names(tx, _with_others(2, params)):
-        return
-    # Each leaf among one or two other leaves of its shape.
+        updates_alone = updates_of(tx, *example.map_trees(functools.partial(only_leaf, number)))
+        expected = [only_leaf(number, updates) for updates in usual_updates]
+        require_same(f"updates of {name!r}, without the other leaves,", updates_alone, expected, "among them")
+    if not _rounds_at_random(tx):
+        _check_among_others(tx, example, usual_updates)
+
+
+def _check_among_others(tx: Transform, example: Example, usual_updates: list[PyTree]) -> None:
+    """Raise `Breach` (a failed law) if leaves have other updates among one or two others of their shapes."""
     for copies in (2, 3):
-        beside_others = Example(_with_others(copies, params), [_with_others(copies, grads) for grads in steps])
-        results = updates_of(tx, *beside_others)
-        updates_of_first = [updates["copy0"] for updates in results]
-        require_same(f"updates beside {copies - 1} others of each shape", updates_of_first, together, "without them")
+        params, steps = example.map_trees(functools.partial(_with_others, copies))
+        if not accepts_names(tx, params):  # the longer names, such as "copy0.w"
+            return
+        updates_of_first = [updates["copy0"] for updates in updates_of(tx, params, steps)]
+        what = f"updates beside {copies - 1} others of each shape"
+        require_same(what, updates_of_first, usual_updates, "without them")
 
 
 def _rounds_at_random(tx: Transform) -> bool:
-    quantized = [value for value in values_within(tx) if isinstance(value, QuantizedDtype)]
-    return any(dtype.resolved.seed is not None for dtype in quantized)
+    quantized_dtypes = [value for value in values_within(tx) if isinstance(value, QuantizedDtype)]
+    return any(dtype.resolved.seed is not None for dtype in quantized_dtypes)
 
 
 def _with_others(copies: int, values: PyTree) -> PyTree:

@@ -7,9 +7,9 @@ These laws check the options ``reads_params``, ``combinator``, ``resolve``, ``ro
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -20,16 +20,19 @@ from muonfx.core import Donation, EmptyState, Locality, Transform, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import stacked
 from muonfx.core.visit import sums_over_leaves
-from muonfx.testing.examples import Example, accepts_names, history, on_meta, scaled, updates_of
+from muonfx.testing.examples import (
+    Example,
+    accepts_names,
+    as_matrix,
+    history,
+    on_meta,
+    scaled,
+    updates_of,
+)
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import check_elements, check_leaves, check_sums, enlarged, precise
 from muonfx.testing.violation import Breach, require_close, require_same, require_spec, tolerance_of
 from muonfx.tree import PyTree
-
-
-def _without(option: str) -> Any:
-    """Return a function from a transform to the reason why it has no such option of `muonfx.transform`, or to None."""
-    return lambda tx: None if getattr(tx.declaration, option) is not None else f"it declares no {option}"
 
 
 @law(unless=lambda tx: "it declares that it reads the parameters" if tx.reads_params else None, share=0.3)
@@ -42,19 +45,16 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
     >>> import muonfx as mfx
     >>> params_are_not_read_where_declared_so(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # The same shapes with other values: an element 2.0 becomes -5.0.
     other_params = tree.map(lambda p: (p * -3 + 1).contiguous(), params)
-    # First `init`: both states must have the same bits.
     state = tx.init(params)
-    state_of_others = tx.init(other_params)
-    require_same("state at init, for other values of the parameters", state_of_others, state, "for these")
-    # Then `update`: each step runs from the same state with the usual parameters, with None, and with the others.
+    require_same("state at init, for other values of the parameters", tx.init(other_params), state, "for these")
     for step, grads in enumerate(steps):
         expected = tx.run(grads, state, params)
-        for which, params_of_run in {"no": None, "other": other_params}.items():
-            results = tx.run(grads, state, params_of_run)
-            require_same(f"step {step}, with {which} parameters, (updates, state)", results, expected, "with these")
-        _, state = expected  # the next step continues the usual run
+        results = tx.run(grads, state, None)
+        require_same(f"step {step}, with no parameters, (updates, state)", results, expected, "with these")
+        results = tx.run(grads, state, other_params)
+        require_same(f"step {step}, with other parameters, (updates, state)", results, expected, "with these")
+        _, state = expected
 
 
 @law(on=Example.shortened, share=0.1)
@@ -68,10 +68,10 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
     >>> order_of_dicts_means_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
     """
     _check_order(tx, params, steps)
-    # A tree with one leaf has no order, so check it twice in one dict too: {"w": p} becomes {"z": {"w": p}, "a": ...}.
-    twice = {"z": params, "a": params}
-    if accepts_names(tx, twice):  # a transform for the parameter "w" may raise an error for "z.w"
-        _check_order(tx, twice, [{"z": grads, "a": grads} for grads in steps])
+    # A tree with one leaf has no order, so it is also checked twice in one dict: as "z.w" and "a.w".
+    params_twice = {"z": params, "a": params}
+    if accepts_names(tx, params_twice):
+        _check_order(tx, params_twice, [{"z": grads, "a": grads} for grads in steps])
 
 
 def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
@@ -80,26 +80,21 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     The dicts of the gradients, of the parameters or of the state are put in the opposite order. For example, gradients
     ``{"w": g, "b": h}`` become ``{"b": h, "w": g}``. Each leaf, found by its name, must have the same update.
     """
-    # The usual results of each step, by the names of leaves. A comparison by position would compare "w" with "b".
+    reversed_params = _with_reversed_dicts(params)
+    reversed_steps = [_with_reversed_dicts(grads) for grads in steps]
+    histories = {
+        "the gradients": history(tx, params, reversed_steps),
+        "the parameters": history(tx, reversed_params, steps),
+        "the state": history(tx, params, steps, change_state=_with_reversed_dicts),
+        "all three": history(tx, reversed_params, reversed_steps, change_state=_with_reversed_dicts),
+    }
+    # By the names of leaves. A comparison by position would compare "w" with "b".
     expected = [dict(tree.named_leaves(results)) for results in history(tx, params, steps)]
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
-    # One run for each choice of the trees in the opposite order: one tree alone, or two of them together.
-    for reversed_trees in (["gradients"], ["parameters"], ["state"], ["gradients", "parameters", "state"]):
-        params_of_run = params
-        if "parameters" in reversed_trees:
-            params_of_run = _with_reversed_dicts(params)
-        state = tx.init(params_of_run)
-        # All steps in this order. The state is reversed again before each step, since the step returns a new one.
-        for step, grads in enumerate(steps):
-            grads_of_step = grads
-            if "gradients" in reversed_trees:
-                grads_of_step = _with_reversed_dicts(grads)
-            if "state" in reversed_trees:
-                state = _with_reversed_dicts(state)
-            updates, state = tx.update(grads_of_step, state, params_of_run)
-            results = dict(tree.named_leaves((updates, state)))
-            what = f"step {step}, with the dicts of {reversed_trees} in the other order, (updates, state)"
-            require_close(what, results, expected[step], "in this order", tolerance)
+    for which, results_of_steps in histories.items():
+        for step, results in enumerate(results_of_steps):
+            what = f"step {step}, with the dicts of {which} in the other order, (updates, state)"
+            require_close(what, dict(tree.named_leaves(results)), expected[step], "in this order", tolerance)
 
 
 def _with_reversed_dicts(values: PyTree) -> PyTree:
@@ -129,17 +124,18 @@ def large_leaves_are_as_small_ones(tx: Transform, params: PyTree, steps: list[Py
     >>> import muonfx as mfx
     >>> large_leaves_are_as_small_ones(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # The declared locality decides which check applies: elements or leaves must not depend on each other.
     if tx.locality is Locality.ELEMENT:
         check_elements(tx, params, steps)
     elif tx.locality in (Locality.MATRIX, Locality.LEAF):
         check_leaves(tx, params, steps)
-    # For every locality: each update has the shape, dtype and device of its gradient.
-    for step, updates in enumerate(updates_of(tx, params, steps)):
-        require_spec(f"step {step}, updates", updates, steps[step], "the gradients")
+    require_spec("updates by step", updates_of(tx, params, steps), steps, "the gradients")
 
 
-@law(on=precise, unless=_without("resolve"), share=0.3)
+def _does_not_resolve(tx: Transform) -> str | None:
+    return "it declares no resolve" if tx.declaration.resolve is None else None
+
+
+@law(on=precise, unless=_does_not_resolve, share=0.3)
 def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that `Transform.resolve` returns a transform with the same updates and states.
 
@@ -150,10 +146,8 @@ def resolving_changes_nothing(tx: Transform, params: PyTree, steps: list[PyTree]
     >>> resolving_changes_nothing(mfx.scale_by_shape(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     resolved = tx.resolve(on_meta(params))
-    # A resolved transform has no choice left, so resolving it again returns an equal one.
-    if resolved.resolve(on_meta(params)) != resolved:
+    if resolved.resolve(on_meta(params)) != resolved:  # although it has no choice left
         raise Breach(None, f"resolved once it is {resolved!r}, twice another")
-    # Both transforms run on the same parameters and gradients.
     expected = history(tx, params, steps)
     tolerance = tolerance_of(tx, expected)
     require_close("(updates, state) once resolved", history(resolved, params, steps), expected, "before", tolerance)
@@ -173,26 +167,28 @@ def rounding_first_changes_nothing(tx: Transform, params: PyTree, steps: list[Py
     >>> import muonfx as mfx
     >>> rounding_first_changes_nothing(mfx.orthogonalize(dtype=torch.bfloat16), *mfx.testing.Example.of({"w": (2, 3)}))
     """
+    usual_updates = updates_of(tx, params, steps)
+    updates_of_rounded = updates_of(tx, params, _rounded(tx, steps))
+    require_same("updates of gradients rounded first, by step", updates_of_rounded, usual_updates, "of the gradients")
+    expected_is = "as they are: they have no more digits"
+    require_same("updates, rounded, by step", _rounded(tx, usual_updates), usual_updates, expected_is)
+
+
+def _rounded(tx: Transform, values: PyTree) -> PyTree:
+    """Return a tree with each leaf rounded to the dtype that the transform declares for it, in the leaf's own dtype.
+
+    For the dtype bfloat16, a float32 leaf of 1.001 becomes a float32 leaf of 1.0.
+    """
     rounds_to = tx.declaration.matrices.rounds_to
     assert rounds_to is not None
 
     def rounded(leaf: Tensor) -> Tensor:
-        """Round a leaf to the declared dtype if that is narrower, and convert it back to its own dtype."""
         declared_dtype = rounds_to(tx, leaf.dtype, leaf.device)
         if declared_dtype.itemsize >= leaf.dtype.itemsize:
             return leaf
         return leaf.to(declared_dtype).to(leaf.dtype)
 
-    # The transform runs twice: on the usual gradients, and on gradients such as 1.001 that are rounded to 1.0 first.
-    usual_updates = updates_of(tx, params, steps)
-    updates_of_rounded = updates_of(tx, params, tree.map(rounded, steps))
-    for step, updates in enumerate(updates_of_rounded):
-        # Rounding the input has no effect: the transform itself begins with this rounding.
-        what = f"step {step}, updates of gradients rounded first"
-        require_same(what, updates, usual_updates[step], "of the gradients")
-        # Rounding the output has no effect either: it can be sent in the narrow dtype without a loss.
-        expected_is = "as they are: they have no more digits"
-        require_same(f"step {step}, updates, rounded", tree.map(rounded, updates), updates, expected_is)
+    return tree.map(rounded, values)
 
 
 @law(on=lambda example: _stacked(precise(example)), share=0.2)
@@ -207,55 +203,44 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     >>> tx = mfx.orthogonalize(dtype=torch.float64, view=mfx.MatrixView("(part=2 out) in -> part out in"))
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
-    # The transform declares two things: a transform of stacks, and (rows, columns) for each leaf that is a stack.
-    shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
-    tx_of_stacks, declared_shapes = stacked(tx, shapes)
-    matrix_shapes = _shapes_of_stacked_matrices(shapes, declared_shapes)
-    if not matrix_shapes:  # no leaf of this example is a stack of matrices
+    # `shape_of_matrix` has (rows, columns) for each leaf that is a stack, by name.
+    tx_of_stacks, shape_of_matrix = stacked(tx, {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)})
+    as_stacks = functools.partial(_as_stacks, shape_of_matrix)
+    stacks = Example(params, steps).map_trees(as_stacks)
+    if not stacks.params:  # no leaf of this example is a stack of matrices
         return
     usual_updates = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, usual_updates)
-    # The same elements in the shape (number of matrices, rows, columns), and then only the first of these matrices.
-    stacks = Example(params, steps).map_trees(lambda values: _as_stacks(matrix_shapes, values))
-    first_matrices = stacks.map(_first_matrix)
+    expected = [as_stacks(updates) for updates in usual_updates]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the names of a view may match none of these leaves
         updates_of_stacks = updates_of(tx_of_stacks, *stacks)
-        updates_of_first = updates_of(tx_of_stacks, *first_matrices)
-    # Only the updates of leaves that are stacks are compared, in the shape of the stack.
-    expected = [_as_stacks(matrix_shapes, updates) for updates in usual_updates]
+        updates_of_first = updates_of(tx_of_stacks, *stacks.map(_first_matrix))
+    tolerance = tolerance_of(tx, usual_updates)
     require_close("updates of leaves as stacks", updates_of_stacks, expected, "of the leaves", tolerance)
     what = "updates of the first matrix of each stack alone"
-    expected_of_first = tree.map(_first_matrix, expected)
     # A larger tolerance, since it is relative to the largest element, which may be in another matrix.
-    require_close(what, updates_of_first, expected_of_first, "in the stack", tolerance * 1e2)
+    require_close(what, updates_of_first, tree.map(_first_matrix, expected), "in the stack", tolerance * 1e2)
 
 
-def _shapes_of_stacked_matrices(
-    leaf_shapes: Mapping[str, tuple[int, ...]], declared_shapes: Mapping[str, tuple[int, int]]
-) -> dict[str, tuple[int, int]]:
-    """Return the declared shapes of matrices, by leaf, without empty leaves. Raise `Breach` for a wrong shape.
+def _as_stacks(shape_of_matrix: Mapping[str, tuple[int, int]], values: PyTree) -> dict[str, Tensor]:
+    """Return the leaves of a tree that are stacks of matrices, by name, in the shape (number, rows, columns).
 
-    A leaf of shape (4, 3) may be a stack of matrices of shape (2, 3), but not of matrices of shape (5, 3).
+    Empty leaves are left out. A leaf that is no stack of matrices of the declared shape raises `Breach`.
 
-    >>> _shapes_of_stacked_matrices({"qk": (4, 3), "empty": (0, 3)}, {"qk": (2, 3), "empty": (2, 3)})
-    {'qk': (2, 3)}
+    >>> stacks = _as_stacks({"qk": (2, 3), "empty": (2, 3)}, {"qk": torch.zeros(4, 3), "empty": torch.zeros(0, 3)})
+    >>> stacks["qk"].shape, len(stacks)
+    (torch.Size([2, 2, 3]), 1)
     """
-    matrix_shapes: dict[str, tuple[int, int]] = {}
-    for name, (rows, columns) in declared_shapes.items():
-        numel = prod(leaf_shapes[name])  # 12 for the shape (4, 3): two matrices of shape (2, 3) have as many
-        if numel == 0:  # a stack of any number of empty matrices
-            continue
-        if numel % (rows * columns):  # a remainder: these elements do not fill a whole number of matrices
-            raise Breach(f"{name!r}", f"of shape {leaf_shapes[name]} is not a stack of matrices of ({rows}, {columns})")
-        matrix_shapes[name] = (rows, columns)
-    return matrix_shapes
-
-
-def _as_stacks(matrix_shapes: Mapping[str, tuple[int, int]], values: PyTree) -> dict[str, Tensor]:
-    """Return the leaves of a tree that are stacks of matrices by name, with the shape (number, rows, columns)."""
     leaf_of = dict(tree.named_leaves(values))
-    return {name: leaf_of[name].reshape(-1, *shape) for name, shape in matrix_shapes.items()}
+    stacks: dict[str, Tensor] = {}
+    for name, (rows, columns) in shape_of_matrix.items():
+        leaf = leaf_of[name]
+        if not leaf.numel():
+            continue
+        if leaf.numel() % (rows * columns):  # these elements do not fill a whole number of matrices
+            raise Breach(f"{name!r}", f"of shape {tuple(leaf.shape)} is not a stack of matrices of ({rows}, {columns})")
+        stacks[name] = leaf.reshape(-1, rows, columns)
+    return stacks
 
 
 def _first_matrix(stack: Tensor) -> Tensor:
@@ -270,9 +255,7 @@ def _stacked(example: Example) -> Example:
     """
 
     def three_matrices(leaf: Tensor) -> Tensor:
-        matrix = leaf
-        if leaf.ndim < 2:  # a scalar or a vector becomes a matrix with one row
-            matrix = leaf.reshape(1, -1)
+        matrix = as_matrix(leaf)
         # Two other matrices with the elements of this one: moved along the row and larger, and in the opposite order.
         large = 5.0 * matrix.roll(1, -1) - 0.5
         reversed_order = matrix.flip(-1) + 0.25
@@ -282,7 +265,8 @@ def _stacked(example: Example) -> Example:
     return example.map(three_matrices)
 
 
-def _calls_none(tx: Transform) -> str | None:
+def _is_no_wrapper(tx: Transform) -> str | None:
+    """Return why a transform is no wrapper that declares its own locality; None if it is one."""
     if tx.declaration.combinator.own_locality is None:
         return "it declares no own_locality"
     if not any(isinstance(part, Transform) for part in tx.parts):
@@ -290,7 +274,7 @@ def _calls_none(tx: Transform) -> str | None:
     return None
 
 
-@law(on=precise, unless=_calls_none, share=0.2)
+@law(on=precise, unless=_is_no_wrapper, share=0.2)
 def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that the own computation of a wrapper reads no more of the tree than it declares as ``own_locality``.
 
@@ -302,20 +286,16 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
     >>> from muonfx.testing import Example
     >>> own_work_is_of_its_own_locality(mfx.accumulate(mfx.clip_by_global_norm(1.0), 2), *Example.of({"w": (2, 3)}))
     """
-    # Choices by names and shapes are made first: which leaves an inner transform receives, for example.
-    names = tuple(tree.names(params))
-    resolved = tx.resolve(on_meta(params))
-    # The replacement also raises an error if the wrapper calls it with leaves that the wrapper has not received.
-    elementwise = [_multiply_known_leaves(names) for _ in resolved.children]
-    tx_of_elementwise = resolved.with_children(elementwise)
-    # The wrapper with elementwise inner transforms has the declared locality as a whole, which a usual check tests.
+    resolved = tx.resolve(on_meta(params))  # choices by names and shapes, such as which leaves `masked` passes on
+    elementwise = _multiply_known_leaves(tuple(tree.names(params)))
+    wrapper_of_elementwise = resolved.with_children([elementwise] * len(resolved.children))
     own_locality = tx.declaration.combinator.own_locality
     if own_locality is Locality.ELEMENT:
-        check_elements(tx_of_elementwise, params, steps)
+        check_elements(wrapper_of_elementwise, params, steps)
     elif own_locality is Locality.TREE and sums_over_leaves(tx):
-        check_sums(tx_of_elementwise, params, steps)
+        check_sums(wrapper_of_elementwise, params, steps)
     else:  # it may read what it likes, so only the names of leaves are checked
-        history(tx_of_elementwise, params, steps)
+        history(wrapper_of_elementwise, params, steps)
 
 
 @transform(locality=Locality.ELEMENT)

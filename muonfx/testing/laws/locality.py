@@ -5,8 +5,6 @@ A transform reads no more than it declares: the element, its matrix, its leaf, o
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Callable
 
@@ -19,9 +17,11 @@ from muonfx.core.transform import within
 from muonfx.core.visit import resolve_within, sums_over_leaves, works_on_pieces
 from muonfx.testing.examples import (
     Example,
+    as_matrix,
     history,
     map_some,
     on_meta,
+    only_leaf,
     updates_of,
     without_leaves,
 )
@@ -79,36 +79,32 @@ def enlarged(example: Example) -> Example:
 
     Leaves of three shapes are enlarged, those with the most dims. Others stay small, which saves time.
     """
-    # The negative number of dims sorts the shapes with the most dims first.
     shapes = {tuple(leaf.shape) for leaf in tree.tensors(example.params) if leaf.numel()}
-    shapes_to_enlarge = sorted(shapes, key=lambda shape: -len(shape))[:3]
+    shapes_to_enlarge = sorted(shapes, key=len, reverse=True)[:3]
 
-    def enlarged_leaf(leaf: Tensor) -> Tensor:
-        if tuple(leaf.shape) not in shapes_to_enlarge or not leaf.ndim:
-            return leaf
-        # The leaf is repeated like tiles, [1, 2] to [1, 2, 1, 2], and each element then gets a factor of its own.
-        large = leaf.repeat(_repeats_to_enlarge(leaf))
-        # All elements differ, because otherwise a mean over some would equal the mean over all.
-        positions = torch.arange(large.numel(), dtype=large.dtype).reshape(large.shape)
-        return large * (1.0 + 0.37 * torch.sin(positions))
+    def enlarge(leaf: Tensor) -> Tensor:
+        if leaf.ndim and tuple(leaf.shape) in shapes_to_enlarge:
+            return _enlarged_leaf(leaf)
+        return leaf
 
-    return example.map(enlarged_leaf)
+    return example.map(enlarge)
 
 
-def _repeats_to_enlarge(leaf: Tensor) -> list[int]:
-    """Return how often to repeat a leaf along each dim, so that it has about 6,000 elements and 70 rows or more.
+def _enlarged_leaf(leaf: Tensor) -> Tensor:
+    """Return a leaf repeated like tiles, with other elements in each tile, of about 6,000 elements and 70 rows or more.
 
-    >>> _repeats_to_enlarge(torch.zeros(3, 5)), _repeats_to_enlarge(torch.zeros(2, 4, 3))
-    ([24, 17], [35, 1, 8])
+    >>> _enlarged_leaf(torch.ones(3, 5)).shape, _enlarged_leaf(torch.ones(2, 4, 3)).shape
+    (torch.Size([72, 85]), torch.Size([70, 4, 24]))
     """
-    times = math.ceil(_LARGE / leaf.numel())  # the number of copies of the leaf: 400 for the shape (3, 5)
-    if leaf.ndim == 1:
-        return [times]
-    # Repeat along the first dim for enough rows, along the last dim for enough elements, and along no other.
-    rows = math.ceil(_LARGE_SIDE / leaf.shape[0])  # 24 copies of 3 rows are 72 rows
-    columns = math.ceil(times / rows)  # 17 copies of 5 columns: 24 * 17 copies are at least the needed 400
-    middle = [1] * (leaf.ndim - 2)
-    return [rows, *middle, columns]
+    tiles = math.ceil(_LARGE / leaf.numel())  # 400 for the shape (3, 5)
+    repeats = [tiles]
+    if leaf.ndim > 1:  # along the first dim for enough rows, and along the last dim for enough elements
+        tiles_of_rows = math.ceil(_LARGE_SIDE / leaf.shape[0])
+        repeats = [tiles_of_rows, *[1] * (leaf.ndim - 2), math.ceil(tiles / tiles_of_rows)]
+    large = leaf.repeat(repeats)
+    # All elements differ, because otherwise a mean over some would equal the mean over all.
+    positions = torch.arange(large.numel(), dtype=large.dtype).reshape(large.shape)
+    return large * (1.0 + 0.37 * torch.sin(positions))
 
 
 @law(on=also_in_its_dtypes, unless=wider_than(Locality.ELEMENT), share=0.2)
@@ -131,16 +127,14 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     The transform runs on halves of the leaves, and on leaves that are flattened and have their elements in another
     order. Each element must have the update that it has in the whole leaf.
     """
-    # First the halves: an element must not depend on the elements of the other half.
     example = Example(params, steps)
-    _check_halves("leaf", tx, example)
+    _check_halves(tx, example)
     # Then another order, in one dim: an element must not depend on its place or its neighbours either.
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
+    expected = tree.map(_flattened_and_permuted, whole_updates)
     # A transform may choose leaves by their shapes. It does so for the original shapes, before leaves are flattened.
     resolved = resolve_within(tx, on_meta(params))
     results = updates_of(resolved, *example.map(_flattened_and_permuted))
-    # The usual updates in this order. The same permutation applies to a leaf, its gradients and its updates.
-    expected = tree.map(_flattened_and_permuted, whole_updates)
     what = "updates of flattened leaves with permuted elements"
     require_close(what, results, expected, "the whole's, flattened and permuted", min(tolerance, _ROUNDING))
 
@@ -155,36 +149,36 @@ _ROUNDING = 0.02
 """The tolerance of equal operations on one element, which may be vectorized in another way, in the narrowest dtype."""
 
 
-def _check_halves(of: str, tx: Transform, example: Example) -> None:
+def _check_halves(tx: Transform, example: Example) -> None:
     """Raise `Breach` (a failed law) unless half a leaf alone has the same updates as this half in the whole leaf.
 
-    Two ranks would hold such halves: rows 0 to 2 and rows 3 to 4 of a leaf with 5 rows. ``of`` is the word for a leaf
-    in the message, "leaf" or "batch".
+    Two ranks would hold such halves: rows 0 to 2 and rows 3 to 4 of a leaf with 5 rows.
     """
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
-    for which, half in _HALVES.items():  # "first" or "second", and the function that returns this half of a leaf
-        # The half of each parameter and of each gradient, as if the other half did not exist.
+    for which, half in {"first": _first_half, "second": _second_half}.items():
         results = updates_of(tx, *example.map(half))
         expected = tree.map(half, whole_updates)
-        what = f"updates of the {which} half of each {of}"
+        what = f"updates of the {which} half of each leaf"
         require_close(what, results, expected, "the same half of the whole's", _for_halves(tolerance))
 
 
 def _for_halves(tolerance: float) -> float:
     """Return the tolerance for half a leaf: larger, since the largest element may be in the other half."""
-    if tolerance < 1e-6:
-        return tolerance * 1e3
-    return tolerance
+    return max(tolerance, 1e-6)
 
 
-def _half(number: int, leaf: Tensor) -> Tensor:
-    """Return half ``number`` of a leaf along its first dim. Half 0 also has the middle row of an odd number."""
+def _first_half(leaf: Tensor) -> Tensor:
+    """Return the first half of a leaf along its first dim, with the middle row of an odd number of rows."""
     if leaf.ndim == 0:
         return leaf
-    return leaf.tensor_split(2)[number].contiguous()
+    return leaf.tensor_split(2)[0].contiguous()
 
 
-_HALVES = {"first": functools.partial(_half, 0), "second": functools.partial(_half, 1)}
+def _second_half(leaf: Tensor) -> Tensor:
+    """Return the other rows of a leaf, which its first half does not have."""
+    if leaf.ndim == 0:
+        return leaf
+    return leaf.tensor_split(2)[1].contiguous()
 
 
 def _flattened_and_permuted(leaf: Tensor) -> Tensor:
@@ -199,9 +193,7 @@ def _batched(example: Example) -> list[Example]:
     def batch_of_two(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:  # it is a batch already
             return leaf
-        matrix = leaf
-        if leaf.ndim < 2:  # a scalar or a vector becomes a matrix with one row
-            matrix = leaf.reshape(1, -1)
+        matrix = as_matrix(leaf)
         other_matrix = (7.0 * matrix.roll(1, -1) + 0.5).flip(-1)  # with other elements, in another order
         return torch.stack([matrix, other_matrix])
 
@@ -221,7 +213,7 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
     >>> matrix_transforms_see_one_matrix(tx, *Example.of({"w": (2, 2, 3)}))
     """
     # The first dim of shape (2, 3, 5) counts matrices, so a half of the leaf is one whole matrix.
-    _check_halves("batch", tx, Example(params, steps))
+    _check_halves(tx, Example(params, steps))
 
 
 @law(on=also_in_its_dtypes, unless=wider_than(Locality.LEAF), share=0.08)
@@ -245,23 +237,24 @@ def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """
     usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
-    numbers = set(range(len(tree.leaves(params))))  # the leaves are numbered in the order of the tree
-    for number in numbers:
-        # All leaves but this one change, in the parameters and in the gradients of all steps.
-        others = numbers - {number}
-        changed_params = map_some(lambda p: 5.0 * p + 1.0, others, params)
-        changed_steps = [map_some(lambda g: 7.0 * g - 3.0, others, grads) for grads in steps]
-        steps_without = [without_leaves(others, grads) for grads in steps]
-        results_if = {
-            "other leaves have other values": updates_of(tx, changed_params, changed_steps),
-            "the gradients of other leaves are None": updates_of(tx, params, steps_without),
-            "other leaves are None": updates_of(tx, without_leaves(others, params), steps_without),
-        }
-        # Only the updates of this leaf are compared: all others become None.
-        expected = [without_leaves(others, updates) for updates in usual_updates]
-        for condition, results in results_if.items():
-            updates_of_leaf = [without_leaves(others, updates) for updates in results]
-            require_close(f"if {condition}, updates by step", updates_of_leaf, expected, expected_is, tolerance)
+    for number in range(len(tree.leaves(params))):
+        expected = [only_leaf(number, updates) for updates in usual_updates]
+        for condition, example in _with_other_leaves_changed(number, params, steps).items():
+            results = [only_leaf(number, updates) for updates in updates_of(tx, *example)]
+            require_close(f"if {condition}, updates by step", results, expected, expected_is, tolerance)
+
+
+def _with_other_leaves_changed(number: int, params: PyTree, steps: list[PyTree]) -> dict[str, Example]:
+    """Return examples in which leaf ``number`` stays and all other leaves change, by a text that names the change."""
+    others = set(range(len(tree.leaves(params)))) - {number}
+    changed_params = map_some(lambda p: 5.0 * p + 1.0, others, params)
+    changed_steps = [map_some(lambda g: 7.0 * g - 3.0, others, grads) for grads in steps]
+    steps_without_others = [only_leaf(number, grads) for grads in steps]
+    return {
+        "other leaves have other values": Example(changed_params, changed_steps),
+        "the gradients of other leaves are None": Example(params, steps_without_others),
+        "other leaves are None": Example(only_leaf(number, params), steps_without_others),
+    }
 
 
 def _advice_on_stacks(tx: Transform) -> str:
@@ -283,20 +276,16 @@ def _why_sums_are_not_checked(tx: Transform) -> str | None:
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    # `tx` may be a chain, as chain(clip_by_global_norm, momentum). Look at each transform in it that reads the tree.
+    # Such as a chain and its members. The law requires of each that it takes sums, or forwards them to others.
     transforms_of_tree = [inner for inner in within(tx) if inner.locality is Locality.TREE]
-    takes_sums = False
     for inner in transforms_of_tree:
-        if sums_over_leaves(inner):  # as the law requires
-            takes_sums = True
+        if sums_over_leaves(inner):
             continue
         if works_on_pieces(inner):
             return f"{inner.name} combines its shards by other means than sums over leaves"
-        # A wrapper with ``**extras``, such as a chain, forwards ``sum_over_leaves`` to the transforms that it calls.
-        is_forwarding = inner.extras.takes_all
-        if not is_forwarding:
+        if not inner.extras.takes_all:  # with ``**extras``, it forwards ``sum_over_leaves``
             return _why_gathered(inner)
-    if not takes_sums:  # only wrappers that forward the argument, and no transform that has it
+    if not any(map(sums_over_leaves, transforms_of_tree)):  # only wrappers that forward the argument
         return _why_gathered(tx)
     return None
 
@@ -336,22 +325,16 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 def _check_sums_of_halves(tx: Transform, example: Example) -> None:
     """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates."""
-    # Transforms of whole matrices, such as `orthogonalize`, cannot run on halves, so `scale` replaces them first.
     tx = _without_work_on_wholes(tx)
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
+    expected = [tree.map(_first_half, whole_updates), tree.map(_second_half, whole_updates)]
     # A leaf without dims cannot be halved, so both ranks hold it.
     on_both_ranks = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
-    # Rank 0 has the first half of each leaf and rank 1 the second; the same holds for the expected updates.
-    example_of_rank: list[Example] = []
-    expected_of_rank: list[PyTree] = []
-    for half in _HALVES.values():
-        example_of_rank.append(example.map(half))
-        expected_of_rank.append(tree.map(half, whole_updates))
     # A transform may choose leaves by their shapes. It does so for the shapes of whole leaves.
     resolved = resolve_within(tx, on_meta(example.params))
-    results = _on_two_ranks(resolved, example_of_rank, on_both_ranks)
+    results = _on_two_ranks(resolved, example.map(_first_half), example.map(_second_half), on_both_ranks)
     what = "on two ranks that hold a half of each leaf, updates by rank and step"
-    require_close(what, results, expected_of_rank, "the same half of one rank's", _for_halves(tolerance))
+    require_close(what, results, expected, "the same half of one rank's", _for_halves(tolerance))
 
 
 def _without_work_on_wholes(tx: Transform) -> Transform:
@@ -372,24 +355,53 @@ def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_r
     """Raise `Breach` (a failed law) unless two ranks with gradients of different leaves compute the updates of one.
 
     The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.
-    ``held`` says this in the message: "every other leaf".
+    Both have all parameters. ``held`` says this in the message: "every other leaf".
     """
-    # Both ranks have all parameters. Only gradients and updates of leaves of the other rank are None.
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))) - on_first_rank
-    updates_of_one_rank, tolerance = _updates_and_tolerance(tx, example)
-    example_of_rank: list[Example] = []
-    expected_of_rank: list[list[PyTree]] = []
-    for missing in (on_second_rank, on_first_rank):  # the leaves that the first rank lacks, then those of the second
-        steps_of_rank = [without_leaves(missing, grads) for grads in steps]
-        example_of_rank.append(Example(params, steps_of_rank))
-        expected_of_rank.append([without_leaves(missing, updates) for updates in updates_of_one_rank])
-    results = _on_two_ranks(tx, example_of_rank, on_both_ranks=set())
+
+    def of_first_rank(trees: list[PyTree]) -> list[PyTree]:
+        return [without_leaves(on_second_rank, values) for values in trees]
+
+    def of_second_rank(trees: list[PyTree]) -> list[PyTree]:
+        return [without_leaves(on_first_rank, values) for values in trees]
+
+    updates, tolerance = _updates_and_tolerance(tx, example)
+    first_example = Example(params, of_first_rank(steps))
+    second_example = Example(params, of_second_rank(steps))
+    results = _on_two_ranks(tx, first_example, second_example, on_both_ranks=set())
     what = f"on two ranks that hold {held}, updates by rank and step"
-    require_close(what, results, expected_of_rank, "on one rank", tolerance)
+    require_close(what, results, [of_first_rank(updates), of_second_rank(updates)], "on one rank", tolerance)
 
 
-class _NextSum(BaseException):
+def _on_two_ranks(
+    tx: Transform, first_example: Example, second_example: Example, on_both_ranks: set[int]
+) -> list[list[PyTree]]:
+    """Run a transform on two simulated ranks, and return a list for each rank with the updates of each step.
+
+    The ranks run one after the other, so the first cannot wait for the second. Each stops at the first sum that is not
+    known yet. Then both contributions to this sum are known, and both ranks start again.
+
+    Args:
+        tx: the transform, which has the argument ``sum_over_leaves``.
+        first_example: the parameters and gradients of the first rank.
+        second_example: those of the second rank.
+        on_both_ranks: the numbers of the leaves that both ranks hold. Only the first rank adds them to a sum.
+    """
+    known_sums: list[Tensor] = []
+    while True:
+        first = _run_until_unknown_sum(tx, first_example, known_sums, not_counted=set())
+        second = _run_until_unknown_sum(tx, second_example, known_sums, not_counted=on_both_ranks)
+        if isinstance(first, _UnknownSum) and isinstance(second, _UnknownSum):
+            known_sums.append(first.contribution + second.contribution)
+        elif isinstance(first, _UnknownSum) or isinstance(second, _UnknownSum):
+            text = f"only one rank computes sum {len(known_sums) + 1}, expected the same sums on both ranks"
+            raise Breach(None, text)
+        else:
+            return [first, second]
+
+
+class _UnknownSum(BaseException):
     """Raised by a rank that needs a sum to which the other rank has not contributed yet; with its own contribution.
 
     It is no Exception, since a transform may catch these.
@@ -400,58 +412,25 @@ class _NextSum(BaseException):
         self.contribution = contribution
 
 
-def _on_two_ranks(tx: Transform, example_of_rank: list[Example], on_both_ranks: set[int]) -> list[list[PyTree]]:
-    """Run a transform on two simulated ranks, and return a list for each rank with the updates of each step.
-
-    Both ranks run in this process, one after the other. When the first needs a sum over both, the second has not run
-    yet. So each rank runs until it needs an unknown sum, and stops with its contribution to it. The two contributions
-    give the sum, and both ranks run again from the start with one more known sum, until none is missing.
-
-    Args:
-        tx: the transform, which has the argument ``sum_over_leaves``.
-        example_of_rank: the parameters and gradients of each rank.
-        on_both_ranks: the numbers of the leaves that both ranks hold. Only the first rank adds them to a sum.
-    """
-    first_example, second_example = example_of_rank
-    known_sums: list[Tensor] = []
-    while True:
-        results: list[list[PyTree]] = []  # of the ranks that have run to the end
-        contributions: list[Tensor] = []  # of the ranks that have stopped at an unknown sum
-        # The first rank counts all of its leaves. The second leaves out those that both hold, which would count twice.
-        for example, not_counted in ((first_example, set[int]()), (second_example, on_both_ranks)):
-            try:
-                results.append(_updates_with_sums(tx, example, known_sums, not_counted))
-            except _NextSum as next_sum:
-                contributions.append(next_sum.contribution)
-        if not contributions:  # both have run to the end
-            return results
-        if results:  # one has, and the other waits for it
-            text = f"only one rank computes sum {len(known_sums) + 1}, expected the same sums on both ranks"
-            raise Breach(None, text)
-        # Both wait for the same sum, which is now known. Start both again.
-        contribution_of_first, contribution_of_second = contributions
-        known_sums.append(contribution_of_first + contribution_of_second)
-
-
-def _updates_with_sums(
+def _run_until_unknown_sum(
     tx: Transform, example: Example, known_sums: list[Tensor], not_counted: set[int]
-) -> list[PyTree]:
-    """Return the updates of one rank, or raise `_NextSum` when it needs a sum that is not known yet.
+) -> list[PyTree] | _UnknownSum:
+    """Return the updates of one rank, or an `_UnknownSum` if it needs more sums than ``known_sums``.
 
-    ``known_sums`` are the results of the first calls of ``sum_over_leaves`` in the run. ``not_counted`` are the numbers
-    of the leaves that the other rank adds to a sum.
+    ``not_counted`` are the numbers of the leaves that the other rank adds to a sum.
     """
-    calls = itertools.count()  # numbers the calls of `sum_over_leaves` in this run
+    next_sums = list(known_sums)
 
     def sum_over_leaves(scalars: PyTree) -> Tensor:
         """Return the sum over both ranks of a tree with one number for each leaf, such as its squared norm."""
-        call = next(calls)  # 0 at the first call of this run
-        if call < len(known_sums):  # an earlier run of both ranks has found this sum
-            return known_sums[call]
-        # The first unknown sum: add this rank's scalars, and stop the run by an error that carries the result.
+        if next_sums:
+            return next_sums.pop(0)
         contribution = torch.zeros((), dtype=torch.float64)
         for scalar in tree.tensors(without_leaves(not_counted, scalars)):
             contribution = contribution + scalar.double()
-        raise _NextSum(contribution)
+        raise _UnknownSum(contribution)
 
-    return updates_of(tx, *example, sum_over_leaves=sum_over_leaves)
+    try:
+        return updates_of(tx, *example, sum_over_leaves=sum_over_leaves)
+    except _UnknownSum as unknown_sum:
+        return unknown_sum
