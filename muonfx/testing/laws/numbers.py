@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from muonfx.testing.examples import (
 )
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
+from muonfx.testing.laws.structure import calls
 from muonfx.testing.violation import (
     TOLERANCES,
     Breach,
@@ -72,13 +73,11 @@ def _independent_part(locality: Locality, update: Tensor) -> Tensor:
     >>> _independent_part(Locality.ELEMENT, torch.arange(4.0).reshape(2, 2))  # without the element 2
     tensor([0., 1., 3.])
     """
-    # An elementwise update depends on its own element alone, so all others are independent.
-    if locality is Locality.ELEMENT:
+    if locality is Locality.ELEMENT:  # all elements but the replaced one
         elements = update.reshape(-1)
         index = _index_to_replace(update)
         return torch.cat([elements[:index], elements[index + 1 :]])
-    if locality is Locality.MATRIX and update.ndim >= 3:
-        # The replaced element is in the first matrix of the batch, so the others are independent of it.
+    if locality is Locality.MATRIX and update.ndim >= 3:  # all matrices but the first, in which it is replaced
         matrices = update.reshape(-1, *update.shape[-2:])
         return matrices[1:]
     return update.new_zeros(0)  # all elements may depend on it
@@ -96,33 +95,38 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     >>> a_nonfinite_gradient_changes_no_other_leaf(mfx.momentum(), params, steps)
     """
     usual_updates = updates_of(tx, params, steps)
-    tolerance = tolerance_of(tx, usual_updates, params)
+    all_leaves = set(range(len(tree.leaves(params))))  # by their numbers in the tree
+    _check_fault_stays(tx, params, steps, usual_updates, faulty_leaves=all_leaves)
+    for number in all_leaves:
+        _check_fault_stays(tx, params, steps, usual_updates, faulty_leaves=all_leaves - {number})
+
+
+def _check_fault_stays(
+    tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: set[int]
+) -> None:
+    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves changes other updates."""
+
+    def independent(updates: PyTree) -> PyTree:
+        """Return the updates, of faulty leaves only the parts that must not depend on the replaced elements."""
+        return map_some(functools.partial(_independent_part, tx.locality), faulty_leaves, updates)
+
     names = tree.names(params)
-    all_leaves = set(range(len(names)))  # by their numbers in the tree
-    # All leaves have a faulty gradient, or all but one: with three leaves, {0, 1, 2}, {1, 2}, {0, 2} and {0, 1}.
-    all_but_one = [all_leaves - {number} for number in all_leaves]
-    for faulty_leaves in [all_leaves, *all_but_one]:
-        # Of faulty leaves, keep only the part that must not change: the other elements, for the locality ELEMENT.
-        expected = [_independent_updates(tx.locality, faulty_leaves, updates) for updates in usual_updates]
-        for element in (math.nan, math.inf):
-            # The first gradients of these leaves have a NaN or an infinity; later gradients are the usual ones.
-            faulty_grads = map_some(functools.partial(_with_element, element), faulty_leaves, steps[0])
-            results = updates_of(tx, params, [faulty_grads, *steps[1:]])
-            independent = [_independent_updates(tx.locality, faulty_leaves, updates) for updates in results]
-            faulty_names = [names[number] for number in sorted(faulty_leaves)]
-            what = f"after {element} in the gradients of {faulty_names}, updates by step"
-            require_close(what, independent, expected, "without it", tolerance)
+    faulty_names = [names[number] for number in sorted(faulty_leaves)]
+    expected = [independent(updates) for updates in usual_updates]
+    tolerance = tolerance_of(tx, usual_updates, params)
+    for element in (math.nan, math.inf):
+        results = updates_of(tx, params, _with_first_elements(element, faulty_leaves, steps))
+        what = f"after {element} in the gradients of {faulty_names}, updates by step"
+        require_close(what, [independent(updates) for updates in results], expected, "without it", tolerance)
 
 
-def _independent_updates(locality: Locality, changed: set[int], updates: PyTree) -> PyTree:
-    """Return the updates, but of the changed leaves only the parts that must not depend on the replaced elements."""
-    return map_some(functools.partial(_independent_part, locality), changed, updates)
+def _with_first_elements(element: float, numbers: Collection[int], steps: list[PyTree]) -> list[PyTree]:
+    """Return the gradients of all steps, with an element replaced in the first gradients of leaves by their numbers."""
+    return [map_some(functools.partial(_with_element, element), numbers, steps[0]), *steps[1:]]
 
 
 def _skips_nonfinite(tx: Transform) -> str | None:
-    if any(inner.factory.__name__ == "skip_nonfinite" for inner in within(tx)):
-        return "skip_nonfinite leaves out nonfinite gradients by design"
-    return None
+    return "skip_nonfinite leaves out nonfinite gradients by design" if calls(tx, "skip_nonfinite") else None
 
 
 @law(on=_filled, unless=_skips_nonfinite, share=0.1)
@@ -153,29 +157,23 @@ def _check_faults(
 
     ``faulty_leaves`` are the numbers of these leaves in the tree; ``usual_updates`` are the updates without a fault.
     """
-
-    def updates_after(first_grads: PyTree) -> list[PyTree]:
-        """Return the updates of all steps, with other gradients at the first step."""
-        return updates_of(tx, params, [first_grads, *steps[1:]])
-
-    # Four runs. In each, one element of the first gradient of each of these leaves is replaced.
-    with_another = updates_after(map_some(_with_another_element, faulty_leaves, steps[0]))
-    with_nan = updates_after(map_some(functools.partial(_with_element, math.nan), faulty_leaves, steps[0]))
-    with_infinity = updates_after(map_some(functools.partial(_with_element, math.inf), faulty_leaves, steps[0]))
-    with_large = updates_after(_with_large_elements(faulty_leaves, steps[0], params))
+    # Four runs. In each, an element of the first gradient of each of these leaves is replaced.
+    with_another = updates_of(tx, params, [map_some(_with_another_element, faulty_leaves, steps[0]), *steps[1:]])
+    with_nan = updates_of(tx, params, _with_first_elements(math.nan, faulty_leaves, steps))
+    with_infinity = updates_of(tx, params, _with_first_elements(math.inf, faulty_leaves, steps))
+    with_large = updates_of(tx, params, [_with_large_elements(faulty_leaves, steps[0], params), *steps[1:]])
     tolerance = tolerance_of(tx, usual_updates, params)
     names = tree.names(params)
     for number in faulty_leaves:
-        expected = _of_leaf(number, usual_updates)
-        if _all_close(_of_leaf(number, with_another), expected, tolerance):
+        usual = _of_leaf(number, usual_updates)
+        if _all_close(_of_leaf(number, with_another), usual, tolerance):
             continue  # its updates do not depend on this gradient, so a NaN in it need not be visible
         gradient = f"the gradient of {names[number]!r}"
-        _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [expected], tolerance)
-        # An infinity may also act as a large number does.
+        _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [usual], tolerance)
         infinite = _of_leaf(number, with_infinity)
         large = [u.to(other.dtype) for u, other in zip(_of_leaf(number, with_large), infinite, strict=True)]
-        if not _all_close(infinite, large, tolerance):
-            _require_visible(f"infinity in {gradient}", infinite, [expected, large], tolerance)
+        if not _all_close(infinite, large, tolerance):  # an infinity may act as a large number does
+            _require_visible(f"infinity in {gradient}", infinite, [usual, large], tolerance)
 
 
 def _with_another_element(grad: Tensor) -> Tensor:
@@ -219,13 +217,11 @@ def _require_visible(cause: str, results: list[Tensor], usual_runs: list[list[Te
     ``cause`` names the fault, "NaN in the gradient of 'w'". ``results`` are the updates of one leaf by step, and so is
     each of the ``usual_runs``. Updates NaN, NaN and then a usual one are correct; zero, zero, zero hide the fault.
     """
-    is_finite = [bool(update.isfinite().all()) for update in results]
-    if all(is_finite):
+    if all(update.isfinite().all() for update in results):
         raise Breach(None, f"{cause} gives finite updates, first {shown(results[0])}: the fault is hidden")
-    # Finite values after the NaN must be those of a run without it, not zeros in place of it.
     for step, update in enumerate(results):
         is_usual = any(is_close(update, updates[step], tolerance) for updates in usual_runs)
-        if is_finite[step] and not is_usual:
+        if update.isfinite().all() and not is_usual:  # such as zeros in place of NaN
             raise Breach(f"step {step}", f"after {cause} at step 0, the update is {shown(update)}: the fault is hidden")
 
 
@@ -239,22 +235,19 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> zero_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # Each case is a pair: the parameters, and the gradients of each step.
+    odd = range(1, len(tree.leaves(params)), 2)
     zeros = tree.map(torch.zeros_like, params)
     zero_steps = tree.map(torch.zeros_like, steps)
+    # The parameters and the gradients of each step.
     cases: dict[str, tuple[PyTree, list[PyTree]]] = {
         "zero gradients": (params, zero_steps),
         "zero gradients and parameters": (zeros, zero_steps),
         "zero parameters": (zeros, steps),
         "zero gradients after a usual one": (params, [steps[0], *zero_steps[1:]]),
-        "zero gradients for every other leaf": (params, list(map(_every_other_zero, steps))),
+        "zero gradients for every other leaf": (params, [map_some(torch.zeros_like, odd, grads) for grads in steps]),
     }
     for when, (case_params, case_steps) in cases.items():
         _require_finite(when, history(tx, case_params, case_steps))
-
-
-def _every_other_zero(grads: PyTree) -> PyTree:
-    return map_some(torch.zeros_like, range(1, len(tree.leaves(grads)), 2), grads)
 
 
 def _require_finite(when: str, results: History) -> None:
@@ -282,7 +275,6 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> large_and_small_gradients_give_finite_updates(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # The usual updates show which leaves move at all: `set_to_zero` moves none.
     usual_updates = updates_of(tx, params, steps)
     for magnitude in MAGNITUDES:
         when = f"gradients of {magnitude:g}"
@@ -292,25 +284,21 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
         scaled_params = _of_magnitude(params, min(1.0, magnitude))
         results = history(tx, scaled_params, scaled_steps)
         _require_finite(when, results)
-        for step, (updates, _) in enumerate(results):
-            _require_nonzero(f"step {step}", when, updates, usual_updates[step])
+        _require_nonzero(when, [updates for updates, _ in results], usual_updates)
 
 
-def _require_nonzero(step: str, when: str, updates: PyTree, usual_updates: PyTree) -> None:
+def _require_nonzero(when: str, updates_of_steps: list[PyTree], usual_updates: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if all elements of an update are zero that usually is not."""
-    for (name, update), usual in zip(tree.named_leaves(updates), tree.leaves(usual_updates), strict=True):
-        if usual.any() and not update.any():
-            raise Breach(f"{step}, updates {name!r}", f"are zero for {when}")
+    named_usual = tree.named_leaves(usual_updates)
+    for update, (name, usual_update) in zip(tree.leaves(updates_of_steps), named_usual, strict=True):
+        if usual_update.any() and not update.any():
+            raise Breach(f"updates by step {name!r}", f"are zero for {when}")
 
 
 def _of_magnitude(grads: PyTree, magnitude: float) -> PyTree:
     """Return the gradients with largest elements of the given magnitude."""
     largest = max((float(leaf.abs().max()) for leaf in tree.tensors(grads) if leaf.numel()), default=1.0)
     return scaled(grads, magnitude / largest)
-
-
-def _smooth(example: Example) -> Example:
-    return example.smooth(4)
 
 
 SIZES = {torch.float32: (1.0,), torch.bfloat16: (1.0, 1e-4, 1e4), torch.float16: (1.0, 1e-3, 1e2)}
@@ -334,7 +322,7 @@ def _is_narrow(tx: Transform) -> str | None:
     return None
 
 
-@law(on=_smooth, unless=_is_narrow, share=0.1)
+@law(on=lambda example: example.smooth(4), unless=_is_narrow, share=0.1)
 def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that gradients in float32, bfloat16 and float16 have the updates that the same values have in float64.
 
@@ -343,16 +331,13 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
     >>> import muonfx as mfx
     >>> narrow_gradients_are_computed_in_wider_dtypes(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # Two runs of the same numbers: one with narrow gradients and float32 parameters, and one all in float64.
-    tx_in_float64 = widened(tx)
     params = _cast(params, torch.float32)
-    params_in_float64 = _cast(params, torch.float64)
     for dtype, sizes in SIZES.items():
         for size in sizes:
             narrow_steps = _cast(scaled(steps, size), dtype)
             results = updates_of(tx, params, narrow_steps)
-            # The same values in float64: the gradients have been rounded before.
-            expected = updates_of(tx_in_float64, params_in_float64, _cast(narrow_steps, torch.float64))
+            # The same values, which have been rounded before.
+            expected = updates_of(widened(tx), _cast(params, torch.float64), _cast(narrow_steps, torch.float64))
             tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
             require_close(what, _cast(results, torch.float64), expected, "in float64", tolerance)
@@ -375,28 +360,35 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> import muonfx as mfx
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # The state at the start and after all steps, to find the counters by their growth.
-    first_leaves = tree.leaves(tx.init(params))
     _, last_state = history(tx, params, steps)[-1]
-    names = tree.names(last_state)
-    leaves, treedef = tree.flatten(copied_tree(last_state))
-    # A leaf of the state that is larger by 4 after 4 steps is taken for a counter, and is set to ten million.
-    counters: list[int] = []  # the numbers of these leaves in the state
-    for number, (first, last) in enumerate(zip(first_leaves, leaves, strict=True)):
-        if _has_counted(first, last, len(steps)):
-            counters.append(number)
-            leaves[number] = torch.full(last.shape, A_LONG_RUN, dtype=torch.float64).to(last.dtype)
-    late_state = tree.unflatten(treedef, leaves)  # as after ten million steps, without taking them
-    # After one more step, a counter must have exactly the next number.
+    counters = _counters(tx.init(params), last_state, len(steps))
+    # The state as after ten million steps, without taking them.
+    late_state = map_some(_as_after_a_long_run, counters, copied_tree(last_state))
     _, next_state = tx.run(steps[-1], late_state, params)
+    names = tree.names(next_state)
     for number in counters:
         counter = tree.leaves(next_state)[number]
         if not bool((counter.double() == A_LONG_RUN + 1).all()):
             raise Breach(f"state {names[number]!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(counter)}")
 
 
-def _has_counted(first: object, last: object, steps: int) -> bool:
-    """Return True if a leaf of the state is larger by the number of steps than at first."""
-    if not isinstance(first, Tensor) or not isinstance(last, Tensor) or not first.numel():
-        return False
-    return torch.equal(last.double(), first.double() + steps)
+def _as_after_a_long_run(counter: Tensor) -> Tensor:
+    return torch.full(counter.shape, A_LONG_RUN, dtype=torch.float64).to(counter.dtype)
+
+
+def _counters(first_state: PyTree, last_state: PyTree, steps: int) -> list[int]:
+    """Return the numbers of the leaves of a state that have grown by the number of steps.
+
+    >>> _counters(
+    ...     {"count": torch.tensor(0), "m": torch.tensor(0.0)}, {"count": torch.tensor(4), "m": torch.ones(())}, 4
+    ... )
+    [0]
+    """
+    counters: list[int] = []
+    leaf_pairs = zip(tree.leaves(first_state), tree.leaves(last_state), strict=True)
+    for number, (first, last) in enumerate(leaf_pairs):
+        if not isinstance(first, Tensor) or not isinstance(last, Tensor) or not first.numel():
+            continue
+        if torch.equal(last.double(), first.double() + steps):
+            counters.append(number)
+    return counters

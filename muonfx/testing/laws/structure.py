@@ -35,23 +35,35 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     """
     state = tx.init(params)
     param_names = tree.names(params)
-    # `accumulate` adds gradients over steps, so an earlier gradient may change a state in a step without one.
-    accumulates = any(inner.factory.__name__ == "accumulate" for inner in within(tx))
-    absent = set(param_names)  # the names of parameters without a gradient
     for step, grads in enumerate(steps):
-        if not accumulates:  # else `absent` keeps only parameters that had no gradient in the earlier steps either
-            absent = set(param_names)
-        absent -= {name for name, grad in tree.named_leaves(grads) if grad is not None}
-        # Copy the state of these parameters before the step, which could write into its tensors.
+        absent = _names_without_gradient(grads)
+        if calls(tx, "accumulate"):  # an earlier gradient may change a state in a step without one
+            absent = _names_without_gradient(*steps[: step + 1])
         old_state = copied_tree(_state_of(absent, param_names, state))
         structure = tree.flatten(state)[1]
         updates, state = tx.run(grads, state, params)
-        # Now compare: the structure, then None for None in the updates, then the values of the copied state.
         if tree.flatten(state)[1] != structure:
             raise Breach(f"step {step}, state", "the structure has changed")
         _require_updates_where_gradients_are(step, updates, grads, absent)
         new_state = _state_of(absent, param_names, state)
         require_same(f"step {step}, state of None gradients,", new_state, old_state, "before")
+
+
+def calls(tx: Transform, name: str) -> bool:
+    """Return True if a transform, or one that it calls, is of the factory with this name."""
+    return any(inner.factory.__name__ == name for inner in within(tx))
+
+
+def _names_without_gradient(*steps: PyTree) -> set[str]:
+    """Return the names of the leaves that are None in all of the given steps' gradients.
+
+    >>> _names_without_gradient({"w": torch.ones(2), "b": None}, {"w": None, "b": None})
+    {'b'}
+    """
+    names = set(tree.names(steps[0]))
+    for grads in steps:
+        names -= {name for name, grad in tree.named_leaves(grads) if grad is not None}
+    return names
 
 
 def _require_updates_where_gradients_are(step: int, updates: PyTree, grads: PyTree, absent: set[str]) -> None:
@@ -78,12 +90,9 @@ def _parameter_of(state_name: str, param_names: list[str]) -> str | None:
     >>> _parameter_of("trace.layers.0.w", ["w", "layers.0.w"])
     'layers.0.w'
     """
-    longest: str | None = None
-    for name in param_names:
-        # With a dot before both, ".trace.new" does not end with ".w". Of "w" and "layers.0.w", the longer is right.
-        if name and f".{state_name}".endswith(f".{name}") and len(name) > len(longest or ""):
-            longest = name
-    return longest
+    # With a dot before both, ".trace.new" does not end with ".w".
+    endings = [name for name in param_names if name and f".{state_name}".endswith(f".{name}")]
+    return max(endings, key=len, default=None)
 
 
 def _state_of(selected: set[str], param_names: list[str], state: PyTree) -> dict[str, object]:
@@ -94,18 +103,13 @@ def _state_of(selected: set[str], param_names: list[str], state: PyTree) -> dict
     >>> _state_of({"w"}, ["w", "b"], {"count": 7, "mu": {"w": 1.0, "b": 2.0}, "nu": {"w": 3.0, "b": 4.0}})
     {'mu.w': 1.0, 'nu.w': 3.0}
     """
-    state_of_params: dict[str, object] = {}
-    for leaf_name, leaf in tree.named_leaves(state):
-        if _parameter_of(leaf_name, param_names) in selected:
-            state_of_params[leaf_name] = leaf
-    return state_of_params
+    return {name: leaf for name, leaf in tree.named_leaves(state) if _parameter_of(name, param_names) in selected}
 
 
 def _also_in_every_dtype(example: Example) -> list[Example]:
     """Return an example, and four copies with mixed dtypes: each leaf has another of the four `DTYPES` in each."""
     examples = [example]
-    # With shift 0 the first leaf is float32 and the second float64; with shift 1 they are float64 and bfloat16.
-    for shift in range(len(DTYPES)):
+    for shift in range(len(DTYPES)):  # 0: float32 and float64, 1: float64 and bfloat16, and so on
         examples.append(example.dense().map_trees(functools.partial(in_mixed_dtypes, shift)))
     return examples
 
@@ -155,9 +159,9 @@ def updates_look_like_the_gradients(
         """Return a tensor with the shape, dtype and device that the update of a gradient must have."""
         if updates_dtype is None:
             return grad
-        dtype = updates_dtype(param.dtype) if callable(updates_dtype) else updates_dtype
-        # Only shape, dtype and device are compared below, so the values of the gradient will do.
-        return grad.detach().to(dtype)
+        if callable(updates_dtype):
+            return grad.detach().to(updates_dtype(param.dtype))
+        return grad.detach().to(updates_dtype)
 
     for step, updates in enumerate(updates_of(tx, params, steps)):
         expected = tree.map(expected_update, steps[step], params)
