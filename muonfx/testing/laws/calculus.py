@@ -27,15 +27,14 @@ def _state_is_narrow(tx: Transform) -> str | None:
     Derivatives are checked in float64. A state with fewer bits, such as int8 codes, is rounded at every step, and
     rounding has no derivative.
     """
-    # Try it on one matrix without memory. `widened` replaces float32 arguments by float64, but int8 codes remain.
     params = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
-        state = widened(tx).init(params)
+        state = widened(tx).init(params)  # `widened` replaces float32 arguments by float64, but int8 codes remain
     except Exception:  # the transform does not accept this tree; a real error is shown when the law is checked
         return None
-    # Tensors without dims, such as a count of steps, are not rounded.
     for leaf in tree.tensors(state):
-        if leaf.ndim and leaf.is_floating_point() and leaf.dtype != torch.float64:
+        is_count = leaf.ndim == 0  # such as the number of steps, which is not rounded
+        if leaf.is_floating_point() and leaf.dtype != torch.float64 and not is_count:
             return f"its state is {leaf.dtype} for float64 parameters: rounding has no derivative"
     return None
 
@@ -59,17 +58,22 @@ def _as_tree(vector: Tensor, like: PyTree) -> PyTree:
     {'a': tensor([[1., 2.]]), 'b': tensor(3.)}
     """
     leaves, treedef = tree.flatten(like)
-    start = 0  # the index in the vector at which the elements of the next leaf begin
-    for index, leaf in enumerate(leaves):
-        # The next elements of the vector, as many as this leaf has, in its shape.
-        leaves[index] = vector[start : start + leaf.numel()].reshape(leaf.shape)
-        start += leaf.numel()
+    start = 0
+    for number, leaf in enumerate(leaves):
+        end = start + leaf.numel()
+        leaves[number] = vector[start:end].reshape(leaf.shape)
+        start = end
     return tree.unflatten(treedef, leaves)
 
 
 def _numbers_as_tensors(tx: Transform) -> list[Tensor]:
     """Return the numeric arguments of a transform, such as its decay, as float64 tensors."""
     return [torch.as_tensor(number, dtype=torch.float64) for number in tree.leaves(tx)]
+
+
+def _no_changes(tx: Transform) -> Tensor:
+    """Return a vector of zeros, one for each element of the numeric arguments."""
+    return torch.zeros_like(_as_vector(_numbers_as_tensors(tx)))
 
 
 def _with_changed_numbers(tx: Transform, changes: Tensor) -> Transform:
@@ -90,71 +94,35 @@ def _with_changed_numbers(tx: Transform, changes: Tensor) -> Transform:
     return tree.unflatten(treedef, _as_tree(vector + units * changes, like=numbers))
 
 
-def _run_as_function(
-    tx: Transform, params: PyTree, steps: list[PyTree]
-) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-    """Return a run of a transform as a function of vectors, which torch can differentiate, and its arguments.
+def _updates_of_vectors(tx: Transform, example: Example, gradients: Tensor, parameters: Tensor) -> Tensor:
+    """Run all steps, and return the elements of all updates as one vector, which torch can differentiate.
 
-    ``function(gradients, parameters, changes)`` runs all steps, and returns the elements of all updates as one vector.
-    For two steps of a parameter of shape (2, 3), these are 12 elements. The arguments are vectors too:
-
-    - "gradients": the elements of the gradients of all steps.
-    - "parameters": the elements of the initial parameters.
-    - "changes": the changes of the transform's numeric arguments, initially zero. Without it, these remain floats.
+    ``gradients`` are the elements of the gradients of all steps, and ``parameters`` those of the initial parameters:
+    12 and 6 elements for two steps of a parameter of shape (2, 3).
     """
-    tx = widened(tx)
-    initial_parameters = _as_vector(params)
-    numbers = _as_vector(_numbers_as_tensors(tx))
-
-    def function(gradients: Tensor, parameters: Tensor, changes: Tensor | None = None) -> Tensor:
-        changed_tx = tx  # with its numbers as floats, as in usual runs
-        if changes is not None:
-            changed_tx = _with_changed_numbers(tx, changes)
-        # In training, gradients depend on the parameters through the loss. Let them here too: by 0.1 times each change.
-        dependent_part = 0.1 * (parameters - initial_parameters)
-        dependent_gradients = gradients + dependent_part.repeat(len(steps))
-        # The transform takes trees, and torch differentiates by vectors: convert, run all steps, convert back.
-        updates = updates_of(changed_tx, _as_tree(parameters, params), _as_tree(dependent_gradients, steps))
-        return _as_vector(updates)
-
-    # The values at which torch computes the derivatives.
-    arguments = {
-        "gradients": _as_vector(steps),
-        "parameters": initial_parameters,
-        "changes": torch.zeros_like(numbers),
-    }
-    return function, arguments
+    params, steps = example
+    # In training, gradients depend on the parameters through the loss. Let them here too: by 0.1 times each change.
+    dependent_part = 0.1 * (parameters - _as_vector(params))
+    dependent_gradients = gradients + dependent_part.repeat(len(steps))
+    return _as_vector(updates_of(tx, _as_tree(parameters, params), _as_tree(dependent_gradients, steps)))
 
 
 def _check_derivatives(
-    check: Callable[..., bool], by: str, tx: Transform, params: PyTree, steps: list[PyTree], **options: float
+    check: Callable[..., bool], function: Callable[[Tensor], Tensor], point: Tensor, **options: float
 ) -> None:
-    """Compare the derivatives of a run's updates by one argument with finite differences.
+    """Compare the derivatives of a function of a vector at a point with finite differences.
 
-    For ``by="gradients"``, torch changes the gradients a little and compares the change of the updates with autograd.
-
-    Args:
-        check: ``gradcheck``, or ``gradgradcheck`` for second derivatives. It raises an error if they differ.
-        by: the argument of the run: "gradients", "parameters" or "changes" (of the transform's numbers).
-        tx: the transform.
-        params: the initial parameters.
-        steps: the gradients of each step.
-        **options: further arguments of ``check``, such as ``atol=1e-4``.
+    ``check`` is ``gradcheck``, or ``gradgradcheck`` for second derivatives, and raises an error if they differ.
     """
-    function, arguments = _run_as_function(tx, params, steps)
-    if by != "changes":
-        del arguments["changes"]  # the usual case: numbers that are floats
-    if not arguments[by].numel() or not function(**arguments).numel():
+    if not point.numel() or not function(point).numel():
         return  # without inputs or outputs, there are no derivatives
 
-    def function_of_one_argument(vector: Tensor) -> Tensor:
-        # All other arguments keep their values.
-        updates = function(**{**arguments, by: vector})
-        # If the updates do not depend on this argument, autograd has no derivative. Adding zero makes it zero.
-        return updates + 0.0 * vector.square().sum()
+    def differentiable_function(vector: Tensor) -> Tensor:
+        # If the function does not depend on the vector, autograd has no derivative. Adding zero makes it zero.
+        return function(vector) + 0.0 * vector.square().sum()
 
     # `fast_mode` compares one random projection of the derivatives, instead of the derivative by each element.
-    check(function_of_one_argument, arguments[by].clone().requires_grad_(), fast_mode=True, **options)
+    check(differentiable_function, point.clone().requires_grad_(), fast_mode=True, **options)
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
@@ -164,7 +132,11 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check_derivatives(gradcheck, "gradients", tx, params, steps)
+
+    def updates_by_gradients(gradients: Tensor) -> Tensor:
+        return _updates_of_vectors(widened(tx), Example(params, steps), gradients, _as_vector(params))
+
+    _check_derivatives(gradcheck, updates_by_gradients, _as_vector(steps))
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
@@ -177,7 +149,11 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     >>> import muonfx as mfx
     >>> derivatives_by_parameters_are_right(mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check_derivatives(gradcheck, "parameters", tx, params, steps)
+
+    def updates_by_parameters(parameters: Tensor) -> Tensor:
+        return _updates_of_vectors(widened(tx), Example(params, steps), _as_vector(steps), parameters)
+
+    _check_derivatives(gradcheck, updates_by_parameters, _as_vector(params))
 
 
 @law(on=Example.smooth, unless=lambda tx: _has_no_numbers(tx) or _state_is_narrow(tx), share=0.1)
@@ -187,7 +163,12 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     >>> import muonfx as mfx
     >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check_derivatives(gradcheck, "changes", tx, params, steps)
+
+    def updates_by_changes(changes: Tensor) -> Tensor:
+        changed_tx = _with_changed_numbers(widened(tx), changes)
+        return _updates_of_vectors(changed_tx, Example(params, steps), _as_vector(steps), _as_vector(params))
+
+    _check_derivatives(gradcheck, updates_by_changes, _no_changes(tx))
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.08)
@@ -200,21 +181,22 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     >>> import muonfx as mfx
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    function, arguments = _run_as_function(tx, params, steps)
-    # The inputs of the run as three vectors (gradients, parameters, numbers), and a random direction t for them.
-    point = tuple(arguments.values())
+
+    def run(gradients: Tensor, parameters: Tensor, changes: Tensor) -> Tensor:
+        changed_tx = _with_changed_numbers(widened(tx), changes)
+        return _updates_of_vectors(changed_tx, Example(params, steps), gradients, parameters)
+
+    point = (_as_vector(steps), _as_vector(params), _no_changes(tx))
     if not torch.cat(point).numel():
         return
     generator = torch.Generator().manual_seed(1)
     tangents = tuple([torch.randn(vector.shape, dtype=vector.dtype, generator=generator) for vector in point])
-    # Forward mode: the derivative J t of the updates in the direction t.
     with without_torchs_own_warnings():
-        updates, j_t = torch.func.jvp(function, point, tangents)[:2]
-    t = torch.cat(tangents)
-    # Reverse mode: the gradient c^T J of the sum of the updates, weighted by c.
+        updates, j_t = torch.func.jvp(run, point, tangents)[:2]
     c = torch.randn(updates.shape, dtype=updates.dtype, generator=generator)
-    vjp_function = torch.func.vjp(function, *point)[1]
+    vjp_function = torch.func.vjp(run, *point)[1]
     c_j = torch.cat(vjp_function(c))
+    t = torch.cat(tangents)
     # Two ways to the same number c^T J t.
     by_forward = float(j_t.dot(c))
     by_reverse = float(t.dot(c_j))
@@ -232,4 +214,8 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
     """
-    _check_derivatives(gradgradcheck, "gradients", tx, params, steps, atol=1e-4)
+
+    def updates_by_gradients(gradients: Tensor) -> Tensor:
+        return _updates_of_vectors(widened(tx), Example(params, steps), gradients, _as_vector(params))
+
+    _check_derivatives(gradgradcheck, updates_by_gradients, _as_vector(steps), atol=1e-4)

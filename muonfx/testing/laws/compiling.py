@@ -62,27 +62,26 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
     def compiled_step(tx: Transform, grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 
-    # Both runs begin with one state, and each continues with its own.
     state = eager_state = tx.init(params)
-    for step, grads in enumerate(steps):
-        updates, state = compiled_step(tx_of_step[step], grads, state, params)
-        expected, eager_state = tx_of_step[step].update(grads, eager_state, params)
-        tolerance = tolerance_of(tx, expected, eager_state)
-        what = f"step {step}, compiled (updates, state)"
-        require_close(what, (updates, state), (expected, eager_state), "in eager mode", tolerance)
+    for step, (step_tx, grads) in enumerate(zip(tx_of_step, steps, strict=True)):
+        results = compiled_step(step_tx, grads, state, params)
+        expected = step_tx.update(grads, eager_state, params)
+        tolerance = tolerance_of(tx, expected)
+        require_close(f"step {step}, compiled (updates, state)", results, expected, "in eager mode", tolerance)
         _require_one_graph(step, counter.graphs)
+        _, state = results
+        _, eager_state = expected
 
 
 def _require_one_graph(step: int, graphs: int) -> None:
     """Raise `Breach` (a failed law) unless dynamo has compiled one graph by the end of a step, without a break."""
-    breaks = list(torch._dynamo.utils.counters["graph_break"])  # the reasons, as texts
-    if graphs <= 1 and not breaks:  # no graph, if the update computes nothing
-        return
     text = f"compiled {graphs} graphs until step {step}, expected one for all steps"
+    breaks = list(torch._dynamo.utils.counters["graph_break"])  # the reasons, as texts
     if breaks:
         reason = " ".join(str(breaks[0]).split())
-        text += f"; the graph breaks: {reason}"
-    raise Breach(None, text)
+        raise Breach(None, f"{text}; the graph breaks: {reason}")
+    if graphs > 1:  # there is none if the update computes nothing
+        raise Breach(None, text)
 
 
 def _steady(example: Example) -> Example:
@@ -97,13 +96,13 @@ def _one_leaf_per_ndim(example: Example) -> Example:
     """
     example = example.precise()
     leaves = tree.leaves(example.params)
-    # Go through all leaves once, and remember for each number of dims the largest leaf so far.
-    number_of_largest: dict[int, int] = {}  # from a number of dims to the number of the leaf in the tree
-    for number, leaf in enumerate(leaves):
-        largest = number_of_largest.get(leaf.ndim)
-        if largest is None or leaf.numel() > leaves[largest].numel():
-            number_of_largest[leaf.ndim] = number
-    omitted = set(range(len(leaves))) - set(number_of_largest.values())
+    numbers_by_size = sorted(range(len(leaves)), key=lambda number: leaves[number].numel(), reverse=True)
+    omitted: list[int] = []
+    seen_ndims: set[int] = set()
+    for number in numbers_by_size:
+        if leaves[number].ndim in seen_ndims:  # by a leaf that is as large or larger
+            omitted.append(number)
+        seen_ndims.add(leaves[number].ndim)
     return example.map_trees(lambda values: without_leaves(omitted, values))
 
 
@@ -159,25 +158,27 @@ def compiled_update_takes_other_shapes(tx: Transform, params: PyTree, steps: lis
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend=Counter())
-    def step(grads: PyTree, state: PyTree, params: PyTree) -> Any:
+    def compiled_step(grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 
-    # One compiled function for both lengths: shape (2, 3) becomes (4, 6), and then (6, 9).
     for times in (2, 3):
-        longer = _grown(params, times, seed=2 * times)
+        longer_params = _grown(params, times, seed=2 * times)
         grads = _grown(steps[0], times, seed=2 * times + 1)
         try:
-            state = tx.init(longer)
-            expected = tx.update(grads, state, longer)
-        except ValueError:
-            continue  # the transform does not accept these shapes
-        # All lengths of dims are symbols in the first call already; else the second call would compile again.
-        for leaf in tree.tensors((grads, state, longer)):
-            torch._dynamo.maybe_mark_dynamic(leaf, list(range(leaf.ndim)))
-        results = step(grads, state, longer)
-        tolerance = tolerance_of(tx, *expected)
+            state = tx.init(longer_params)
+            expected = tx.update(grads, state, longer_params)
+        except ValueError:  # the transform does not accept these shapes
+            continue
+        _mark_dims_as_symbols((grads, state, longer_params))
+        results = compiled_step(grads, state, longer_params)
         what = f"compiled (updates, state), with dims {times} times as long,"
-        require_close(what, results, expected, "in eager mode", tolerance)
+        require_close(what, results, expected, "in eager mode", tolerance_of(tx, *expected))
+
+
+def _mark_dims_as_symbols(values: PyTree) -> None:
+    """Let the next call of a compiled function treat the lengths of all dims as symbols, not as constants."""
+    for leaf in tree.tensors(values):
+        torch._dynamo.maybe_mark_dynamic(leaf, list(range(leaf.ndim)))
 
 
 @law(on=lambda example: _one_leaf_per_ndim(example).prolonged(2), unless=is_in_no_module, share=0.04)
