@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -48,12 +48,12 @@ def _default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
 
 def _deterministic_algorithms() -> AbstractContextManager[None]:
     """Choose deterministic algorithms; torch then also fills new memory with NaN, which shows where it is read."""
-    warns = 1  # where an operation has no deterministic algorithm
-    return _changed(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, warns)
+    # 1: torch warns where an operation has no deterministic algorithm.
+    return _changed(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1)
 
 
-def _threads(number: int) -> AbstractContextManager[None]:
-    return _changed(torch.get_num_threads, torch.set_num_threads, number)
+def _another_number_of_threads() -> AbstractContextManager[None]:
+    return _changed(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1)
 
 
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -67,7 +67,7 @@ TORCH_MODES: dict[str, Mode] = {
     "torch.no_grad": torch.no_grad,
     "torch.inference_mode": torch.inference_mode,
     "deterministic algorithms": _deterministic_algorithms,
-    "another number of threads": lambda: _threads(torch.get_num_threads() + 1),
+    "another number of threads": _another_number_of_threads,
 }
 """The modes of torch that a caller may have set, by name."""
 
@@ -117,9 +117,13 @@ def _another_seed() -> Generator[None]:
 
 def _another_time() -> AbstractContextManager[Any]:
     """Move the clocks of the module `time` by about 11 days and 7 seconds."""
-    names = ("time", "monotonic", "perf_counter", "process_time")
-    clocks: dict[str, Any] = {name: _later(getattr(time, name)) for name in names}
-    return mock.patch.multiple(time, **clocks)
+    return mock.patch.multiple(
+        time,
+        time=_later(time.time),
+        monotonic=_later(time.monotonic),
+        perf_counter=_later(time.perf_counter),
+        process_time=_later(time.process_time),
+    )
 
 
 def _later(clock: Callable[[], float]) -> Callable[[], float]:
@@ -135,16 +139,14 @@ def _another_hash() -> Generator[None]:
     """
     usual_hash = builtins.hash
 
-    def salted_hash(value: object) -> int:
-        """Return ``hash(value)``, or another integer if it depends on PYTHONHASHSEED."""
-        calling_function = sys._getframe(1).f_code.co_name  # the name of the function that has called ``hash``
-        if calling_function == "__hash__":  # of a key that is already in a dict, under its usual integer
-            return usual_hash(value)
-        if isinstance(value, str | bytes | tuple | frozenset):  # strings, and containers that may hold strings
+    def other_hash(value: object) -> int:
+        may_have_strings = isinstance(value, str | bytes | tuple | frozenset)
+        calling_function = sys._getframe(1).f_code.co_name
+        if may_have_strings and calling_function != "__hash__":
             return usual_hash(("salt", value))  # equal values still have equal hashes
         return usual_hash(value)
 
-    with mock.patch.object(builtins, "hash", salted_hash):
+    with mock.patch.object(builtins, "hash", other_hash):
         yield
 
 
@@ -166,11 +168,9 @@ def seeds_clocks_and_hashes_change_nothing(tx: Transform, params: PyTree, steps:
     >>> import muonfx as mfx
     >>> seeds_clocks_and_hashes_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # `expected` is the usual run. Repeat it with other random seeds, at another time, and with other hashes.
     expected = history(tx, params, steps)
     _check_modes(PROCESS_MODES, tx, params, steps, expected)
-    # And in another thread, where values that are kept for each thread are still unset.
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:  # a new thread, where values that are kept for each thread are still unset
         in_thread = pool.submit(history, tx, params, steps).result()
     require_same("(updates, state) in another thread", in_thread, expected, "in this thread")
 
@@ -198,22 +198,18 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     >>> import muonfx as mfx
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # Run each example here first. `examples` and `expected` have their items in the same order.
     example = Example(params, steps)
-    examples = [example]
-    expected = [history(tx, params, steps)]  # the updates and the state of each step, for each of the examples
+    runs: list[tuple[Example, History]] = [(example, history(tx, *example))]
     for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
-        longer_names = Example({prefix: params}, [{prefix: grads} for grads in steps])  # "a.w" instead of "w"
+        longer_names = example.map_trees(lambda values, prefix=prefix: {prefix: values})  # "a.w" instead of "w"
         with suppress(KeyError, TypeError, ValueError):  # a transform may accept certain names only
-            expected.append(history(tx, *longer_names))
-            examples.append(longer_names)  # not reached after an error, so both lists stay equally long
+            runs.append((longer_names, history(tx, *longer_names)))
     # Other values for the same shapes: a cached result of the first example would be wrong for them.
     other_values = example.map_trees(lambda values: scaled(values, -3.0))
-    examples.append(other_values)
-    expected.append(history(tx, *other_values))
-    # The last example is the first there. The results are reversed again for the comparison.
-    results_in_reverse = histories_elsewhere(tx, examples[::-1])
-    require_same("(updates, state) in another process", results_in_reverse[::-1], expected, "in this process")
+    runs.append((other_values, history(tx, *other_values)))
+    examples, expected = zip(*reversed(runs), strict=True)
+    results = histories_elsewhere(tx, list(examples))
+    require_same("(updates, state) in another process", results, list(expected), "in this process")
 
 
 def _settings() -> dict[str, Any]:
@@ -243,20 +239,27 @@ def settings_stay_as_they_were(tx: Transform, params: PyTree, steps: list[PyTree
     >>> import muonfx as mfx
     >>> settings_stay_as_they_were(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    with ExitStack() as stack:
-        # Rare settings, because the usual ones may be those that the transform has set at an earlier call.
-        stack.enter_context(warnings.catch_warnings())
-        warnings.resetwarnings()
-        for mode in ("the default dtype bfloat16", "torch.no_grad", "deterministic algorithms"):
-            stack.enter_context(TORCH_MODES[mode]())
-        stack.enter_context(_another_seed())
-        # Record the settings once. They are compared after `init`, and after the update of each step.
+    with _rare_settings():
         before = _settings()
         state = tx.init(params)
         _require_settings("init", before)
         for step, grads in enumerate(steps):
             _, state = tx.update(grads, state, params)
             _require_settings(f"update, at step {step},", before)
+
+
+@contextmanager
+def _rare_settings() -> Generator[None]:
+    """Choose rare settings, because the usual ones may be those that a transform has set at an earlier call."""
+    with (
+        warnings.catch_warnings(),
+        _default_dtype(torch.bfloat16),
+        torch.no_grad(),
+        _deterministic_algorithms(),
+        _another_seed(),
+    ):
+        warnings.resetwarnings()
+        yield
 
 
 def _require_settings(what: str, before: dict[str, Any]) -> None:

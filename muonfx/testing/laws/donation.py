@@ -5,6 +5,7 @@ Donation changes no value, and only donated tensors are overwritten.
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 from muonfx import tree
@@ -54,51 +55,41 @@ def next_in_chain_may_write_to_updates(tx: Transform, params: PyTree, steps: lis
         _check_donation(pair, params, steps, donate, expected)
 
 
-def _check_donation(
-    tx: Transform,
-    params: PyTree,
-    steps: list[PyTree],
-    donate: Donation,
-    expected: History,
-) -> None:
+def _check_donation(tx: Transform, params: PyTree, steps: list[PyTree], donate: Donation, expected: History) -> None:
     """Raise `Breach` (a failed law) if a donation changes a result, or a tensor that is not donated is overwritten.
 
-    ``expected`` are the updates and the state of each step without donation.
+    ``expected`` are the updates and the state of each step without donation. Results must have the same bits, or be
+    close if a parameter or gradient is not contiguous: sums may then be taken in another order.
     """
+    require_equal = require_same
+    if not all(leaf.is_contiguous() for leaf in tree.tensors((params, steps))):
+        require_equal = functools.partial(_require_close, tx)
     state = copied_tree(tx.init(params))
     updates_of_steps: list[PyTree] = []
     for step, grads in enumerate(steps):
-        grads_copy = copied_tree(grads)  # may be overwritten, and the next donation is checked with the same gradients
-        # All that the step must not overwrite. A `Witness` copies it, to find changes afterwards.
-        not_donated: dict[str, PyTree] = {"params": params}
-        if not donate.updates:
-            not_donated["gradients"] = grads_copy
-        if not donate.state:
-            not_donated["state"] = state
-        witness = Witness(**not_donated)
-        updates, state = tx.update(grads_copy, state, params, donate=donate)
+        donated_grads = copied_tree(grads)  # the next donation is checked with the same gradients
+        witness = _witness_of_not_donated(donate, donated_grads, state, params)
+        updates, state = tx.update(donated_grads, state, params, donate=donate)
         witness.require_unchanged(f"{tx.name}: update with {donate}, at step {step},")
-        # The results are the usual ones, and no update shares memory with the state, which the next step may overwrite.
-        _compare_donated(
-            f"step {step}, {donate}: (updates, state)", (updates, state), expected[step], tx, params, steps
-        )
+        what = f"step {step}, {donate}: (updates, state)"
+        require_equal(what, (updates, state), expected[step], "without donation")
+        # The next step may overwrite the state, but not these updates.
         require_apart(f"step {step}, {donate}: updates", updates, {"new state": state})
         updates_of_steps.append(updates)
     # Again, since a later step may have written to the updates of an earlier one.
     expected_updates = [updates for updates, _ in expected]
-    _compare_donated(f"{donate}: updates, after the last step,", updates_of_steps, expected_updates, tx, params, steps)
+    require_equal(f"{donate}: updates, after the last step,", updates_of_steps, expected_updates, "without donation")
 
 
-def _compare_donated(
-    what: str, results: PyTree, expected: PyTree, tx: Transform, params: PyTree, steps: list[PyTree]
-) -> None:
-    """Raise `Breach` (a failed law) unless results with and without donation are equal.
+def _witness_of_not_donated(donate: Donation, grads: PyTree, state: PyTree, params: PyTree) -> Witness:
+    """Return a witness of all inputs that are not donated, which a step must not overwrite."""
+    not_donated: dict[str, PyTree] = {"params": params}
+    if not donate.updates:
+        not_donated["gradients"] = grads
+    if not donate.state:
+        not_donated["state"] = state
+    return Witness(**not_donated)
 
-    The bits are equal if all parameters and gradients are contiguous. With other strides, sums may be taken in another
-    order, so there is a tolerance.
-    """
-    is_contiguous = all(leaf.is_contiguous() for leaf in tree.tensors((params, steps)))
-    if is_contiguous:
-        require_same(what, results, expected, "without donation")
-    else:
-        require_close(what, results, expected, "without donation", tolerance_of(tx, results))
+
+def _require_close(tx: Transform, what: str, results: PyTree, expected: PyTree, expected_is: str) -> None:
+    require_close(what, results, expected, expected_is, tolerance_of(tx, results))

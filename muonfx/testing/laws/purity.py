@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.testing.examples import copied_tree, history, scaled, updates_of
+from muonfx.testing.examples import copied, copied_tree, history, scaled, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.violation import Breach, bits_equal, require_same, shown
 from muonfx.tree import PyTree
@@ -20,31 +21,39 @@ class Witness:
     """Copies of named trees, to detect later whether a leaf or a container was changed."""
 
     def __init__(self, **trees: PyTree) -> None:
-        # For the containers: the trees, and their present leaves and structures. For the values: copies of all tensors.
         self.trees = trees
         self.flattened = {title: tree.flatten(values) for title, values in trees.items()}
-        leaves = tree.leaves(trees)
-        self.copies = copied_tree(leaves)
-        self.versions = [getattr(leaf, "_version", None) for leaf in leaves]
-        """The number of writes to each tensor, which torch counts."""
+        self.snapshots: list[_Snapshot] = []
+        for name, leaf in tree.named_leaves(trees):
+            if isinstance(leaf, Tensor):
+                self.snapshots.append(_Snapshot(name, leaf, copied(leaf), leaf._version))
 
     def require_unchanged(self, when: str) -> None:
         """Raise `Breach` (a failed law) if a tree has changed. ``when`` starts its message: "update, at step 0,"."""
-        # No container has other leaves: the same objects are at the same places.
         for title, values in self.trees.items():
             leaves, structure = tree.flatten(values)
             old_leaves, old_structure = self.flattened[title]
             if structure != old_structure or not all(map(operator.is_, leaves, old_leaves)):
                 raise Breach(title, f"{when} has put other leaves into its container")
-        # No tensor has other values, or was written to.
-        for (name, leaf), copy, version in zip(tree.named_leaves(self.trees), self.copies, self.versions, strict=True):
-            if not isinstance(leaf, Tensor):
-                continue
-            if not bits_equal(leaf, copy):
-                raise Breach(name, f"{when} has changed it from {shown(copy)} to {shown(leaf)}")
-            # Equal bits, but written: the update may have changed the tensor and restored it.
-            if leaf._version != version and leaf.numel():
-                raise Breach(name, f"{when} has written its own values to it (its _version rose)")
+        for snapshot in self.snapshots:
+            snapshot.require_unchanged(when)
+
+
+class _Snapshot(NamedTuple):
+    """A tensor, its name, a copy of its values, and the number of writes to it, which torch counts."""
+
+    name: str
+    tensor: Tensor
+    copy: Tensor
+    version: int
+
+    def require_unchanged(self, when: str) -> None:
+        """Raise `Breach` (a failed law) if the tensor has other values, or was written to."""
+        if not bits_equal(self.tensor, self.copy):
+            raise Breach(self.name, f"{when} has changed it from {shown(self.copy)} to {shown(self.tensor)}")
+        # Equal bits, but written: the update may have changed the tensor and restored it.
+        if self.tensor._version != self.version and self.tensor.numel():
+            raise Breach(self.name, f"{when} has written its own values to it (its _version rose)")
 
 
 @law(share=0.4)
@@ -54,15 +63,13 @@ def update_leaves_its_inputs_unchanged(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> update_leaves_its_inputs_unchanged(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # A `Witness` holds copies of the inputs; after the call, it compares the inputs with them.
     witness = Witness(params=params)
     state = tx.init(params)
     witness.require_unchanged("init")
     for step, grads in enumerate(steps):
         witness = Witness(gradients=grads, state=state, params=params)
-        _, new_state = tx.update(grads, state, params)
+        _, state = tx.update(grads, state, params)
         witness.require_unchanged(f"update, at step {step},")
-        state = new_state
 
 
 def _tensors(values: PyTree) -> list[tuple[str, Tensor]]:
@@ -109,7 +116,6 @@ def outputs_share_no_storage_with_inputs(tx: Transform, params: PyTree, steps: l
     >>> import muonfx as mfx
     >>> outputs_share_no_storage_with_inputs(mfx.master_params(mfx.scale(-1.0)), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # "Apart" means without common memory. A state that is a view of a parameter would change with it.
     state = tx.init(params)
     require_apart("state from init", state, {"params": params})
     for step, grads in enumerate(steps):
@@ -130,21 +136,22 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
     >>> updates_do_not_overlap(mfx.orthogonalize(), *mfx.testing.Example.of({"q": (2, 3), "k": (3, 2)}))
     """
     for grads, updates in zip(steps, updates_of(tx, params, steps), strict=True):
-        # Updates that are the gradient object itself are left out: `update` has not created them.
         gradients = tree.ids(grads)
         new_updates = {name: leaf for name, leaf in _tensors(updates) if id(leaf) not in gradients}
         # Add another number to each update, first in new tensors and then in place. If two overlap, one of them
         # receives both numbers in place.
-        expected: dict[str, Tensor] = {}
+        expected = {name: update + number for number, (name, update) in enumerate(new_updates.items())}
         for number, (name, update) in enumerate(new_updates.items()):
-            expected[name] = update + number
-        for number, (name, update) in enumerate(new_updates.items()):
-            try:
-                update.add_(number)
-            except RuntimeError as error:  # two of its elements are at one place in memory
-                text = f"cannot be written to, strides {update.stride()}: {error}"
-                raise Breach(f"updates {name!r}", text) from None
+            _add_in_place(name, update, number)
         require_same("updates, each changed in place,", new_updates, expected, "if changed alone")
+
+
+def _add_in_place(name: str, update: Tensor, number: int) -> None:
+    """Add a number to an update in place, or raise `Breach` (a failed law) if torch refuses to write to it."""
+    try:
+        update.add_(number)
+    except RuntimeError as error:  # two of its elements are at one place in memory
+        raise Breach(f"updates {name!r}", f"cannot be written to, strides {update.stride()}: {error}") from None
 
 
 @law(share=0.3)
@@ -156,20 +163,26 @@ def update_remembers_nothing(tx: Transform, params: PyTree, steps: list[PyTree])
     >>> import muonfx as mfx
     >>> update_remembers_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # The second run has other gradients, so that no state has the values of the first run.
-    steps_of_runs = [steps, scaled(list(reversed(steps)), -2)]
-    # The results of each run on its own. Then both runs again, one step of the first, one of the second, and so on.
-    expected_of_runs = [copied_tree(history(tx, params, steps_of_run)) for steps_of_run in steps_of_runs]
-    states = [tx.init(params) for _ in steps_of_runs]
+    other_steps = scaled(list(reversed(steps)), -2)  # so that no state has the values of the first run
+    expected = copied_tree(history(tx, params, steps))
+    other_expected = copied_tree(history(tx, params, other_steps))
+    state = tx.init(params)
+    other_state = tx.init(params)
     for step in range(len(steps)):
-        for run, steps_of_run in enumerate(steps_of_runs):
-            grads = steps_of_run[step]
-            expected = expected_of_runs[run][step]
-            results = tx.update(grads, states[run], params)
-            require_same(f"step {step} of two alternating runs, (updates, state)", results, expected, "when run alone")
-            results = tx.update(grads, states[run], params)  # the same call again
-            require_same(f"step {step}, (updates, state)", results, expected, "in the first of two calls")
-            _, states[run] = results
+        state = _update_twice(step, tx, steps[step], state, params, expected[step])
+        other_state = _update_twice(step, tx, other_steps[step], other_state, params, other_expected[step])
+
+
+def _update_twice(
+    step: int, tx: Transform, grads: PyTree, state: PyTree, params: PyTree, expected: tuple[PyTree, PyTree]
+) -> PyTree:
+    """Raise `Breach` (a failed law) unless two equal calls have the expected results. Return the next state."""
+    results = tx.update(grads, state, params)
+    require_same(f"step {step} of two alternating runs, (updates, state)", results, expected, "when run alone")
+    results = tx.update(grads, state, params)
+    require_same(f"step {step}, (updates, state)", results, expected, "in the first of two calls")
+    _, next_state = results
+    return next_state
 
 
 @law(share=0.2)
@@ -183,17 +196,13 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
     >>> unknown_extras_are_ignored(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     state = tx.init(params)
-    grads = steps[0]
     unknown: dict[str, Any] = {"an_extra_that_nobody_names": torch.ones(())}
-    expected = copied_tree(tx.update(grads, state, params))
-    results = tx.run(grads, state, params, **unknown)  # as a chain runs it
+    expected = copied_tree(tx.update(steps[0], state, params))
+    results = tx.run(steps[0], state, params, **unknown)  # as a chain runs it
     require_same("(updates, state)", results, expected, "without the extra argument")
-    # A direct call must raise an error instead, unless the transform accepts every name by ``**extras``.
-    accepts_any_name = tx.extras.understood is None
+    accepts_any_name = tx.extras.understood is None  # by ``**extras``
     if accepts_any_name:
         return
-    try:
-        tx.update(grads, state, params, **unknown)
-    except TypeError:
-        return
-    raise Breach(None, "update accepts an extra argument that no transform names, expected an error")
+    with suppress(TypeError):  # a direct call must raise it
+        tx.update(steps[0], state, params, **unknown)
+        raise Breach(None, "update accepts an extra argument that no transform names, expected an error")
