@@ -171,15 +171,12 @@ def _drawn(factory: Callable[..., Transform], **strategies: Strategy) -> st.Sear
     Without either, a bool is drawn, and any other argument has its default.
     """
     # `momentum(decay, nesterov)` has a decay by its name in `_BY_NAME`, and a drawn True or False for `nesterov`.
-    strategy_of = dict(strategies)
     for name, parameter in inspect.signature(factory).parameters.items():
-        if name in strategy_of:
-            continue
         if name in _BY_NAME:
-            strategy_of[name] = _BY_NAME[name]
+            strategies.setdefault(name, _BY_NAME[name])
         elif isinstance(parameter.default, bool):
-            strategy_of[name] = st.booleans()
-    return st.builds(factory, **strategy_of)
+            strategies.setdefault(name, st.booleans())
+    return st.builds(factory, **strategies)
 
 
 _MOMENTA = st.one_of(
@@ -216,11 +213,11 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
 """Strategies for arguments that mean something else in one factory, or have other valid values there."""
 
 _EXPORTED: dict[str, Any] = {name: getattr(module, name) for module in (tfs, contrib) for name in module.__all__}
-_RECIPES = {"scion": contrib.scion, **{name: getattr(recipes, name) for name in recipes.__all__}}
 _FACTORIES: dict[str, Callable[..., Transform]] = {
     **{factory.__name__: factory for factory in (identity, set_to_zero, stateless, masked)},
     **{name: value for name, value in _EXPORTED.items() if hasattr(value, "definition")},
-    **_RECIPES,
+    "scion": contrib.scion,
+    **{name: getattr(recipes, name) for name in recipes.__all__},
 }
 
 _ARGUMENTS: dict[str, Strategy] = {

@@ -49,7 +49,7 @@ class OptimizerReport(Shown):
                 rows.append((name, "left out", self.left_out[name]))
             elif name in self.held:
                 rows.append((name, "holds", law.sentence))
-        # "0 of 1 laws hold": laws that were left out are not counted.
+
         checked = len(self.held) + len(self.failures)
         title = f"{self.optimizer}: {len(self.held)} of {checked} laws hold"
         return Report((Table(("law", "", ""), rows, title=title),))

@@ -108,9 +108,7 @@ def parameters_without_gradients_stay(build: Build) -> None:
     names_without = ["up.weight", "norm.bias"]
 
     def without_gradients(name: str, grad: Tensor) -> Tensor | None:
-        if name in names_without:
-            return None
-        return grad
+        return None if name in names_without else grad
 
     # One usual step before, so that these parameters have momentum, which must not move them either.
     run = Run(build).steps(1)
@@ -118,20 +116,22 @@ def parameters_without_gradients_stay(build: Build) -> None:
     run.step(without_gradients)
     after = run.values()
     require_unmoved(before, after, names_without, "with the gradient None")
-    names_with = run.optimized.keys() - names_without
-    require_moved(before, after, names_with, "beside parameters with the gradient None")
+    require_moved(before, after, run.optimized.keys() - names_without, "beside parameters with the gradient None")
 
 
 @optimizer_law
 def zero_gradients_give_finite_values(build: Build) -> None:
     """Gradients of zeros, from the first step on and after others, leave all parameters finite."""
-    # At the first step, the moments are zero too: 0 / 0 would give NaN.
-    fresh = Run(build)
-    fresh.step(lambda name, grad: torch.zeros_like(grad))
-    require_finite(fresh.values(), "after a first step with zeros")
-    fresh.step(lambda name, grad: torch.zeros_like(grad))
-    fresh.step()
-    require_finite(fresh.values(), "after a step that follows steps with zeros")
+
+    def zeros(name: str, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+    run = Run(build)
+    run.step(zeros)  # the moments are zero too: 0 / 0 would give NaN
+    require_finite(run.values(), "after a first step with zeros")
+    run.step(zeros)
+    run.step()
+    require_finite(run.values(), "after a step that follows steps with zeros")
 
 
 @optimizer_law
@@ -144,15 +144,13 @@ def nan_stays_in_its_parameter(build: Build) -> None:
             grad[0, 0] = torch.nan
         return grad
 
-    # Both runs take two steps. In the second step of one run, a gradient has a NaN.
     run = Run(build).steps(1)
     run.step(with_nan)
     values = run.values()
-    usual_values = Run(build).steps(2).values()
     if bool(values[name_of_nan].isfinite().all()):
         raise Breach(name_of_nan, "is finite after a step whose gradient has a NaN, expected that the NaN is visible")
-    # All other parameters are compared.
-    del usual_values[name_of_nan]
+    usual_values = Run(build).steps(2).values()
+    del usual_values[name_of_nan]  # all others are compared
     require_equal(values, usual_values, f"with a NaN in the gradient of {name_of_nan}")
 
 
@@ -213,7 +211,6 @@ def bf16_parameters_are_trained(build: Build) -> None:
 @optimizer_law
 def frozen_parameters_stay(build: Build) -> None:
     """A parameter that is frozen after some steps stays, and trains again once it is unfrozen."""
-    # Three phases: two usual steps, two steps while one matrix is frozen, and one step after it is unfrozen.
     run = Run(build).steps(2)
     name = _a_hidden_matrix(run)
     param = run.params[name]
@@ -246,7 +243,6 @@ def rates_are_read_at_each_step(build: Build) -> None:
 @optimizer_law
 def rates_may_be_tensors(build: Build) -> None:
     """A rate that is a tensor gives the update of the same rate as a float, and is read at each step."""
-    # Two equal runs; then one has rates as floats, and the other the same rates as tensors.
     by_float = Run(build).steps(1)
     by_tensor = Run(build).steps(1)
     start = by_float.values()

@@ -90,14 +90,12 @@ def _require_the_update_of_one_process(build: Build, model: nn.Module) -> None:
 
     Each rank runs this function. ``model`` is parallel over all ranks, and each rank has a whole model of its own.
     """
-    # Both models begin with the same weights and take the same steps.
     whole = Run(build)
     start = whole.values()
     parallel = Run(build, model)
     whole.steps(STEPS)
     parallel.steps(STEPS)
-    # The shards of all ranks joined: equal bits on all ranks, and close to the model that one process has updated.
-    values = parallel.values()
+    values = parallel.values()  # the shards of all ranks joined
     _require_equal_on_ranks(values)
     require_close(values, whole.values(), start, TOLERANCE, f"on {RANKS} ranks")
 
@@ -132,35 +130,35 @@ def _mesh() -> DeviceMesh:
 
 def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
     """Check a law in new processes, and return the outcome of the first rank on which it does not hold."""
-    # Other processes receive the function `build` by pickle, which fails for a lambda. Find out before they start.
     try:
         pickle.dumps(build)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        reason = (
-            f"other processes cannot import the function that builds the optimizer: define it in a module ({error})"
-        )
-        return Outcome(reason_left_out=reason)
-    # A new interpreter: one that is forked would inherit the threads of torch in an unknown state.
-    context = get_context("spawn")
-    outcomes = context.SimpleQueue()  # each process puts (rank, outcome) into it
-    with tempfile.TemporaryDirectory() as folder:  # where the processes find each other
-        processes: list[BaseProcess] = []
-        for rank in range(RANKS):
-            process = context.Process(target=_run_rank, args=(rank, law.name, build, folder, outcomes), daemon=True)
-            process.start()
-            processes.append(process)
-        have_finished = _join_or_kill(processes)
-    # A rank that was killed may have put nothing into the queue, so outcomes are found by their rank.
-    outcome_of_rank: dict[int, Outcome] = {}
-    while not outcomes.empty():
-        rank, outcome = outcomes.get()
-        outcome_of_rank[rank] = outcome
-    reason = "ended without a result" if have_finished else f"has not finished within {SECONDS} s"
-    for rank in range(RANKS):
-        outcome = outcome_of_rank.get(rank, Outcome(failure=f"rank {rank} {reason}"))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # such as of a lambda
+        text = "other processes cannot import the function that builds the optimizer: define it in a module"
+        return Outcome(reason_left_out=f"{text} ({error})")
+    for outcome in _outcomes_of_ranks(law, build):
         if outcome != Outcome():  # an outcome without texts means that the law holds
             return outcome
     return Outcome()
+
+
+def _outcomes_of_ranks(law: OptimizerLaw, build: Build) -> list[Outcome]:
+    """Check a law in a new process for each rank, and return the outcome of each."""
+    # A new interpreter: one that is forked would inherit the threads of torch in an unknown state.
+    context = get_context("spawn")
+    queue = context.SimpleQueue()  # each process puts (rank, outcome) into it
+    with tempfile.TemporaryDirectory() as folder:  # where the processes find each other
+        processes: list[BaseProcess] = []
+        for rank in range(RANKS):
+            process = context.Process(target=_run_rank, args=(rank, law.name, build, folder, queue), daemon=True)
+            process.start()
+            processes.append(process)
+        have_finished = _join_or_kill(processes)
+    reason = "ended without a result" if have_finished else f"has not finished within {SECONDS} s"
+    outcomes = [Outcome(failure=f"rank {rank} {reason}") for rank in range(RANKS)]
+    while not queue.empty():
+        rank, outcome = queue.get()
+        outcomes[rank] = outcome
+    return outcomes
 
 
 def _join_or_kill(processes: list[BaseProcess]) -> bool:
@@ -168,8 +166,7 @@ def _join_or_kill(processes: list[BaseProcess]) -> bool:
 
     A rank may wait forever for another one that has raised an error.
     """
-    # One deadline for all: time that the first process has used is no longer left for the second.
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + SECONDS  # for all together
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     have_finished = not any(process.is_alive() for process in processes)

@@ -64,10 +64,9 @@ class UnusualShapes(nn.Module):
 
 def seeded(model_class: Callable[[], nn.Module] = TinyModel) -> nn.Module:
     """Return a new model with the same values at each call, whatever the order of its layers is."""
-    # Each parameter has its own generator, whose seed depends on its name. One generator would depend on the order.
     model = model_class()
     for name, param in model.named_parameters():
-        generator = torch.Generator().manual_seed(_seed_of(name, 0))
+        generator = torch.Generator().manual_seed(_seed_of(name, 0))  # one for all would depend on the order
         with torch.no_grad():
             param.copy_(torch.randn(param.shape, generator=generator) / 4)
     return model
@@ -112,10 +111,8 @@ class Run:
     @property
     def optimized(self) -> dict[str, nn.Parameter]:
         """The parameters of the model that the optimizer has in its groups, by name."""
-        # Groups have tensors without names, so tensors of the model are found among them by identity.
-        identities: set[int] = set()
-        for group in self.optimizer.param_groups:
-            identities.update(map(id, group["params"]))
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        identities = tree.ids(groups)  # groups have no names
         return {name: param for name, param in self.params.items() if id(param) in identities}
 
     def set_gradients(self, change: Callable[[str, Tensor], Tensor | None] | None = None) -> None:
@@ -126,12 +123,11 @@ class Run:
                 or None for a parameter without a gradient.
         """
         for name, param in self.params.items():
+            param.grad = None
             grad: Tensor | None = gradient(name, param, self.next_step)  # the same in every run
             if change is not None:
                 grad = change(name, grad)
-            if grad is None or not param.requires_grad:
-                param.grad = None
-            else:
+            if grad is not None and param.requires_grad:
                 param.grad = _as_sharded(grad, param)
 
     def step(self, change: Callable[[str, Tensor], Tensor | None] | None = None) -> None:
@@ -188,7 +184,6 @@ def require_same_end(resumed: Run, continued: Run, tolerance: float | None = Non
 
     One run has loaded the saved state of the other, which has not been stopped.
     """
-    # `start` is the common point: a tolerance is relative to the distance from there.
     start = continued.values()
     continued.steps(STEPS)
     resumed.steps(STEPS)
@@ -219,15 +214,14 @@ def require_close(values: Values, expected: Values, start: Values, tolerance: fl
     comparison in the message, such as "the resumed run".
     """
     for name, expected_value in expected.items():
-        # The update is the change since the start: for 1.0 -> 0.9, it is -0.1.
         expected_update = (expected_value - start[name]).double()
         update = (values[name] - start[name]).double()
         size = float(expected_update.norm())
         difference = float((update - expected_update).norm())
         # Each step rounds the parameter, which may be large compared with its update. Such differences do not count.
         rounding = 4 * torch.finfo(expected_value.dtype).eps * float(expected_value.double().norm())
-        # NaN and inf fail too: an expected update of infinite size is within no tolerance.
-        if not math.isfinite(difference) or difference > tolerance * size + rounding:
+        is_close = difference <= tolerance * size + rounding
+        if not is_close or not math.isfinite(difference):  # if the expected update is infinite, all others are close
             text = f"the update of {name} differs by {difference:.1e}, expected at most {tolerance:.0e} of its norm"
             raise Breach(what, f"{text}, {size:.1e}")
 
