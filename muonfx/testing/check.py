@@ -249,10 +249,9 @@ def _share(share: float, standard: list[Example], drawn: list[Example]) -> list[
 def _evenly_spaced(examples: list[Example], count: int) -> list[Example]:
     """Return a number of items at equal distances in a list: the last one first, then earlier ones.
 
-    Of 90 items, 10 are those with the indices 89, 80, 71 and so on.
+    Of 90 items, 10 are those with the indices -1, -10, -19 and so on.
     """
-    last = len(examples) - 1
-    return [examples[last - number * len(examples) // count] for number in range(count)]
+    return [examples[-1 - number * len(examples) // count] for number in range(count)]
 
 
 def _size(example: Example) -> tuple[int, int]:

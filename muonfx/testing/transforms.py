@@ -194,7 +194,9 @@ _BY_NAME["inner"] = _INNER
 
 
 def _is_negative_scale(tx: Transform) -> bool:
-    factor = tx.arguments["factor"] if tx.name == "scale" else 1.0
+    if tx.name != "scale":
+        return False
+    factor = tx.arguments["factor"]
     return isinstance(factor, float) and factor < 0
 
 

@@ -120,7 +120,7 @@ def _check_among_others(tx: Transform, example: Example, usual_updates: list[PyT
         if not accepts_names(tx, params):  # the longer names, such as "copy0.w"
             return
         updates_of_first = [updates["copy0"] for updates in updates_of(tx, params, steps)]
-        what = f"updates beside {copies - 1} others of each shape"
+        what = f"updates among {copies - 1} others of each shape"
         require_same(what, updates_of_first, usual_updates, "without them")
 
 
