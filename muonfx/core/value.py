@@ -365,15 +365,6 @@ def _flatten_for_optree(recorded: Recorded) -> tuple[tuple[Any, ...], Structure,
     return recorded.parts, recorded.structure, part_names(recorded)
 
 
-def _flatten_for_torch(recorded: Recorded) -> tuple[list[Any], Structure]:
-    """Return children and structure, as ``torch.utils._pytree`` requires."""
-    return list(recorded.parts), recorded.structure
-
-
-def _unflatten_for_torch(parts: Iterable[Any], structure: Any) -> Recorded:
-    return Recorded._from(structure, parts)
-
-
 class Recorded:
     """Base class of `Transform` and `Schedule`: an immutable value that stores the call that created it."""
 
@@ -460,7 +451,10 @@ class Recorded:
         register: Any = optree.register_pytree_node  # its type hints require a collection, but any class works
         register(cls, _flatten_for_optree, Recorded._from, namespace=NAMESPACE)
         torch_pytree.register_pytree_node(
-            cls, _flatten_for_torch, _unflatten_for_torch, serialized_type_name=public_name(cls)
+            cls,
+            lambda recorded: (list(recorded.parts), recorded.structure),
+            lambda parts, structure: Recorded._from(structure, parts),
+            serialized_type_name=public_name(cls),
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -751,11 +745,7 @@ def _text_of_argument(skeleton: object, parts: Iterator[object]) -> str:
         if isinstance(part, Recorded):
             return _text_of_call(part)
         return _NUMBER
-
-    def text_of_item(item: object) -> str:
-        return _text_of_argument(item, parts)
-
-    return text_of(skeleton, text_of_item)
+    return text_of(skeleton, lambda item: _text_of_argument(item, parts))
 
 
 def _text_of_default(definition: Definition, name: str) -> str:

@@ -112,7 +112,7 @@ def _ownership_of_path(path: TypedPath, matches: Sequence[_Match], name_of: Mapp
     ("trace",).
     """
     # Longer paths and deeper nodes are less likely to match by coincidence.
-    match = max(matches, key=_length_and_depth, default=None)
+    match = max(matches, key=lambda match: (match.stop - match.start, match.start), default=None)
     if match is None:
         return Ownership(None, entries_of_path(path))
     name = name_of[path[match.start : match.stop]]
@@ -159,10 +159,6 @@ def _mixed_nodes(matches_of: Mapping[TypedPath, Sequence[_Match]]) -> set[TypedP
             if start not in starts:
                 mixed.add(path[:start])  # the node with the child path[start]
     return mixed
-
-
-def _length_and_depth(match: _Match) -> tuple[int, int]:
-    return match.stop - match.start, match.start
 
 
 def _ownership_of_one_tensor(state: PyTree, param: object) -> list[Ownership]:
