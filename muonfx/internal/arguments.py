@@ -12,7 +12,7 @@ import functools
 import inspect
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
@@ -229,8 +229,7 @@ def is_symbolic(value: object) -> bool:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
     # Tracers have further classes, and torch has no common base class for them.
-    module_of_class = type(value).__module__
-    return module_of_class.startswith(("torch.fx", "torch.utils._", "torch.export", "torch._"))
+    return type(value).__module__.startswith(("torch.fx", "torch.utils._", "torch.export", "torch._"))
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -266,7 +265,7 @@ def close_names(wrong: str, names: Iterable[str], level: str = ".") -> list[str]
     return list(dict.fromkeys(similar_names))  # each name once, in this order
 
 
-def hint(wrong: str, known: Iterable[str]) -> str:
+def hint(wrong: str, known: Collection[str]) -> str:
     """Return advice for an error about an unknown argument: its name in muonfx, or similar names.
 
     ``wrong`` may be an argument of another library, which the tables of `muonfx._other_libraries` translate. ``known``
@@ -275,7 +274,6 @@ def hint(wrong: str, known: Iterable[str]) -> str:
     >>> hint("decya", ["decay"])
     " (did you mean 'decay'?)"
     """
-    known = list(known)
     equivalents = ARGUMENTS_HERE.get(wrong, ())
     accepted = [name for name in equivalents if name in known]
     if accepted:  # the function has the argument by another name
@@ -288,7 +286,7 @@ def hint(wrong: str, known: Iterable[str]) -> str:
     return did_you_mean(wrong, known)
 
 
-def _code_with_argument(names: list[str], known: list[str]) -> str:
+def _code_with_argument(names: list[str], known: Collection[str]) -> str:
     """Return how to pass an argument to an object that is itself an argument in ``known``; "" if there is none.
 
     ``names`` are names of the argument to pass, here and in other libraries.

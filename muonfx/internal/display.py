@@ -27,20 +27,24 @@ class Row:
     children: tuple[Row, ...] = ()
 
 
+Rows = Sequence[Row | Sequence[str]]
+"""The rows of a table. A row without child rows may be a list of cells."""
+
+
 @dataclass(frozen=True)
 class Table:
     """A table that prints as plain text or HTML.
 
     Attributes:
         titles: the titles of the columns.
-        rows: the rows; a row without child rows may be a list of cells.
+        rows: the rows.
         right: the indices of the columns that are aligned right, as for numbers.
         footers: rows below a line at the end, such as totals.
         title: a line above the table; empty for none.
     """
 
     titles: Sequence[str]
-    rows: Sequence[Row | Sequence[str]]
+    rows: Rows
     right: Sequence[int] = ()
     footers: Sequence[Row] = ()
     title: str = ""
@@ -86,7 +90,7 @@ class Table:
             text += f"<tfoot>{self._html_rows(self.footers)}</tfoot>"
         return f"<table>{text}</table>"
 
-    def _html_rows(self, rows: Sequence[Row | Sequence[str]]) -> str:
+    def _html_rows(self, rows: Rows) -> str:
         return "".join([self._html_row(cells, depth) for depth, cells in walk(rows)])
 
     def _html_row(self, cells: Sequence[str], depth: int, tag: str = "td") -> str:
@@ -105,7 +109,7 @@ class Table:
         return f"<tr>{row}</tr>"
 
 
-def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[int, Sequence[str]]]:
+def walk(rows: Rows, depth: int = 0) -> Iterator[tuple[int, Sequence[str]]]:
     """Yield (nesting depth, cells) for each row of a table and each of its child rows, parents first.
 
     >>> list(walk([Row(("muon",), children=(Row(("scale",)),))]))
@@ -119,7 +123,7 @@ def walk(rows: Sequence[Row | Sequence[str]], depth: int = 0) -> Iterator[tuple[
             yield depth, row
 
 
-def _lines(rows: Sequence[Row | Sequence[str]], depth: int | None) -> list[list[str]]:
+def _lines(rows: Rows, depth: int | None) -> list[list[str]]:
     """Return the cells of each row, and of child rows down to the level ``depth``, with the first cell indented.
 
     >>> _lines([Row(("muon", "MATRIX"), children=(Row(("scale", "ELEMENT")),))], depth=None)
