@@ -232,7 +232,8 @@ def check_roles(owner: str, numbers: Mapping[str, object], labels: object, numbe
     if not numbers_by_role:  # one number for all parameters of AdamW
         _require_muon_and_adamw(owner, used_labels, next(iter(numbers)))
         return
-    expected_roles = used_labels or set(_roles(numbers_by_role))  # without labels, all dicts must have the same roles
+    first_numbers, *_ = numbers_by_role.values()
+    expected_roles = used_labels or set(first_numbers)  # without labels, all dicts must have the same roles
     if "muon" in expected_roles:  # AdamW would train these parameters, because Muon's label is "hidden" here
         raise _muon_is_no_role(owner, next(iter(numbers_by_role)))
     expected_roles.discard("hidden")
@@ -246,11 +247,6 @@ def check_roles(owner: str, numbers: Mapping[str, object], labels: object, numbe
 def _numbers_by_role(numbers: Mapping[str, Any]) -> dict[str, Mapping[str, object]]:
     """Return the arguments that are dicts, such as ``{"adamw_lr": {"embedding": 0.3, "head": 0.002}}``."""
     return {argument: value for argument, value in numbers.items() if isinstance(value, Mapping)}
-
-
-def _roles(numbers_by_role: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """Return the roles in the first of these dicts, such as ``["embedding", "head"]``. The others have the same."""
-    return list(next(iter(numbers_by_role.values())))
 
 
 def _used_labels(labels: object) -> set[str]:
@@ -382,7 +378,8 @@ def muon_with_adamw(
     numbers_by_role = _numbers_by_role(numbers)
     if numbers_by_role:
         muon_label = "hidden"
-        adamw_labels = _roles(numbers_by_role)
+        first_numbers, *_ = numbers_by_role.values()  # {"embedding": 0.3, "head": 0.002}
+        adamw_labels = list(first_numbers)
     transforms = {muon_label: matrices}
     for label in adamw_labels:
         transforms[label] = chain(

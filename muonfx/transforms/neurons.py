@@ -76,9 +76,10 @@ def normalize_neurons(
 
     def start(matrix: Tensor) -> Tensor:
         """Return a mean square of zero for each row, (..., rows, 1), or for each column, (..., 1, columns)."""
-        if is_by_columns(matrix):  # the shape of the first row alone: (..., 1, columns)
-            return matrix.new_zeros(matrix[..., :1, :].shape)
-        return matrix.new_zeros(matrix[..., :1].shape)
+        vector = matrix[..., :1]
+        if is_by_columns(matrix):
+            vector = matrix[..., :1, :]
+        return matrix.new_zeros(vector.shape)
 
     def step(u: Tensor, s: NeuronsState):
         """Normalize the rows of a matrix, or its columns as the rows of its transpose; return it and the new state.
