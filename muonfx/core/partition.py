@@ -164,9 +164,12 @@ class _Chooser:
         key_of = _keys_of(names, values)
         missing = [name for name in names if name not in key_of]
         if missing:
+            pattern = "muonfx.routing.path('head.*')"
+            if bool not in self.kinds:  # labels, of which a pattern alone is none
+                pattern = f"muonfx.routing.labels(params, [({pattern}, 'adamw'), ...])"
             raise ValueError(
                 f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
-                "parameter: add them, or select a whole subtree with a pattern, as in muonfx.routing.path('head.*')"
+                f"parameter: add them, or select a whole subtree with a pattern, as in {pattern}"
             )
         value_of = {name: values[key] for name, key in key_of.items()}
         for name, value in value_of.items():

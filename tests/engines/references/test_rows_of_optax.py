@@ -144,10 +144,13 @@ def test_the_row_of_apply_every_tells_the_mean_from_the_sum() -> None:
 
 def test_the_page_on_optax_writes_a_prefix_tree_by_paths() -> None:
     page = (Path(__file__).parents[3] / "docs" / "coming-from-optax.md").read_text()
-    assert '`{"a": "x"}` is `{mfx.routing.path("a.*"): "x"}`' in page
+    assert '`{"a": "x"}` is `mfx.routing.labels(params, [(mfx.routing.path("a.*"), "x")])`' in page
     inner = {"x": mfx.scale_by_learning_rate(1.0), "y": mfx.scale_by_learning_rate(2.0)}
-    tx = mfx.partition(inner, {mfx.routing.path("a.*"): "x", mfx.routing.path("c.*"): "y"})
     params = {"a": {"w": torch.ones(2)}, "c": [torch.ones(2)]}
+    with pytest.raises(ValueError, match=r"found no value for 'a.w', .* muonfx.routing.labels\(params, "):
+        mfx.partition(inner, {"a": "x", "c": "y"}).init(params)
+    labels = mfx.routing.labels(params, [(mfx.routing.path("a.*"), "x"), (mfx.routing.path("c.*"), "y")])
+    tx = mfx.partition(inner, labels)
     updates, _ = tx.update(params, tx.init(params), params)
     assert updates["a"]["w"].tolist() == [-1.0, -1.0]
     assert updates["c"][0].tolist() == [-2.0, -2.0]
