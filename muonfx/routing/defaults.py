@@ -10,13 +10,14 @@ from torch import nn
 
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
+from muonfx.routing.globs import patterns
 from muonfx.routing.params import ParamInfo, Params, module_path, plain_name, read_params
 from muonfx.routing.predicates import path
-from muonfx.routing.roles import ROLES, Decision, Role, roles_of
+from muonfx.routing.roles import ROLES, Role, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
 from muonfx.routing.structure import structure_of
-from muonfx.routing.views import is_convolution, patterns
+from muonfx.routing.views import is_convolution
 from muonfx.transforms.matrices import STACK
 
 
@@ -244,20 +245,19 @@ def _labels(
     structure = structure_of(model_or_params)
     decisions = roles_of(infos, structure)
     # 1. The label of each parameter, with the reason for it.
-    labels_with_reasons: dict[str, tuple[Label, str]] = {}
-    hidden: list[ParamInfo] = []
-    for info in infos:
+    labels_with_reasons: dict[str, tuple[Label, str]] = dict.fromkeys([info.name for info in infos], (None, "frozen"))
+    labelled_by_role = [info for info in infos if info.requires_grad and info.name not in label_by_rule]
+    for info in labelled_by_role:
         role, reason = decisions[info.name]
-        if info.name in label_by_rule:
-            labels_with_reasons[info.name] = label_by_rule[info.name]
-        elif not info.requires_grad:
-            labels_with_reasons[info.name] = (None, "frozen")
-        else:
-            labels_with_reasons[info.name] = (label_of_role[role], reason)
-            if role == "hidden":
-                hidden.append(info)
+        labels_with_reasons[info.name] = (label_of_role[role], reason)
+    labels_with_reasons |= label_by_rule
     # 2. Layers that may be heads. By structure, a head may have another role: "vector" if it returns one number.
-    has_head = bool(structure.heads) or _has_head(infos, decisions, label_by_rule, label_of_role["hidden"])
+    hidden = [info for info in labelled_by_role if decisions[info.name].role == "hidden"]
+    has_head = (
+        bool(structure.heads)
+        or any(_is_head(info, decisions[info.name].role) for info in infos)
+        or _has_rule_for_head(infos, label_by_rule, label_of_role["hidden"])
+    )
     possible_heads: list[ParamInfo] = []
     if not has_head:
         possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
@@ -267,29 +267,23 @@ def _labels(
     return labels, hidden, possible_heads
 
 
-def _has_head(
-    infos: Sequence[ParamInfo],
-    decisions: Mapping[str, Decision],
-    label_by_rule: Mapping[str, tuple[Label, str]],
-    hidden_label: Label,
+def _is_head(info: ParamInfo, role: Role) -> bool:
+    """Return True for an output head, and for an embedding with a second name, which is usually also the output head.
+
+    >>> _is_head(ParamInfo("wte.weight", (8, 4), tied=("lm_head.weight",)), "embedding")
+    True
+    """
+    return role == "head" or (role == "embedding" and bool(info.tied))
+
+
+def _has_rule_for_head(
+    infos: Sequence[ParamInfo], label_by_rule: Mapping[str, tuple[Label, str]], hidden_label: Label
 ) -> bool:
-    """Return True if the output head of a model is found, by the role of a parameter or by a rule of the user.
+    """Return True if a rule of the user makes a matrix no hidden matrix, which may be a rule for the head.
 
-    Otherwise a head may be among the hidden matrices, and the user is warned.
-
-    Args:
-        infos: the parameters.
-        decisions: the role of each parameter by name.
-        label_by_rule: the (label, reason) of each parameter that a rule of the user matches.
-        hidden_label: the label of hidden matrices.
+    ``label_by_rule`` has the (label, reason) of each parameter that a rule of the user matches, by name.
     """
     for info in infos:
-        role = decisions[info.name].role
-        # An embedding with a second name is usually also the output head: "wte.weight" and "lm_head.weight".
-        is_tied_head = role == "embedding" and bool(info.tied)
-        if role == "head" or is_tied_head:
-            return True
-        # A rule that makes a matrix no hidden matrix may be a rule for the head.
         if info.ndim > 1 and info.name in label_by_rule:
             label, _ = label_by_rule[info.name]
             if label != hidden_label:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +18,9 @@ from muonfx.internal.wrappers import WRAPPERS
 
 Params: TypeAlias = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | object
 """A model; named tensors, as a mapping or as (name, tensor) pairs; or any pytree of tensors."""
+
+PLAIN_LEAVES = frozenset({"weight", "kernel", "w", "weight_orig"})
+"""The last component of the name of a weight that belongs to a layer: it does not show what the weight is."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,12 @@ def written_type(module: nn.Module) -> type:
     return other_bases[0] if is_generated_by_fsdp2 else module_class
 
 
+@functools.lru_cache(maxsize=1024)
+def class_name_fits(module: type, pattern: str) -> bool:
+    """Return True if a regular expression is found in the name of a class or of one of its bases."""
+    return any(re.search(pattern, base.__name__) for base in module.__mro__)
+
+
 def _named_values(params: object) -> Iterable[tuple[str, object]]:
     """Return (name, value) pairs of named tensors: an iterator, a dict, a list of pairs, or any pytree of tensors.
 
@@ -201,7 +212,7 @@ def _is_pairs(params: object) -> TypeGuard[Sequence[tuple[str, object]]]:
 def _info(
     name: str, tensor: object, tied: tuple[str, ...], module: type | None = None, tied_modules: tuple[type, ...] = ()
 ) -> ParamInfo:
-    """Return the `ParamInfo` of one tensor. Raise if it is no tensor, or a lazy parameter without a shape.
+    """Return the `ParamInfo` of one tensor.
 
     Args:
         name: the name of the tensor.
@@ -210,17 +221,23 @@ def _info(
         module: the type of the module that owns it; None without a model.
         tied_modules: the types of the modules that own it under the other names.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(
-            f"parameter {name!r} is a {type(tensor).__name__}; expected a torch.Tensor: "
-            "pass a model, a dict of name to tensor, (name, tensor) pairs, or a pytree of tensors"
-        )
-    if isinstance(tensor, nn.UninitializedParameter):
-        raise ValueError(
-            f"parameter {name!r} has no shape yet (lazy module): run one forward pass before choosing labels"
-        )
+    tensor = _tensor_with_shape(name, tensor)
     # ZeRO-3 keeps an empty placeholder between uses, with the shape of the whole parameter in `ds_shape`.
     shape = cast("Iterable[int]", getattr(tensor, "ds_shape", tensor.shape))
     # Only an nn.Parameter can be frozen: functional code trains plain tensors, which do not require grad.
     trainable = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
     return ParamInfo(name, tuple(int(side) for side in shape), tensor.dtype, trainable, module, tied, tied_modules)
+
+
+def _tensor_with_shape(name: str, value: object) -> torch.Tensor:
+    """Return the value of a parameter. Raise if it is no tensor, or a lazy parameter without a shape."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"parameter {name!r} is a {type(value).__name__}; expected a torch.Tensor: "
+            "pass a model, a dict of name to tensor, (name, tensor) pairs, or a pytree of tensors"
+        )
+    if isinstance(value, nn.UninitializedParameter):
+        raise ValueError(
+            f"parameter {name!r} has no shape yet (lazy module): run one forward pass before choosing labels"
+        )
+    return value

@@ -12,12 +12,13 @@ from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.partition import RoutedLabels
 from muonfx.internal.display import format_list
+from muonfx.routing.globs import patterns
 from muonfx.routing.params import ParamInfo, Params, read_params
 from muonfx.routing.predicates import Predicate
 from muonfx.routing.route import NO_REASON, Label, Route
 from muonfx.routing.structure import structure_of
 from muonfx.routing.unsplit import check_shapes, warn_of_views
-from muonfx.routing.views import ONE_MATRIX, find_matrices, patterns
+from muonfx.routing.views import ONE_MATRIX, find_divisions
 from muonfx.transforms.matrices import MatrixView
 from muonfx.tree import PyTree
 
@@ -222,13 +223,21 @@ def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: st
         for name in matching_names:
             if name not in decided:  # an earlier rule has precedence
                 decided[name] = (label, f"{rule_kind} {number}: {predicate!r}")
-        # A rule that only matches parameters of earlier rules is no mistake, and is not reported.
         if infos and not matching_names:
-            warn_caller(
-                f"{rule_kind} {number}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
-                f"({infos[0].name!r}, ...); correct or remove it"
-            )
+            _warn_of_unmatched_rule(f"{rule_kind} {number}", rule, infos)
     return decided
+
+
+def _warn_of_unmatched_rule(title: str, rule: Rule, infos: Sequence[ParamInfo]) -> None:
+    """Warn of a rule, with a title such as "user rule 1", that matches none of the parameters.
+
+    A rule that only matches parameters of earlier rules is no mistake, and is not reported.
+    """
+    predicate, label = rule
+    warn_caller(
+        f"{title}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
+        f"({infos[0].name!r}, ...); correct or remove it"
+    )
 
 
 def _check_rule(rule: object, number: int) -> None:
@@ -260,7 +269,7 @@ def make_labels(
         infos: its parameters.
         decided: the label of each parameter and the reason for it, by name: {"wte": ("adamw", "embedding")}.
         absent: the names of parameters that are None.
-        read_in_parts: as in `find_matrices`.
+        read_in_parts: as in `find_divisions`.
         whole_labels: labels whose parameters are not divided into matrices, like those with the label None.
     """
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
@@ -268,15 +277,15 @@ def make_labels(
         return Labels(label_of | dict.fromkeys(absent))
     # 1. The division into matrices, of parameters that are trained as matrices.
     divisible = [info for info in infos if decided[info.name][0] not in (None, *whole_labels)]
-    matrices_of = find_matrices(model_or_params, divisible, read_in_parts)
+    division_of = find_divisions(model_or_params, divisible, read_in_parts)
     # 2. A route for each parameter. Its reason also names the matrices: "hidden matrix (2-D); query, key, value".
     routes: dict[str, Route] = {}
     for info in infos:
         label, reason = decided[info.name]
-        matrices = matrices_of.get(info.name, ONE_MATRIX)
-        if matrices.note:
-            reason = f"{reason}; {matrices.note}"
-        routes[info.name] = Route(label, reason, matrices.view, info.shape, matrices.suggested)
+        division = division_of.get(info.name, ONE_MATRIX)
+        if division.note:
+            reason = f"{reason}; {division.note}"
+        routes[info.name] = Route(label, reason, division.view, info.shape, division.suggested)
     for name in absent:
         routes[name] = Route(None, "absent")
     return Labels(routes)

@@ -18,7 +18,7 @@ return, and the lists of blocks are known without running the model:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,8 +26,9 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.utils import parametrize
 
-from muonfx.routing.params import joined
-from muonfx.routing.views import COUNTS_OF_PARTS, MOST_PARTS, PLAIN_LEAVES, class_name_fits, is_modulation
+from muonfx.routing.expert_stacks import COUNTS_OF_PARTS
+from muonfx.routing.params import PLAIN_LEAVES, class_name_fits, joined
+from muonfx.routing.views import MOST_PARTS, is_modulation
 
 # The attributes for the width that a layer reads and the width that it returns: nn.Linear, convolutions, the Conv1D of
 # transformers, and the parallel linear layers of Megatron.
@@ -122,8 +123,7 @@ def structure_of(model: object) -> Structure:
         return structure._replace(possible_heads=unread_layers)
     # 3. Inputs are before blocks; heads are outside of them, and no layer reads their outputs.
     inputs = _inputs(layers)
-    widths_read_outside = _widths_read_outside_blocks(layers, inputs, norms)
-    unread = _unread_outside_blocks(layers, inputs, widths_read_outside, read_widths)
+    unread = _unread_outside_blocks(layers, inputs, norms, read_widths)
     heads = _heads(layers, unread)
     # The outputs of the other unread layers may be read in parts, so that they may be heads or hidden.
     possible_heads = unread.keys() - heads.keys()
@@ -412,7 +412,7 @@ def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
 
 
 def _unread_outside_blocks(
-    layers: Sequence[Layer], inputs: Collection[str], widths_read_outside: set[int], read_widths: set[int]
+    layers: Sequence[Layer], inputs: Collection[str], norms: Sequence[Norm], read_widths: set[int]
 ) -> dict[str, Layer]:
     """Return the layers outside all blocks, by path, whose outputs no other layer reads as a whole or in slices.
 
@@ -422,9 +422,10 @@ def _unread_outside_blocks(
     Args:
         layers: the layers of the model in the order of definition, some of them in blocks.
         inputs: the paths of those that read raw input.
-        widths_read_outside: the widths that `_widths_read_outside_blocks` returns.
+        norms: the norms of the model.
         read_widths: the widths that some layer or norm reads, in a block or outside.
     """
+    widths_read_outside = _widths_read_outside_blocks(layers, inputs, norms)
     block_counts = _numbers_of_blocks(layers)
     unread: dict[str, Layer] = {}
     for layer in layers:
@@ -449,19 +450,16 @@ def _widths_read_outside_blocks(layers: Sequence[Layer], inputs: Collection[str]
     and return the same number of raw features.
     """
     widths: set[int] = set()
-    returned_in_block: dict[str, set[int]] = {}  # the widths that the layers of each block return, up to the current
+    returned_in_block: dict[str | None, set[int]] = defaultdict(set)  # up to the current layer; None is outside
     for layer in layers:
-        # 1. A layer that may read an earlier layer of its own block: 256 in the example.
-        is_from_same_block = False
-        if layer.block is not None:
-            returned_earlier = returned_in_block.setdefault(layer.block, set())
-            is_from_same_block = layer.reads in returned_earlier
-            returned_earlier.add(layer.returns)  # after the comparison: a layer does not read its own outputs
+        is_from_same_block = layer.block is not None and layer.reads in returned_in_block[layer.block]
         if layer.reads is not None and layer.path not in inputs and not is_from_same_block:
             widths.add(layer.reads)
-    # 2. The norms, by the same rule; now all layers of the blocks count, also those after a norm.
+        returned_in_block[layer.block].add(layer.returns)  # in the end: a layer does not read its own outputs
+    # A norm may also come before the layers whose outputs it reads.
     for norm in norms:
-        if norm.block is None or norm.width not in returned_in_block.get(norm.block, ()):
+        is_from_same_block = norm.block is not None and norm.width in returned_in_block[norm.block]
+        if not is_from_same_block:
             widths.add(norm.width)
     return widths
 
@@ -569,20 +567,29 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
         # A layer may read all outputs, alone or concatenated with as many other features: they are no parts then.
         if layer.returns in read_widths or 2 * layer.returns in read_widths:
             continue
-        # The widths that possible readers of the parts read.
-        part_widths = _widths_read_beside(layer, layers[index + 1 :])
-        if following.block == layer.block and following.reads is not None:
-            part_widths.add(following.reads)
-        # A layer that reads as many features as this one may run on the same input, as a key does with a query. A
-        # depthwise convolution that follows reads the outputs of this layer.
-        if not following.is_grouped:
-            part_widths.discard(layer.reads)
-        # Halves are tried before thirds.
-        for count in COUNTS_OF_PARTS:
+        part_widths = _widths_read_after(layer, following, layers[index + 1 :])
+        for count in COUNTS_OF_PARTS:  # halves are tried before thirds
             if layer.returns % count == 0 and layer.returns // count in part_widths:
                 part_counts[layer.path] = count
                 break
     return part_counts
+
+
+def _widths_read_after(layer: Layer, following: Layer, later_layers: Sequence[Layer]) -> set[int | None]:
+    """Return the widths of layers that may read parts of a layer: the next one, and later ones in its module.
+
+    >>> gate_and_value, down = Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)
+    >>> _widths_read_after(gate_and_value, down, [down])
+    {64}
+    """
+    widths: set[int | None] = set(_widths_read_beside(layer, later_layers))
+    if following.block == layer.block:
+        widths.add(following.reads)
+    # A layer that reads as many features as this one may run on the same input, as a key does with a query. A
+    # depthwise convolution that follows reads the outputs of this layer.
+    if not following.is_grouped:
+        widths.discard(layer.reads)
+    return widths
 
 
 def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:

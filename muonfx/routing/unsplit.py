@@ -9,8 +9,9 @@ from muonfx.core import Locality, Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.transform import within
 from muonfx.internal.display import format_list
+from muonfx.routing.globs import patterns
 from muonfx.routing.route import Route
-from muonfx.routing.views import ROWS, patterns
+from muonfx.routing.views import ROWS
 from muonfx.transforms.matrices import STACK, MatrixView, view_of
 from muonfx.tree import PyTree
 
@@ -71,25 +72,29 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
         routes: the label of each parameter, with the view (division into matrices) that belongs to it.
         transforms: the transform of each label.
     """
+    used_views = list(_used_views(routes, transforms))
     # 1. The labels have a view, and the transform does not use it: {"attn.qkv": "'attn.qkv' (query, key, value)"}.
     unused: dict[str, str] = {}
-    # 2. Only names or widths suggest several matrices: {"attn.qkv": "(part=3 out) in -> part out in"}.
-    suggested: dict[str, str] = {}
-    view_to_extend: MatrixView | None = None  # the view of the first transform with such a parameter
-    for name, route, view in _used_views(routes, transforms):
+    for name, route, view in used_views:
         if route.view.pattern and not view.is_set_for(name):
             unused[name] = f"{name!r} ({route.reason})"
-        # `Labels.view` puts the patterns of the labels into a view. Any other pattern is the choice of the user.
-        pattern = view.text(name)
-        is_set_by_user = pattern is not None and pattern != route.view.pattern
-        if route.suggested and not is_set_by_user:
-            suggested[name] = route.suggested
-            if view_to_extend is None:
-                view_to_extend = view
     if unused:
         _warn_of_unused_views(list(unused.values()))
-    if view_to_extend is not None:
-        _warn_of_suggested(suggested, view_to_extend, routes)
+    # 2. Only names or widths suggest several matrices: {"attn.qkv": "(part=3 out) in -> part out in"}.
+    views = [view for name, route, view in used_views if _has_suggestion(name, route, view)]
+    suggested = {name: str(route.suggested) for name, route, view in used_views if _has_suggestion(name, route, view)}
+    if suggested:
+        _warn_of_suggested(suggested, views[0], routes)  # the first view is extended
+
+
+def _has_suggestion(name: str, route: Route, view: MatrixView) -> bool:
+    """Return True if a parameter may hold several matrices in unknown code, and the user has not set its view.
+
+    `Labels.view` puts the patterns of the labels into a view. Any other pattern is the choice of the user.
+    """
+    pattern = view.text(name)
+    is_set_by_user = pattern is not None and pattern != route.view.pattern
+    return route.suggested is not None and not is_set_by_user
 
 
 def _used_views(
@@ -130,13 +135,7 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
     names_with_labels = [name for name, route in routes.items() if route.label in labels]
     whole_pattern_of_name = {name: _whole_pattern(routes[name]) for name in suggested}
     whole_patterns = patterns(whole_pattern_of_name, names_with_labels)
-    pattern_of_glob = patterns(suggested, names_with_labels)
-    # Then the patterns that the transform has already.
-    if isinstance(view.pattern, Mapping):
-        for glob, pattern in view.pattern.items():
-            pattern_of_glob.setdefault(glob, pattern)
-    elif view.pattern is not None:
-        pattern_of_glob.setdefault("*", view.pattern)
+    pattern_of_glob = _before(patterns(suggested, names_with_labels), view)
     # As text, because a pattern with placeholders is no valid `MatrixView`.
     argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"
     placeholders = ""
@@ -151,6 +150,18 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
         "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. To "
         f"keep a parameter whole without this warning, write its pattern of these instead:\n  {whole_patterns!r}"
     )
+
+
+def _before(pattern_of_glob: dict[str, str], view: MatrixView) -> dict[str, str]:
+    """Return patterns by glob, and after them the patterns of a view, which apply where no earlier glob matches.
+
+    >>> _before({"*.qkv": "(part=3 out) in -> part out in"}, MatrixView("in out -> out in"))
+    {'*.qkv': '(part=3 out) in -> part out in', '*': 'in out -> out in'}
+    """
+    pattern = view.pattern or {}
+    if isinstance(pattern, str):
+        pattern = {"*": pattern}
+    return pattern_of_glob | {glob: text for glob, text in pattern.items() if glob not in pattern_of_glob}
 
 
 def _whole_pattern(route: Route) -> str:

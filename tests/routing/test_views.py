@@ -16,7 +16,7 @@ from torch.func import stack_module_state, vmap
 import muonfx as mfx
 from muonfx.internal.tracing import matches
 from muonfx.routing import Labels, Route, default_labels, default_labels_by_name, labels, path
-from muonfx.routing.views import patterns
+from muonfx.routing.globs import patterns
 from muonfx.transforms.matrices import STACK
 from tests import variants
 from tests.routing.test_routing import Conv1D, Holder

@@ -10,7 +10,7 @@ import torch
 
 from muonfx.core import Transform, chain
 from muonfx.recipes import adamw, lion
-from muonfx.routing.views import divided
+from muonfx.routing.stored_patterns import in_equal_parts, in_parts
 from muonfx.transforms import add_decayed_weights, momentum, orthogonalize, scale_by_learning_rate, scale_by_shape
 from muonfx.transforms.matrices import STACK, MatrixView
 from muonfx.transforms.scale import ShapeRule
@@ -251,14 +251,14 @@ def _dion_pattern(group: Group, shape: torch.Size) -> str | None:
     A matrix is divided into blocks of rows: ``split_sizes`` of the group are their sizes, such as ``(64, 16, 16)`` for
     query, key and value, or ``num_heads`` is the number of equal blocks.
     """
-    pattern = "... {out} in -> ... {out} in"  # `divided` writes the blocks in place of "{out}"
+    pattern = "... {out} in -> ... {out} in"  # `in_parts` writes the blocks in place of "{out}"
     sizes = group.get("split_sizes")
     if sizes:  # blocks of different sizes
         size_of_block = {f"part_{index}": size for index, size in enumerate(sizes)}
-        return divided(pattern, size_of_block)
+        return in_parts(pattern, size_of_block)
     heads = group.get("num_heads") or 1
     if sizes is None and heads > 1:  # blocks of one size
-        return divided(pattern, heads)
+        return in_equal_parts(pattern, heads)
     if len(shape) > 2 and not group["flatten"]:  # a stack of matrices, such as experts
         return STACK
     return None

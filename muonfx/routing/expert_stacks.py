@@ -1,0 +1,203 @@
+"""Stacks of experts: how their matrices are stored, and whether each holds a gate and a value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from muonfx.internal.wrappers import WRAPPERS
+from muonfx.routing.params import PLAIN_LEAVES, ParamInfo, module_path
+from muonfx.routing.stored_patterns import STACK, TRANSPOSED_STACK, in_equal_parts
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The shapes of parameters by name."""
+
+COUNTS_OF_PARTS = (2, 3)
+"""The numbers of parts that widths can show: value and gate of a gated linear unit; query, key and value."""
+
+
+def is_expert(info: ParamInfo) -> bool:
+    """Return True if a parameter's name has the word expert, experts or moe.
+
+    >>> is_expert(ParamInfo("moe.w1", (8, 4, 4))), is_expert(ParamInfo("shared_expert.w1", (4, 4)))
+    (True, True)
+    """
+    components = ".".join(info.names)
+    return re.search(r"(^|_|\.)(experts?|moe)(_|\.|$)", components) is not None
+
+
+def has_transposed_experts(
+    info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module], shapes: Shapes
+) -> bool:
+    """Return True if the matrices of a stack of experts are stored as (in, out), not as (out, in).
+
+    transformers declares it in an attribute. Else the shapes of the gate and the next layer show it, or the router of
+    the experts. Without these, the usual order (out, in) is assumed.
+
+    Args:
+        info: the parameter.
+        owner: the module of the parameter.
+        modules: the modules of the model by path.
+        shapes: the shapes of all parameters by name.
+    """
+    declared = getattr(owner, "is_transposed", None)
+    if declared is not None:
+        return declared is True
+    holder = info.name[: info.name.rfind(".") + 1]  # "mlp.experts." for "mlp.experts.down_proj"
+    gate_up = shapes.get(f"{holder}gate_up_proj")
+    down = shapes.get(f"{holder}down_proj")
+    if gate_up and down:
+        return _is_gated_mlp_transposed(gate_up, down)
+    hidden_width = _width_read_by_router(info, modules)
+    return hidden_width is not None and _read_by_rows(info, hidden_width, shapes)
+
+
+def _is_gated_mlp_transposed(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Return True if the shapes of two stacks of a gated MLP show that they are stored as (in, out).
+
+    From 8 hidden to 2 x 32 inner features and back:
+
+    >>> _is_gated_mlp_transposed((4, 64, 8), (4, 8, 32)), _is_gated_mlp_transposed((4, 8, 64), (4, 32, 8))
+    (False, True)
+    """
+    inner, hidden = down[-2:]  # if it is stored as (in, out)
+    return gate_up[-2:] == (hidden, 2 * inner)
+
+
+def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> int | None:
+    """Return the hidden width, which the router of a stack of experts reads; None if no router is found.
+
+    The router is a matrix with one row for each expert: (8, 64) for 8 experts and a width of 64. It is next to the
+    experts, as ``moe.router.weight`` for ``moe.experts.w1``, or in one module with them. If several such matrices read
+    different widths, the result is None.
+    """
+    experts_path = _path_without_wrappers(_path_around_layer(info.name))  # "moe.experts" for "moe.experts.w1"
+    path_around_experts = _path_without_wrappers(module_path(experts_path))  # "moe"
+    for path in (experts_path, path_around_experts):  # the nearest module with a router decides
+        module = modules.get(path)
+        if module is None:
+            continue
+        # ``shape[-3]`` is the number of experts, for a stack of shape (8, 32, 64). A router has as many rows.
+        widths = {param.shape[1] for param in module.parameters() if param.ndim == 2 and len(param) == info.shape[-3]}
+        if widths:
+            return widths.pop() if len(widths) == 1 else None
+    return None
+
+
+def _path_without_wrappers(path: str) -> str:
+    """Return the path of the module in which wrappers are: "moe.experts" for "moe.experts._orig_mod"."""
+    while path.rpartition(".")[2] in WRAPPERS:
+        path = module_path(path)
+    return path
+
+
+def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
+    """Return True if the rows of the matrices of a stack of experts are their inputs, so that they are (in, out).
+
+    With 64 hidden and 24 inner features, an expert maps 64 to 24 features, by one matrix or, with a gate, by two, and
+    then 24 to 64. So 64 is the number of inputs of the first stack of two, and of most of three:
+
+    - (8, 24, 64), (8, 64, 24) and (8, 24, 64) are stored as (out, in),
+    - (8, 64, 24), (8, 24, 64) and (8, 64, 24) as (in, out).
+
+    The result is False if a stack has other widths, or if all have 64 on the same side.
+    """
+    has_hidden_rows: list[bool] = []  # for each stack, in the order of the model
+    for shape in _stacks_of_module(info, shapes).values():
+        rows, columns = shape[-2:]
+        if (rows == hidden_width) == (columns == hidden_width):  # both sides are the hidden width, or none
+            return False
+        has_hidden_rows.append(rows == hidden_width)
+    number_with_rows = has_hidden_rows.count(True)
+    number_with_columns = has_hidden_rows.count(False)
+    if number_with_rows == number_with_columns:  # the first stack reads the hidden width
+        return has_hidden_rows[0]
+    # The side that more stacks have in common is the number of inputs.
+    return number_with_rows > number_with_columns > 0
+
+
+def _stacks_of_module(info: ParamInfo, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all stacks of as many matrices in the module around a stack's layer, in the model's order.
+
+    For ``mlp.experts.fc1``, these are the stacks ``mlp.experts.fc1`` and ``mlp.experts.fc2``.
+    """
+    holder = _path_around_layer(info.name)  # "mlp.experts"
+    stacks: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        # All dims but the last two count the matrices: (8,) for a stack of 8.
+        if shape[:-2] == info.shape[:-2] and _path_around_layer(name) == holder:
+            stacks[name] = shape
+    return stacks
+
+
+def split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
+    """Return the pattern that splits each matrix of a stack of experts, if the widths of another stack suggest it.
+
+    8 experts of a gated linear unit, from 32 features to 2 x 24 and back, are stacks in one module:
+
+    - (8, 48, 32) and later (8, 32, 24) as (out, in). The result for the first is "... (part=2 out) in -> ... part out
+      in".
+    - (8, 32, 48) and later (8, 24, 32) as (in, out). The result is "... in (part=2 out) -> ... part out in".
+
+    ``stored`` is the known order of the dims. If the stack is not known to be transposed, both orders are tried.
+    """
+    if stored == STACK:
+        orders = [STACK, TRANSPOSED_STACK]
+    elif stored == TRANSPOSED_STACK:
+        orders = [TRANSPOSED_STACK]
+    else:  # no stack
+        return None
+    stacks = _stacks_of_module(info, shapes)
+    names = list(stacks)
+    later_names = names[names.index(info.name) + 1 :]  # only parameters after this one can read its outputs
+    for order in orders:
+        returns, reads = _widths(info.shape, order)
+        widths_of_later = [_widths(stacks[name], order) for name in later_names]
+        number_of_parts = _parts_read_by(returns, reads, widths_of_later)
+        if number_of_parts is not None:
+            return in_equal_parts(order, number_of_parts)
+    return None
+
+
+def _widths(shape: tuple[int, ...], stored: str) -> tuple[int, int]:
+    """Return the widths that each matrix of a stack returns and reads.
+
+    >>> _widths((8, 48, 32), STACK), _widths((8, 48, 32), TRANSPOSED_STACK)
+    ((48, 32), (32, 48))
+    """
+    *_, rows, columns = shape
+    if stored == TRANSPOSED_STACK:
+        return columns, rows
+    return rows, columns
+
+
+def _parts_read_by(returns: int, reads: int, later_widths: Sequence[tuple[int, int]]) -> int | None:
+    """Return the number of parts in which a later matrix reads the outputs of a matrix; None if it reads no parts.
+
+    >>> _parts_read_by(48, 32, [(32, 24)])  # 32 -> 48 features, then 24 -> 32: it reads halves of 48, as a gated MLP
+    2
+
+    Args:
+        returns: the width that the matrix returns, such as 48.
+        reads: the width that it reads, such as 32.
+        later_widths: the widths that each later matrix returns and reads.
+    """
+    if any(reads_later == returns for _, reads_later in later_widths):  # all outputs are read together
+        return None
+    for count in COUNTS_OF_PARTS:  # 2 and 3
+        for returns_later, reads_later in later_widths:
+            # The later matrix maps back to the width of the inputs, as the second layer of an MLP does.
+            if returns_later == reads and count * reads_later == returns:
+                return count
+    return None
+
+
+def _path_around_layer(name: str) -> str:
+    """Return the path of the module with a layer: "mlp" for "mlp.fc1.weight", and for "mlp.fc1", a parameter of it."""
+    path, _, leaf = name.rpartition(".")
+    if leaf in PLAIN_LEAVES:
+        return path.rpartition(".")[0]
+    return path

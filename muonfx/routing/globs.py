@@ -1,0 +1,82 @@
+"""Shorten names of parameters to globs, such as ``"*.fc.weight"``, for rules and views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from glob import escape
+from itertools import combinations
+from typing import TypeVar
+
+from muonfx.internal.tracing import matches
+
+T = TypeVar("T")
+
+
+def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
+    """Shorten a dict by parameter name to a few globs, which still match after wrappers have changed the names.
+
+    A glob, such as "*.fc.weight", matches only names with its value, and none of ``others``.
+
+    >>> patterns({"h.0.fc.weight": "a", "h.1.fc.weight": "a", "h.1.proj.weight": "b"}, ["head.fc.weight"])
+    {'*h.*.fc.weight': 'a', '*.proj.weight': 'b'}
+    """
+    names_without_value = [name for name in others if name not in values]
+    value_of_glob: dict[str, T] = {}
+    for name, value in values.items():
+        if any(matches(name, glob) for glob in value_of_glob):  # the glob of an earlier name has this value
+            continue
+        # The glob must match no name without a value, and none with another value.
+        names_with_others = [other_name for other_name, other_value in values.items() if other_value != value]
+        value_of_glob[_shortest_glob(name, names_without_value + names_with_others)] = value
+    return value_of_glob
+
+
+def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
+    """Return the most general glob that matches a parameter name and none of the names in ``excluded``.
+
+    >>> _shortest_glob("h.0.fc.weight", ["head.fc.weight"])
+    '*h.*.fc.weight'
+    """
+    for glob in _globs(name):  # the general ones first
+        if not any(matches(excluded_name, glob) for excluded_name in excluded):
+            return glob
+    return escape(name)  # the name itself
+
+
+def _globs(name: str) -> Iterator[str]:
+    """Yield globs for a parameter name, general ones first.
+
+    For ``blocks.0.fc.weight``, these are ``*.fc.weight``, ``*blocks.*.fc.weight`` and ``*blocks.0.fc.weight``, and
+    again with the number of the block. They begin with ``*``, since wrappers add components in front of names.
+    """
+    components = [escape(component) for component in name.split(".")]
+    # Where an ending of the name may begin: [0, 2] for blocks.0.fc.weight, at "blocks" and "fc".
+    starts = [index for index, component in enumerate(components) if not component.isdigit()]
+    if len(starts) > 1:  # the last word, such as "weight", is too general as the start of a glob
+        starts.pop()
+    if not starts:  # a name of numbers
+        starts = [0]
+    for glob_components in _with_wildcards(components):
+        for start in reversed(starts):  # the shortest endings of the name first
+            ending = ".".join(glob_components[start:])
+            # The whole name has no dot after "*", so that the glob also matches the name without a wrapper.
+            yield f"*.{ending}" if start > 0 else f"*{ending}"
+
+
+def _with_wildcards(components: Sequence[str]) -> Iterator[list[str]]:
+    """Yield copies of a name's components with "*" in place of numbers: first all numbers, then all but one, and so on.
+
+    "*" matches any index, so that the first copy is the most general one. The last one has all numbers as they are.
+
+    >>> list(_with_wildcards(["blocks", "0", "fc"]))
+    [['blocks', '*', 'fc'], ['blocks', '0', 'fc']]
+    """
+    number_positions = [index for index, component in enumerate(components) if component.isdigit()]
+    # A literal number remains as it is. There are 0 of them at first, and all in the end.
+    for literal_count in range(len(number_positions) + 1):
+        for literal_positions in combinations(number_positions, literal_count):
+            replaced = list(components)
+            for index in number_positions:
+                if index not in literal_positions:
+                    replaced[index] = "*"
+            yield replaced

@@ -1,0 +1,71 @@
+"""Patterns of a parameter in which ``{out}`` is to be replaced by its rows, which may be divided further."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from muonfx.transforms.matrix_pattern import parse
+
+PLAIN = "{out} in -> {out} in"
+TRANSPOSED = "in {out} -> {out} in"
+STACK = "... {out} in -> ... {out} in"
+TRANSPOSED_STACK = "... in {out} -> ... {out} in"
+CONVOLUTION = "{out} ... -> {out} (...)"
+
+
+def in_equal_parts(stored: str, count: int) -> str:
+    """Return the `MatrixView` pattern of a parameter whose rows are matrices of one size, one after another.
+
+    ``stored`` is the pattern of an undivided parameter, with ``{out}`` for the rows.
+
+    >>> in_equal_parts("{out} in -> {out} in", 3)
+    '(part=3 out) in -> part out in'
+    """
+    return with_rows(stored, f"(part={count} out)", ["part out"])
+
+
+def in_parts(stored: str, size_of: Mapping[str, int] | Mapping[str, str]) -> str:
+    """Return the `MatrixView` pattern of a parameter whose rows are matrices of unequal sizes, one after another.
+
+    ``size_of`` has the number of rows of each matrix by its name, or a placeholder for the number.
+
+    >>> in_parts("{out} in -> {out} in", {"q": 4, "k": 2})
+    '(q=4 + k=2) in -> q in, k in'
+    """
+    rows = " + ".join(f"{name}={size}" for name, size in size_of.items())
+    return with_rows(stored, f"({rows})", list(size_of))
+
+
+def with_rows(stored: str, rows: str, results: Sequence[str]) -> str:
+    """Replace ``{out}`` in a pattern: left of the arrow by ``rows``, right of it by each of ``results``.
+
+    >>> with_rows("in {out} -> {out} in", "(q=4 + k=2)", ["q", "k"])
+    'in (q=4 + k=2) -> q in, k in'
+    """
+    left, _, right = stored.partition(" -> ")  # the dims of the parameter, and the dims of a matrix
+    matrices = ", ".join([right.replace("{out}", result) for result in results])
+    return f"{left.replace('{out}', rows)} -> {matrices}"
+
+
+def undivided(stored: str) -> str | None:
+    """Return the pattern of one matrix in this order; None for (out, in) and (out, ...), the default.
+
+    >>> undivided("in {out} -> {out} in")
+    'in out -> out in'
+    """
+    if stored in (PLAIN, CONVOLUTION):
+        return None
+    return stored.replace("{out}", "out")
+
+
+def number_of_rows(stored: str, shape: tuple[int, ...]) -> int:
+    """Return the number of rows of the matrix, or of each matrix of the stack, that a parameter of this shape holds.
+
+    >>> number_of_rows("in {out} -> {out} in", (8, 24))  # a transposed matrix
+    24
+    """
+    # The pattern is applied to a tensor without memory. It does not divide the rows, so that the result is one tensor.
+    (stack,) = parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))
+    return stack.shape[-2]
