@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from muonfx.routing.params import ParamInfo, module_path, plain_name
+from muonfx.routing.params import PLAIN_LEAVES, ParamInfo, class_name_fits, module_path, plain_name
 from muonfx.routing.structure import LEAVES_OF_LAYERS, Structure, is_embedding
-from muonfx.routing.views import PLAIN_LEAVES, class_name_fits, is_convolution
+from muonfx.routing.views import is_convolution
 
 Role = Literal["hidden", "embedding", "head", "vector", "other"]
 """The role of a parameter; `default_labels` describes the roles."""
@@ -133,10 +133,9 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
     """
     # The role of a parameter also depends on the others: a "gate" next to an "up" is no router. This is collected
     # first.
-    layers = [_layer_of_model(_components(info.name)) for info in infos]  # "fc" for a direct child; else None
     model = _Model(
         names=frozenset([info.name for info in infos]),
-        has_classifier="classifier" in layers,
+        has_classifier=any(_Name(info.name).child_of_model == "classifier" for info in infos),
         gated_mlps=_gated_mlps(infos),
         projections=_projections_of_attention(infos),
         structure=structure,
@@ -145,26 +144,25 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
 
 
 def _role(info: ParamInfo, model: _Model) -> Decision:
-    """Return the role of a parameter by the first of these that decides: type, dims, name, shape, structure.
+    """Return the role of a parameter by the first rule that decides: by type, dims, name, shape or structure.
 
     ``wte.weight`` of an ``nn.Embedding`` is an embedding by its type, and ``blocks.0.fc.weight`` is a hidden matrix,
-    since none of them recognizes it. The rules 3 to 10 in the docstring of `default_labels`
-    describe these conditions for users.
+    since no rule recognizes it. The docstring of `default_labels` describes the rules for users.
     """
     # Each function returns None if it does not recognize the parameter; then ``or`` calls the next one.
-    decision = (
-        _by_part(info, model)
-        or _by_projector(info, model)
-        or _by_type(info)
-        or _by_adapter(info)
-        or _by_dims(info)
-        or _by_name(info, model)
+    decision = _by_part(info, model) or _by_projector(info, model) or _by_type(info) or _by_adapter(info)
+    if decision is not None:
+        return decision
+    if info.ndim < 2:
+        return Decision("vector", f"{info.ndim}-D")
+    return (
+        _by_name(info, model)
         or _by_shape(info, model)
         or _table(info, model)
         or _first_or_last_layer(info, model)
         or _first_convolution(info)
+        or Decision("hidden", f"hidden matrix ({info.ndim}-D)")
     )
-    return decision or Decision("hidden", f"hidden matrix ({info.ndim}-D)")
 
 
 def _by_type(info: ParamInfo) -> Decision | None:
@@ -208,28 +206,18 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
     return None
 
 
-def _by_dims(info: ParamInfo) -> Decision | None:
-    """Return the decision for a scalar or a vector; None for a matrix or a tensor of more dims."""
-    return Decision("vector", f"{info.ndim}-D") if info.ndim < 2 else None
-
-
 def _table(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision for a table such as ``pos_embed``: a 2-D parameter that is not the weight of a layer.
 
     The result is None for another parameter. A parameter with the name of a matrix, such as ``c_fc``, is no table.
     """
-    # 1. A layer, such as nn.Linear, would hold it under the name "weight".
-    is_held_by_no_layer = any(name in model.structure.held_by_no_layer for name in (info.name, *info.tied))
-    if info.ndim != 2 or not is_held_by_no_layer:
+    # A layer, such as nn.Linear, would hold it under the name "weight".
+    is_held_by_layer = model.structure.held_by_no_layer.isdisjoint((info.name, *info.tied))
+    # Some modules hold their matrices without layers.
+    if info.ndim != 2 or is_held_by_layer or _is_named_as_a_matrix(_Name(info.name).layer):
         return None
-    # 2. Some modules hold their matrices without layers.
-    if _is_named_as_a_matrix(_layer_or_leaf(_components(info.name))):
-        return None
-    # 3. The class of the module is added to the reason, if there is a model.
-    owner = ""
-    if info.module is not None:
-        owner = f" of {info.module.__name__}"
-    return Decision("embedding", f"table (a 2-D parameter{owner}, not the weight of a layer)")
+    owner = info.modules[0].__name__
+    return Decision("embedding", f"table (a 2-D parameter of {owner}, not the weight of a layer)")
 
 
 def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
@@ -283,7 +271,7 @@ def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
     It is the ``projector.weight`` of a model that also has a ``classifier``. In other models, the name "projector"
     shows nothing, and the result is None.
     """
-    if not model.has_classifier or _layer_of_model(_components(info.name)) != "projector":
+    if not model.has_classifier or _Name(info.name).child_of_model != "projector":
         return None
     role: Role = "vector" if info.ndim < 2 else "head"
     return Decision(role, "name component 'projector'")
@@ -303,58 +291,52 @@ def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
     return first_decision
 
 
-def _by_one_name(name: str, info: ParamInfo, model: _Model) -> Decision | None:
+def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision by one name of a tensor, such as "head" for ``lm_head.weight``; None for an ordinary name.
 
     The kinds are tried in a fixed order, since a name may fit several: ``embed_out_bias`` is a bias first.
     """
-    components = _components(name)
-    # 1. A bias, of any layer.
-    if _ends_in(_words(components[-1]), _BIAS_WORDS):
-        return Decision("vector", f"bias (name component {components[-1]!r})")
-    # 2. Components that are tried below.
-    norm_component: str | None = None
-    if info.module is None:  # else the type of the module has shown whether it is a norm
-        norm_component = _norm_component(components)
-    head_component = _head_component(components)
-    is_read_in_block = module_path(name) in model.structure.read_in_their_block
+    name = _Name(full_name)
+    leaf = name.components[-1]
+    if _ends_in(_words(leaf), _BIAS_WORDS):
+        return Decision("vector", f"bias (name component {leaf!r})")
+    # Each function returns the component that it recognizes, such as "embed_tokens", or None.
+    if component := _embedding_component(name):
+        return _by_component("embedding", component)
+    if component := _vector_component(name):
+        return _by_component("vector", component)
+    if info.module is None and _ends_in(name.words, _NORM_WORDS):  # with a module, its type shows whether it is a norm
+        return _by_component("vector", name.layer)
+    if name.layer.lower() in _STATE_SPACE:  # x_proj in Mamba
+        return _by_component("other", name.layer)
+    if component := _patch_embedding_component(name) or _router_component(name, info.ndim, model.gated_mlps):
+        return _by_component("other", component)
+    component = _head_component(name)
     # In ``blocks.0.q_head``, another layer of the block reads the outputs, so that the layer is hidden in spite of its
     # name. In ``cls_head.blocks.0.fc``, the module around the layer has the name of a head, which still counts.
-    if is_read_in_block and head_component == _layer_or_leaf(components):
-        head_component = None
-    # 3. The first kind of which the name has a component decides.
-    candidates: list[tuple[Role, str | None]] = [
-        ("embedding", _embedding_component(components)),
-        ("vector", _vector_component(components)),
-        ("vector", norm_component),
-        ("other", _state_space_component(components)),
-        ("other", _patch_embedding_component(components)),
-        ("other", _projection_in_embedder(components)),
-        ("other", _router_component(components, info.ndim, model.gated_mlps)),
-        ("head", head_component),
-    ]
-    for role, component in candidates:
-        if component:
-            return Decision(role, f"name component {component!r}")
+    is_hidden = component == name.layer and module_path(full_name) in model.structure.read_in_their_block
+    if component and not is_hidden:
+        return _by_component("head", component)
     return None
 
 
-def _embedding_component(components: list[str]) -> str | None:
+def _by_component(role: Role, component: str) -> Decision:
+    return Decision(role, f"name component {component!r}")
+
+
+def _embedding_component(name: _Name) -> str | None:
     """Return the name component of an embedding or a table, such as "pos_embed"; None if there is none.
 
     An embedding is the weight of a layer, ``embed_tokens.weight``. A table is a parameter without a layer,
     ``pos_embed``, and more names are accepted for it.
 
-    >>> _embedding_component(["embed_tokens", "weight"]), _embedding_component(["cls_token"])
+    >>> _embedding_component(_Name("embed_tokens.weight")), _embedding_component(_Name("cls_token"))
     ('embed_tokens', 'cls_token')
     """
-    layer_name = _layer_or_leaf(components)
-    if _is_of_layer(components):
-        is_shared = _ends_in(components[:-1], {"shared"})  # shared.weight: T5 and BART share an embedding
-        is_embedding = is_shared or _is_embedding_layer(layer_name)
-    else:
-        is_embedding = _is_table(_words(layer_name))
-    return layer_name if is_embedding else None
+    if not name.is_of_layer:
+        return name.layer if _is_table(name.words) else None
+    is_shared = _ends_in(name.components[:-1], {"shared"})  # shared.weight: T5 and BART share an embedding
+    return name.layer if is_shared or _is_embedding_layer(name.layer) else None
 
 
 def _is_embedding_layer(layer_name: str) -> bool:
@@ -399,98 +381,75 @@ def _is_table(words: list[str]) -> bool:
     return not _EMBEDDING_WORDS.isdisjoint(words) and {"proj", "projection"}.isdisjoint(words)
 
 
-def _vector_component(components: list[str]) -> str | None:
+def _vector_component(name: _Name) -> str | None:
     """Return the name component of a gain, a bias of relative attention, or a table of state-space rates; or None.
 
     These multiply or are added element by element, also if they have two dims, so that they are no matrices.
 
-    >>> _vector_component(["mixer", "A_log"]), _vector_component(["layer_scale"]), _vector_component(["fc", "weight"])
-    ('A_log', 'layer_scale', None)
+    >>> _vector_component(_Name("mixer.A_log")), _vector_component(_Name("layer_scale"))
+    ('A_log', 'layer_scale')
     """
-    if _is_of_layer(components):  # the weight of a layer
+    if name.is_of_layer:
         return None
-    name = components[-1]
-    words = _words(name)
+    leaf = name.components[-1]
+    words = _words(leaf)
     is_bias = _ends_in(words, {"u", "v"}) and "bias" in words  # pos_bias_u and pos_bias_v in Transformer-XL
-    is_table_of_rates = name.lower() in _ELEMENTWISE  # A_log in Mamba
+    is_table_of_rates = leaf.lower() in _ELEMENTWISE  # A_log in Mamba
     is_gain = _ends_in(words, _GAINS)  # layer_scale, gamma
     if is_bias or is_table_of_rates or is_gain:
-        return name
+        return leaf
     return None
 
 
-def _norm_component(components: list[str]) -> str | None:
-    """Return the name component of a norm, such as "ln" for ``blocks.0.ln.weight``; None if there is none."""
-    layer_name = _layer_or_leaf(components)
-    return layer_name if _ends_in(_words(layer_name), _NORM_WORDS) else None
-
-
-def _state_space_component(components: list[str]) -> str | None:
-    """Return the name component of a map to state-space rates, "x_proj" for ``mixer.x_proj.weight``; or None."""
-    layer_name = _layer_or_leaf(components)
-    return layer_name if layer_name.lower() in _STATE_SPACE else None
-
-
-def _patch_embedding_component(components: list[str]) -> str | None:
-    """Return the name component of a patch embedding, "patch_embed" for ``patch_embed.proj.weight``; or None."""
-    for component in components:
-        if _is_patch_embedding(_words(component)):
-            return component
-    return None
-
-
-def _projection_in_embedder(components: list[str]) -> str | None:
-    """Return "pos_embed.proj" for ``pos_embed.proj.weight``, and None for other names than of such a projection.
-
-    It maps raw input, such as patches of an image, to features.
-
-    >>> _projection_in_embedder(["pos_embed", "proj", "weight"]), _projection_in_embedder(["attn", "proj", "weight"])
-    ('pos_embed.proj', None)
-    """
-    if len(components) < 3 or not _is_of_layer(components):  # the embedder, the layer and "weight" are needed
-        return None
-    holder, layer_name = components[-3:-1]  # all but the last of the last three, such as "pos_embed" and "proj"
-    is_embedder = holder.split("_")[-1] in ("embed", "embedder")
-    if is_embedder and layer_name in ("proj", "projection"):
-        return f"{holder}.{layer_name}"
-    return None
-
-
-def _is_patch_embedding(words: list[str]) -> bool:
-    """Return True if the words are of the name of a patch embedding: ["patch", "embed"], ["patch", "embed", "proj"]."""
-    return "patch" in words and (_ends_in(words, _EMBEDDING_WORDS) or _ends_in(words[:-1], {"embed"}))
-
-
-def _head_component(components: list[str]) -> str | None:
-    """Return the name component of an output head, such as "lm_head" for ``lm_head.weight``; None if there is none.
+def _patch_embedding_component(name: _Name) -> str | None:
+    """Return the name component of a layer that embeds patches of an image or other raw input; None if there is none.
 
     >>> (
-    ...     _head_component(["lm_head", "weight"]),
-    ...     _head_component(["fc", "weight"]),
-    ...     _head_component(["h", "fc", "weight"]),
+    ...     _patch_embedding_component(_Name("patch_embed.proj.weight")),
+    ...     _patch_embedding_component(_Name("pos_embed.proj.w")),
     ... )
-    ('lm_head', 'fc', None)
+    ('patch_embed', 'pos_embed.proj')
     """
-    # 1. A name that is of a head anywhere. All layers inside a head are parts of it: cls_head.dense.weight.
-    for component in components:
+    for component in name.components:
+        words = _words(component)
+        # ["patch", "embed"], or ["patch", "embed", "proj"]
+        if "patch" in words and (_ends_in(words, _EMBEDDING_WORDS) or _ends_in(words[:-1], {"embed"})):
+            return component
+    # A projection directly in an embedder.
+    if len(name.components) < 3 or not name.is_of_layer:  # the embedder, the layer and "weight" are needed
+        return None
+    embedder, layer = name.components[-3:-1]
+    if embedder.split("_")[-1] in ("embed", "embedder") and layer in ("proj", "projection"):
+        return f"{embedder}.{layer}"
+    return None
+
+
+def _head_component(name: _Name) -> str | None:
+    """Return the name component of an output head, such as "lm_head" for ``lm_head.weight``; None if there is none.
+
+    >>> _head_component(_Name("lm_head.weight")), _head_component(_Name("fc.weight"))
+    ('lm_head', 'fc')
+    >>> _head_component(_Name("h.fc.weight"))  # None
+    """
+    # A name that is of a head anywhere. All layers inside a head are parts of it: cls_head.dense.weight.
+    for component in name.components:
         if _is_head(_words(component)):
             return component
-    layer_name = _layer_or_leaf(components)
-    # 2. A common name such as "output" or "fc" is the name of a head only for a direct child of the model.
-    is_top_head = _layer_of_model(components) == layer_name and _is_top_head(layer_name)
-    return layer_name if is_top_head or _is_decoder_layer(components) else None
+    # A common name such as "output" or "fc" is the name of a head only for a direct child of the model.
+    is_top_head = name.child_of_model == name.layer and _is_top_head(name.layer)
+    return name.layer if is_top_head or _is_decoder_layer(name) else None
 
 
-def _is_decoder_layer(components: list[str]) -> bool:
+def _is_decoder_layer(name: _Name) -> bool:
     """Return True for the weight of a decoder of one layer, from features to the vocabulary, as in BERT.
 
     The names are ``decoder.weight`` and ``decoder.output_projection.weight``. The decoder of other models is a module
     of many layers, such as ``decoder.layers.0.fc.weight``.
     """
-    if not _is_of_layer(components):
-        return False
-    path = ".".join(components[:-1])  # "decoder", or "decoder.output_projection"
-    return path.removesuffix(".output_projection").split(".")[-1] == "decoder"
+    path = name.components[:-1]  # ["decoder"], or ["decoder", "output_projection"]
+    if _ends_in(path, {"output_projection"}):
+        path = path[:-1]
+    return name.is_of_layer and _ends_in(path, {"decoder"})
 
 
 def _is_top_head(layer: str) -> bool:
@@ -536,46 +495,39 @@ def _is_head_of_attention(words: list[str]) -> bool:
     return last_word == "head" and is_of_attention
 
 
-def _layer_of_model(components: list[str]) -> str | None:
-    """Return the layer of a parameter if it is a direct child of the model; None if the layer is nested deeper.
-
-    >>> _layer_of_model(["model", "fc", "weight"]), _layer_of_model(["blocks", "fc", "weight"])
-    ('fc', None)
-    """
-    path = list(components)
-    if _is_of_layer(components):  # without "weight"
-        path.pop()
-    # Without modules around the whole model, such as "module" of DistributedDataParallel.
-    while len(path) > 1 and path[0] in _TOPS:
-        del path[0]
-    return path[0] if len(path) == 1 else None
-
-
-def _router_component(components: list[str], ndim: int, gated_mlps: GatedMlps) -> str | None:
+def _router_component(name: _Name, ndim: int, gated_mlps: GatedMlps) -> str | None:
     """Return the name component of a router of experts, such as "router" or "gate"; None if there is none.
 
     A router chooses the experts for each token. A ``gate`` may also be a layer of a gated MLP, which is hidden. It is
     one inside an expert, as ``experts.0.gate``, or next to ``up`` and ``down`` with as many dims: ``mlp.gate`` of
     ``ndim`` 2 if ``gated_mlps`` contains ("mlp", 2).
 
-    >>> name = ["mlp", "gate", "weight"]
+    >>> name = _Name("mlp.gate.weight")
     >>> _router_component(name, 2, frozenset()), _router_component(name, 2, frozenset({("mlp", 2)}))
     ('gate', None)
     """
-    for index, component in enumerate(components):
+    for index, component in enumerate(name.components):
         words = _words(component)
-        if not _ROUTER_WORDS.isdisjoint(words):  # the word "router" is enough; a "gate" is ambiguous
+        if not _ROUTER_WORDS.isdisjoint(words):  # the word "router" is enough
             return component
-        is_gate_of_mixture = _ends_in(words, {"gate", "gating"}) and not _MIXTURE_WORDS.isdisjoint(words)  # moe_gate
-        if "_".join(words) not in _ROUTERS and not is_gate_of_mixture:
+        if not _is_gate(words):
             continue
         # A gate, of a router or of a gated MLP: the modules around it show which.
-        modules_around = components[:index]
-        is_inside_expert = _is_inside(modules_around, {"expert", "experts"})
+        modules_around = name.components[:index]
         is_in_gated_mlp = (".".join(modules_around), ndim) in gated_mlps
-        if not is_inside_expert and not is_in_gated_mlp:
+        if not is_in_gated_mlp and not _is_inside(modules_around, {"expert", "experts"}):
             return component
     return None
+
+
+def _is_gate(words: list[str]) -> bool:
+    """Return True for the words of a gate, which may belong to a router: ["gate"], ["moe", "gate"].
+
+    >>> _is_gate(["moe", "gate"]), _is_gate(["gate", "proj"])
+    (True, False)
+    """
+    is_gate_of_mixture = _ends_in(words, {"gate", "gating"}) and not _MIXTURE_WORDS.isdisjoint(words)
+    return is_gate_of_mixture or "_".join(words) in _ROUTERS
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
@@ -589,7 +541,7 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
     mlps: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
-            components = _components(name)
+            components = _Name(name).components
             for index, component in enumerate(components):
                 # The module around "up" is the MLP. Its path has the components before this one.
                 if not {"up", "down"}.isdisjoint(_words(component)):
@@ -609,9 +561,9 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     """
     module_of: dict[str, str] = {}  # the path of the module around each projection, "attn" for "attn.query.weight"
     for info in infos:
-        path = _path_to_layer(_components(info.name))  # ["attn", "query"]
-        if info.ndim > 1 and not _PROJECTIONS.isdisjoint(_words(path[-1])):
-            module_of[info.name] = ".".join(path[:-1])
+        name = _Name(info.name)
+        if info.ndim > 1 and not _PROJECTIONS.isdisjoint(name.words):
+            module_of[info.name] = ".".join(name.path_to_layer[:-1])
     counts = Counter(module_of.values())  # how many projections a module has
     return frozenset({name for name, module in module_of.items() if counts[module] > 1})
 
@@ -621,26 +573,42 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
 
     Examples are a depthwise convolution, which has one vector for each channel, and a layer from 3 image channels.
     """
-    # 1. A single row or column.
-    rows = info.shape[0]
-    columns = prod(info.shape[1:])  # a tensor of more dims is flattened to (rows, columns)
-    if rows == 1 or columns == 1:
+    if info.shape[0] == 1 or prod(info.shape[1:]) == 1:  # the sides, after more dims are flattened
         return Decision("vector", "a side of 1: a vector")
-    # 2. A depthwise convolution, such as (64, 1, 3, 3). A convolution that reads gray images has this shape, too;
-    # the third rule is for it.
-    reads_one_channel = module_path(info.name) in model.structure.read_one_channel  # such as gray images
+    # A depthwise convolution, such as (64, 1, 3, 3). A convolution that reads gray images has this shape, too.
+    reads_one_channel = module_path(info.name) in model.structure.read_one_channel
     if info.ndim > 2 and info.shape[1] == 1 and not reads_one_channel:
         return Decision("vector", "depthwise: one vector a channel")
-    # 3. Few channels or features on one side: (64, 3, 7, 7) reads colours, (4, 256) returns coordinates of a box.
-    short, long = sorted(info.shape[:2])
-    # Without a module type, a tensor of three dims may as well be a stack of matrices.
-    may_be_stack = info.module is None and info.ndim == 3
-    if short <= _IMAGE_CHANNELS and is_convolution(info) and not may_be_stack:
-        channels = "one channel" if short == 1 else f"{short} channels"
-        return Decision("other", f"convolution from or to {channels}")
-    if info.ndim == 2 and 0 < short <= _FEW_FEATURES and long >= _MANY_TIMES_WIDER * short:
+    if info.ndim == 2:
+        return _by_few_features(info.shape)
+    return _by_few_channels(info)
+
+
+def _by_few_features(shape: tuple[int, ...]) -> Decision | None:
+    """Return the decision for a matrix from or to few features, such as the coordinates of a box: (4, 256).
+
+    >>> _by_few_features((4, 256)).reason
+    'from or to 4 features'
+    """
+    short, long = sorted(shape)
+    if 0 < short <= _FEW_FEATURES and long >= _MANY_TIMES_WIDER * short:
         return Decision("other", f"from or to {short} features")
     return None
+
+
+def _by_few_channels(info: ParamInfo) -> Decision | None:
+    """Return the decision for a convolution from or to few channels: (64, 3, 7, 7) reads colours.
+
+    >>> _by_few_channels(ParamInfo("conv.weight", (64, 3, 7, 7))).reason
+    'convolution from or to 3 channels'
+    """
+    # Without a module type, a tensor of three dims may as well be a stack of matrices.
+    may_be_stack = info.module is None and info.ndim == 3
+    short = min(info.shape[:2])
+    if short > _IMAGE_CHANNELS or may_be_stack or not is_convolution(info):
+        return None
+    channels = "one channel" if short == 1 else f"{short} channels"
+    return Decision("other", f"convolution from or to {channels}")
 
 
 def _first_convolution(info: ParamInfo) -> Decision | None:
@@ -655,48 +623,75 @@ def _first_convolution(info: ParamInfo) -> Decision | None:
     """
     if not is_convolution(info):
         return None
-    for name in info.names:
-        components = _components(name)
-        if _is_first_of_speech_encoder(components):
+    for name in map(_Name, info.names):
+        if _is_first_of_speech_encoder(name):
             return Decision("other", "convolution of the input (name component 'conv_layers', the first)")
         # The name alone is not enough: the layer must also be at the front of the model.
-        layer_name = _layer_or_leaf(components)
-        is_child_of_model = _layer_of_model(components) == layer_name
-        is_first = is_child_of_model or _is_child_of_front(components)
-        if layer_name in _FIRST_CONVOLUTIONS and is_first:
-            return Decision("other", f"convolution of the input (name component {layer_name!r})")
+        is_at_front = name.child_of_model == name.layer or _is_child_of_front(name)
+        if name.layer in _FIRST_CONVOLUTIONS and is_at_front:
+            return Decision("other", f"convolution of the input (name component {name.layer!r})")
     return None
 
 
-def _is_child_of_front(components: list[str]) -> bool:
+def _is_child_of_front(name: _Name) -> bool:
     """Return True if a layer is a direct child of the front part of a model, which reads the raw input.
 
-    >>> (
-    ...     _is_child_of_front(["vision_tower", "conv1", "weight"]),
-    ...     _is_child_of_front(["tower", "block", "conv1", "weight"]),
-    ... )
+    >>> _is_child_of_front(_Name("vision_tower.conv1.weight")), _is_child_of_front(_Name("tower.block.conv1.weight"))
     (True, False)
     """
-    for component in reversed(components[:-2]):  # without the layer and its weight, the innermost module first
+    for component in reversed(name.components[:-2]):  # without the layer and its weight, the innermost module first
         if not component.isdigit():  # the first one with a name decides; the numbers of a list are skipped
             return _ends_in(_words(component), _FRONTS)
     return False
 
 
-def _is_first_of_speech_encoder(components: list[str]) -> bool:
+def _is_first_of_speech_encoder(name: _Name) -> bool:
     """Return True for the first convolution of an encoder of speech, such as wav2vec 2.0, which reads the waveform.
 
-    >>> _is_first_of_speech_encoder(["feature_extractor", "conv_layers", "0", "conv", "weight"])
+    >>> _is_first_of_speech_encoder(_Name("feature_extractor.conv_layers.0.conv.weight"))
     True
     """
-    path, _, leaf = ".".join(components).partition(".conv_layers.0.")
-    modules_around = path.split(".")
-    return leaf != "" and _is_inside(modules_around, _FRONTS)
+    path, _, leaf = ".".join(name.components).partition(".conv_layers.0.")
+    return leaf != "" and _is_inside(path.split("."), _FRONTS)
 
 
 def _is_inside(modules_around: Iterable[str], words: Set[str]) -> bool:
     """Return True if the name of one of the modules around a parameter ends in one of the words."""
     return any(_ends_in(_words(module), words) for module in modules_around)
+
+
+class _Name:
+    """The name of a parameter, split into its components.
+
+    >>> name = _Name("_orig_mod.blocks.lm_head.0.weight")
+    >>> name.components, name.layer, name.words
+    (['blocks', 'lm_head', '0', 'weight'], 'lm_head', ['lm', 'head'])
+    """
+
+    def __init__(self, name: str) -> None:
+        self.components = _components(name)
+        """The components, without those that wrappers and peft's adapters add."""
+        self.is_of_layer = self.components[-1] in LEAVES_OF_LAYERS
+        """True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
+        self.path_to_layer = _path_to_layer(self.components, self.is_of_layer)
+        """The components up to the layer: ["blocks", "fc"] for ``blocks.fc.0.weight``."""
+        self.layer = self.path_to_layer[-1]
+        """The name of the layer, such as "fc"; of a parameter without a layer, its own."""
+        self.words = _words(self.layer)
+        """The words of the name of the layer."""
+
+    @property
+    def child_of_model(self) -> str | None:
+        """The layer, if it is a direct child of the model; None if it is nested deeper.
+
+        >>> _Name("model.fc.weight").child_of_model, _Name("blocks.fc.weight").child_of_model
+        ('fc', None)
+        """
+        path = self.components[:-1] if self.is_of_layer else self.components
+        # Without modules around the whole model, such as "module" of DistributedDataParallel.
+        while len(path) > 1 and path[0] in _TOPS:
+            path = path[1:]
+        return path[0] if len(path) == 1 else None
 
 
 def _components(name: str) -> list[str]:
@@ -713,24 +708,14 @@ def _components(name: str) -> list[str]:
     return components or [name]
 
 
-def _is_of_layer(components: list[str]) -> bool:
-    """Return True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
-    return components[-1] in LEAVES_OF_LAYERS
-
-
-def _layer_or_leaf(components: list[str]) -> str:
-    """Return "fc" for ``blocks.fc.weight`` and ``blocks.fc.0.weight``, and "prompts" for ``vit.prompts.0``."""
-    return _path_to_layer(components)[-1]
-
-
-def _path_to_layer(components: list[str]) -> list[str]:
+def _path_to_layer(components: list[str], is_of_layer: bool) -> list[str]:
     """Return the path of the layer of a parameter, without the numbers of a list at its end.
 
-    >>> _path_to_layer(["blocks", "fc", "weight"]), _path_to_layer(["blocks", "fc", "0", "weight"])
-    (['blocks', 'fc'], ['blocks', 'fc'])
+    >>> _path_to_layer(["blocks", "fc", "0", "weight"], True), _path_to_layer(["vit", "prompts", "0"], False)
+    (['blocks', 'fc'], ['vit', 'prompts'])
     """
     path = list(components)
-    if _is_of_layer(components):  # without "weight"
+    if is_of_layer:  # without "weight"
         path.pop()
     while path and path[-1].isdigit():
         path.pop()
