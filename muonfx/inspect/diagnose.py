@@ -109,13 +109,7 @@ class Diagnosis(Shown):
         rows_of_role: dict[str, list[ParameterDiagnosis]] = {}  # a role: the same name in all layers, "blocks.*.up"
         for row in self.rows:
             rows_of_role.setdefault(row.role, []).append(row)
-        table_rows: list[Row] = []
-        for role, rows in rows_of_role.items():
-            row_of_each = [Row(_cells(row.name, [row])) for row in rows]
-            if len(rows) == 1:
-                table_rows += row_of_each
-            else:  # a row for all of them, with the row of each below it
-                table_rows.append(Row(_cells(f"{role} ({len(rows)})", rows), tuple(row_of_each)))
+        table_rows = [_row_of_role(role, rows) for role, rows in rows_of_role.items()]
         titles = ("parameter", "per rate", "per weight", "min", "max", "rms", "tail", "needed")
         legend = (
             "per rate, per weight: the update before the learning rate, and relative to the weight\n"
@@ -128,6 +122,14 @@ class Diagnosis(Shown):
         if self.nonfinite:
             return Report((_text_of_nonfinite(self.nonfinite), table, legend))
         return Report((table, legend))
+
+
+def _row_of_role(role: str, rows: Sequence[ParameterDiagnosis]) -> Row:
+    """Return the row of a role, such as "blocks.*.up (12)", with the row of each of its parameters below it."""
+    row_of_each = tuple([Row(_cells(row.name, [row])) for row in rows])
+    if len(rows) == 1:
+        return row_of_each[0]
+    return Row(_cells(f"{role} ({len(rows)})", rows), row_of_each)
 
 
 def _text_of_nonfinite(names: Sequence[str]) -> str:
@@ -143,15 +145,10 @@ def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
 
     For example ``("up", "0.2", "0.01", "0.8", "1.1", "1", "0.03", "6 of 5")``. Sizes are means over the parameters.
     """
-    updates_per_rate: list[float] = []
-    updates_per_weight: list[float] = []
-    spectra: list[Spectrum] = []
-    for row in rows:
-        updates_per_weight.append(row.update_per_weight)
-        if row.update_per_rate is not None:  # None: the chain has no learning rate
-            updates_per_rate.append(row.update_per_rate)
-        if row.spectrum is not None:  # None: the parameter is not orthogonalized
-            spectra.append(row.spectrum)
+    # None: the chain has no learning rate, or the parameter is not orthogonalized.
+    updates_per_rate = [row.update_per_rate for row in rows if row.update_per_rate is not None]
+    updates_per_weight = [row.update_per_weight for row in rows]
+    spectra = [row.spectrum for row in rows if row.spectrum is not None]
     return (title, _mean(updates_per_rate), _mean(updates_per_weight), *_cells_of_spectra(spectra))
 
 
@@ -223,13 +220,18 @@ def diagnose(what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # creating the transform has given these warnings
         updates, _ = _watched(tx, measurements).update(grads, state, params, **extras)
-    must_orthogonalize = any(part.factory is orthogonalize for part in within(tx))
-    if must_orthogonalize and not measurements.has_orthogonalized:
+    if not measurements.has_orthogonalized:
+        _require_no_orthogonalize(tx)
+    return Diagnosis(_rows(params, updates, measurements), _nonfinite_leaves(grads))
+
+
+def _require_no_orthogonalize(tx: Transform) -> None:
+    """Raise ValueError if a transform that has orthogonalized nothing contains an `orthogonalize`."""
+    if any(part.factory is orthogonalize for part in within(tx)):
         raise ValueError(
             "diagnose: orthogonalize did not run, expected it to run: accumulate runs it only at the last micro-batch: "
             "call diagnose there, or pass boundary=True"
         )
-    return Diagnosis(_rows(params, updates, measurements), _nonfinite_leaves(grads))
 
 
 def _nonfinite_leaves(grads: PyTree) -> tuple[str, ...]:
@@ -244,9 +246,7 @@ def _rows(params: PyTree, updates: PyTree, measurements: _Measurements) -> tuple
     """
     weight_of = dict(tree.named_leaves(params))
     rows: list[ParameterDiagnosis] = []
-    for name, update in tree.named_leaves(updates):
-        if update is None or update.numel() == 0:  # without gradient, or without elements
-            continue
+    for name, update in _present(updates):
         row = ParameterDiagnosis(
             name=name,
             update_rms=_rms(update),
@@ -268,26 +268,23 @@ class _Measurements:
     """The root mean square of the update of each parameter before the learning rate multiplies it."""
     has_orthogonalized: bool = False
 
-    def record(self, tx: Transform, updates: PyTree, new_updates: PyTree) -> None:
-        """Measure the updates before and after one transform of the chain.
+    def measure_rate(self, updates: PyTree) -> None:
+        """Measure the size of updates that a learning rate will multiply."""
+        for name, update in _present(updates):
+            self.per_rate[name] = _rms(update)
 
-        Args:
-            tx: the transform: an `orthogonalize`, of which the singular values are measured, or a learning rate, of
-                which the size of the input is measured.
-            updates: the updates of all parameters before it.
-            new_updates: the updates after it.
-        """
-        is_orthogonalize = tx.factory is orthogonalize
-        if is_orthogonalize:
-            self.has_orthogonalized = True  # also if no parameter has an update
-        result_of = dict(tree.named_leaves(new_updates))  # the updates after the transform, by name
-        for name, update in tree.named_leaves(updates):
-            if update is None or update.numel() == 0:  # without gradient, or without elements
-                continue
-            if not is_orthogonalize:
-                self.per_rate[name] = _rms(update)
-            elif _is_finite(update) and _is_finite(result_of[name]):  # a NaN has no singular values
+    def measure_orthogonalized(self, tx: Transform, updates: PyTree, orthogonalized: PyTree) -> None:
+        """Measure the singular values before and after the `orthogonalize` ``tx``."""
+        self.has_orthogonalized = True  # also if no parameter has an update
+        result_of = dict(tree.named_leaves(orthogonalized))
+        for name, update in _present(updates):
+            if _is_finite(update) and _is_finite(result_of[name]):  # a NaN has no singular values
                 self.spectra[name] = _spectrum(tx, name, update, result_of[name])
+
+
+def _present(updates: PyTree) -> list[tuple[str, Tensor]]:
+    """Return the updates by name, without those of parameters that have no gradient or no elements."""
+    return [(name, leaf) for name, leaf in tree.named_leaves(updates) if leaf is not None and leaf.numel() > 0]
 
 
 def _require_whole_trees(argument: Any) -> None:
@@ -321,7 +318,10 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any):
             """Run the transform, and measure the updates before and after it."""
             new_updates, new_state = tx.run(updates, state, params, **extras)
-            measurements.record(tx, updates, new_updates)
+            if is_rate:
+                measurements.measure_rate(updates)
+            else:
+                measurements.measure_orthogonalized(tx, updates, new_updates)
             return new_updates, new_state
 
         return tx.functions.init, update

@@ -307,9 +307,7 @@ def _plain_leaves(values: PyTree) -> list[LeafSummary]:
     """
     summaries: list[LeafSummary] = []
     for path, leaf in zip(tree.paths(values), tree.leaves(values), strict=True):
-        global_shape: tuple[int, ...] | None = None  # for None, and for leaves that are no tensors
-        if _is_tensor(leaf):
-            global_shape = tuple(leaf.shape)
+        global_shape = tuple(leaf.shape) if _is_tensor(leaf) else None
         summaries.append(_leaf_of(path, global_shape, local_of(leaf)))
     return summaries
 

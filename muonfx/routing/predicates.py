@@ -214,11 +214,10 @@ def _is_in_module(info: ParamInfo, type_or_glob: type | str) -> bool:
 
     For example, ``nn.Embedding`` and "*Embedding" both match a parameter of an ``nn.Embedding``.
     """
+    if isinstance(type_or_glob, type):
+        return any(issubclass(module_class, type_or_glob) for module_class in info.modules)
     for module_class in info.modules:  # several for a tied parameter
-        if isinstance(type_or_glob, type):
-            if issubclass(module_class, type_or_glob):
-                return True
-        elif any(matches(base.__name__, type_or_glob) for base in module_class.__mro__):
+        if any(matches(base.__name__, type_or_glob) for base in module_class.__mro__):
             return True
     return False
 

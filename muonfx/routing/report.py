@@ -189,18 +189,23 @@ def _of_labels(labels: object, params: Params) -> Routing:
     ``labels`` is a mapping from name to label, such as ``{"fc.weight": "muon"}``. ``params``, a model or named tensors,
     has the shapes.
     """
-    # 1. Labels may also be a plain dict, without reasons.
     if not isinstance(labels, Mapping):
         raise TypeError(
             f"describe: found {type(labels).__name__} with parameters, expected labels: "
             "describe(default_labels(model), model), or describe(optimizer)"
         )
-    if not isinstance(labels, Labels):
+    if not isinstance(labels, Labels):  # a plain dict, without reasons
         labels = Labels(cast("Mapping[str, Label]", labels))
-    # 2. The parameters, for their shapes.
     infos, absent = read_params(params)
-    names = [info.name for info in infos]
-    # 3. The same names in both. The labels may be of another model, or of a former version of this one.
+    _require_same_names(labels, [info.name for info in infos], absent)
+    return Routing(infos, labels)
+
+
+def _require_same_names(labels: Labels, names: Sequence[str], absent: Sequence[str]) -> None:
+    """Raise ValueError unless each parameter has a label, and each label a parameter: the models may differ.
+
+    ``absent`` are the names of parameters that are None.
+    """
     missing = [name for name in names if name not in labels]
     if missing:
         raise ValueError(f"no label for {format_list(missing)}; expected one for every parameter (None leaves one out)")
@@ -210,7 +215,6 @@ def _of_labels(labels: object, params: Params) -> Routing:
             f"found labels for {format_list(unknown)}, expected labels for the given parameters only: create the "
             "labels from the same parameters"
         )
-    return Routing(infos, labels)
 
 
 def _is_labels(argument: object) -> bool:
@@ -234,19 +238,12 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     The labels come from the param groups. The reasons for them, and the division into matrices (views), come from the
     transform.
     """
-    # 1. The param groups, which must be of an optimizer of this package.
     optimizer = unwrapped_optimizer(optimizer)
     groups = tuple(optimizer.param_groups)
-    if any("param_names" not in group or "label" not in group for group in groups):
-        raise TypeError(
-            f"describe: found {type(optimizer).__name__}, whose groups have no names and labels, expected a "
-            "muonfx.TransformOptimizer, or muonfx.Muon"
-        )
-    # 2. The label, the reason and the view of each parameter.
-    transforms: list[Transform] = []  # the transform of the optimizer, and all transforms within it
+    _require_names_and_labels(groups, optimizer)
+    # 1. The label, the reason and the view of each parameter.
     tx = getattr(optimizer, "tx", None)
-    if isinstance(tx, Transform):
-        transforms += within(tx)
+    transforms = list(within(tx)) if isinstance(tx, Transform) else []
     views = _views_by_label(transforms)
     routes: dict[str, Route] = {}  # by parameter name: the label, its reason, and the view
     named_tensors: list[tuple[str, torch.Tensor]] = []
@@ -255,11 +252,20 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
             route = _known_route(name, group["label"], transforms)
             routes[name] = _with_view_of_transform(name, route, views)
             named_tensors.append((name, tensor))
-    # 3. For the tables: the groups without a learning rate, and the labels whose transform works on matrices.
+    # 2. For the tables: the groups without a learning rate, and the labels whose transform works on matrices.
     infos, _ = read_params(named_tensors)
     groups_without_rate = getattr(optimizer, "groups_without_rate", ())
     matrix_labels = [label for label, view in views.items() if view is not None]
     return Routing(infos, Labels(routes), groups, groups_without_rate, matrix_labels)
+
+
+def _require_names_and_labels(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError unless the param groups are of an optimizer of this package."""
+    if any("param_names" not in group or "label" not in group for group in groups):
+        raise TypeError(
+            f"describe: found {type(optimizer).__name__}, whose groups have no names and labels, expected a "
+            "muonfx.TransformOptimizer, or muonfx.Muon"
+        )
 
 
 def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView | None]) -> Route:
