@@ -83,7 +83,8 @@ def load(
             made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it. Not given for
             an optimizer, which has its transform.
         params: with an optimizer, the parameters of the model to load too, such as ``dict(model.named_parameters())``,
-            if `save` has stored them. They are overwritten. None: they are not loaded.
+            if `save` has stored them. They are overwritten. They must fit: for other names or dtypes, call
+            `load_params`. None: they are not loaded.
         scheduler: a scheduler of torch for the optimizer ``like``, whose state `save` has stored, to load that too.
         allow_missing: patterns of leaves that may be missing in the checkpoint, or True for all leaves; the missing
             leaves are copied from ``like``.
