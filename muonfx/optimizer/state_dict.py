@@ -270,10 +270,11 @@ def read_state_dict(
     matched_groups = match_groups(saved_groups, groups, not_trained)
     problems = _missing_hyperparams(stepping.tx, groups, matched_groups)  # a line for each difference
     # 2. The values to copy into the state, parameter by parameter.
+    saved_state_at = _state_by_items(state_dict["state"], saved_groups)
     loads: list[Load] = []
     without_state: list[str] = []
     for tracked, saved in zip(groups, matched_groups, strict=True):
-        saved_state_of = _saved_state(saved, state_dict["state"])
+        saved_state_of = _saved_state(saved, saved_state_at)
         for name, param in zip(tracked.names, tracked.group["params"], strict=True):
             has_state = bool(entries.indices[name])  # some transforms have none
             if name in saved_state_of:
@@ -304,6 +305,31 @@ def read_groups(
     matched_groups = match_groups(groups_with_names(saved_groups, groups, {}), groups, not_trained)
     _raise_problems(_missing_hyperparams(tx, groups, matched_groups))
     return matched_groups
+
+
+def _state_by_items(state: Mapping[Any, Group], saved_groups: Sequence[Group]) -> dict[Any, Group]:
+    """Return the "state" of a state dict with the items of "params" of the saved groups as keys.
+
+    JSON, YAML and safetensors turn numbers into texts: ``{"0": {...}}`` becomes ``{0: {...}}`` if a group has
+    ``{"params": [0]}``. Raise ValueError for keys that no group has.
+    """
+    item_of_text: dict[str, Any] = {}  # {"0": 0}
+    for saved in saved_groups:
+        for item in saved.get("params", ()):
+            item_of_text[str(item)] = item
+    state_at: dict[Any, Group] = {}
+    unknown_keys: list[str] = []
+    for key, entries in state.items():
+        if str(key) in item_of_text:
+            state_at[item_of_text[str(key)]] = entries
+        else:
+            unknown_keys.append(repr(key))
+    if unknown_keys:
+        raise ValueError(
+            f"nothing was loaded: 'state' of the state dict has the keys {format_list(unknown_keys, str)}, expected "
+            "only items of 'params' of its groups: load the state dict as state_dict() returned it"
+        )
+    return state_at
 
 
 def _saved_state(saved: Group | None, state: Mapping[Any, Group]) -> dict[str, Group]:

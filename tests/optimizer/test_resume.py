@@ -242,3 +242,22 @@ def test_a_checkpoint_of_groups_with_different_rates_warns_of_a_rate_that_has_ch
     other = optimizer_of((0.3, 0.2))
     with pytest.warns(UserWarning, match=r"learning_rate: 0\.1 in the checkpoint, 0\.3 here"):
         mfx.checkpoint.load(path, like=other.transform_state, tx=other.transform)
+
+
+def test_numbers_of_parameters_that_a_file_format_made_texts_are_read():
+    saved = optimizer_for(mfx.adamw(0.01), steps=2).state_dict()
+    as_texts = {str(number): entries for number, entries in saved["state"].items()}
+    optimizer = optimizer_for(mfx.adamw(0.01))
+    with warnings.catch_warnings(action="error"):
+        optimizer.load_state_dict({**saved, "state": as_texts})
+    loaded = optimizer.state_dict()["state"]
+    for key, value in saved["state"][0].items():
+        assert torch.equal(loaded[0][key], value)
+
+
+def test_state_that_no_group_lists_is_an_error_and_loads_nothing():
+    saved = optimizer_for(mfx.adamw(0.01), steps=2).state_dict()
+    optimizer = optimizer_for(mfx.adamw(0.01))
+    with pytest.raises(ValueError, match=r"has the keys 7, 'extra', expected only items of 'params'"):
+        optimizer.load_state_dict({**saved, "state": {**saved["state"], 7: {}, "extra": {}}})
+    assert optimizer.transform_state["scale_by_adam"].count.item() == 0
