@@ -577,6 +577,13 @@ def _placement(param: Tensor) -> tuple[object, ...]:
     return (param.device, param.dtype)
 
 
+_EQUAL_STEPS = 10
+"""After this many steps at one rate below all requested rates, it is no longer the first or last step of a schedule."""
+
+_NEGLIGIBLE = 0.01
+"""Rates below this part of the requested ones are minima, such as ``min_lr`` of ReduceLROnPlateau, and hardly train."""
+
+
 class TrackedGroups:
     """Records the param groups from which the steps of an optimizer read the hyperparameters.
 
@@ -597,6 +604,12 @@ class TrackedGroups:
         """True after the warning of an "lr" that no transform reads."""
         self._requested_rates: list[float] = []
         """The learning rates of the groups at construction, if these differ, until the warning of one rate."""
+        self._rates_have_differed = False
+        """True after a step with different learning rates."""
+        self._equal_steps = 0
+        """How many steps in succession had one rate in all groups, as `_is_low_rate_kept` counts them."""
+        self._last_equal_rate: float | None = None
+        """The rate that all groups had in the last of these steps."""
 
     @property
     def named(self) -> NamedTensors:
@@ -736,15 +749,20 @@ class TrackedGroups:
         """Warn once if groups that were made with different learning rates have the same.
 
         For example, the rates were 0.02 and 0.001, and a scheduler has written 0.001 into both. A rate below all of
-        them is accepted: a warmup may start there, and torch's CosineAnnealingLR ends all groups at one ``eta_min``.
+        them is accepted for some steps: a warmup may start there, and CosineAnnealingLR ends all groups at ``eta_min``.
         """
         if not self._requested_rates:  # the groups were made with one rate, or a warning was given
             return
         rates = self._rates()
-        if len(rates) < 2 or len(set(rates)) > 1:  # they differ, as they should, or there is nothing to compare
+        if len(rates) < 2:  # nothing to compare
+            return
+        if len(set(rates)) > 1:  # they differ, as they should
+            self._rates_have_differed = True
+            self._equal_steps = 0
             return
         rate = rates[0]
-        if rate < min(self._requested_rates):
+        smallest = min(self._requested_rates)
+        if rate < smallest and not self._is_low_rate_kept(rate, smallest):
             return
         requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
         self._requested_rates = []
@@ -753,6 +771,22 @@ class TrackedGroups:
             f"made with {requested}. A scheduler, a callback or a search for a rate may have written one number into "
             "all groups: give it one number for each group, in the order of param_groups"
         )
+
+    def _is_low_rate_kept(self, rate: float, smallest: float) -> bool:
+        """Count a step at which all groups have one rate below all requested rates; return True if there were enough.
+
+        For example, SWALR brings all groups to one ``swa_lr``, and keeps them there. ``smallest`` is the smallest
+        requested rate.
+        """
+        if rate < _NEGLIGIBLE * smallest:
+            return False
+        # A warmup that changes once an epoch has one rate in the whole first epoch. So before the rates have differed,
+        # only new values count.
+        is_new_rate = rate != self._last_equal_rate
+        self._last_equal_rate = rate
+        if self._rates_have_differed or is_new_rate:
+            self._equal_steps += 1
+        return self._equal_steps >= _EQUAL_STEPS
 
     def _rates(self) -> list[float]:
         """Return the learning rates that transforms read, such as ``[0.02, 0.001]`` for two groups.

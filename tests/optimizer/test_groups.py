@@ -3,7 +3,7 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -789,3 +789,46 @@ def test_schedulers_that_keep_the_ratio_of_rates_are_not_warned_of(kind: str):
     for _ in range(6):
         assert _stepped(optimizer) == []
         scheduler.step(*[1.0] * (kind == "plateau"))
+
+
+def _muon_with_two_rates() -> mfx.Muon:
+    return mfx.Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3, adamw_lr=4e-3)
+
+
+def _stepped_at(rates: Iterable[float], optimizer: mfx.Muon) -> list[str]:
+    """Make a step at each rate, which is written into all groups, and return the texts of all warnings."""
+    texts: list[str] = []
+    for rate in rates:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        texts += _stepped(optimizer)
+    return texts
+
+
+def test_one_low_rate_that_swa_keeps_is_warned_of():
+    optimizer = _muon_with_two_rates()
+    scheduler = torch.optim.swa_utils.SWALR(optimizer, 1e-4, anneal_epochs=5)
+    texts: list[str] = []
+    for _ in range(20):
+        texts += _stepped(optimizer)
+        scheduler.step()
+    (text,) = texts
+    assert "all groups have the learning rate 0.0001" in text
+
+
+def test_a_schedule_of_one_rate_below_both_is_warned_of():
+    optimizer = _muon_with_two_rates()
+    (text,) = _stepped_at([9e-4 - 1e-5 * step for step in range(20)], optimizer)
+    assert "all groups have the learning rate 0.00081" in text  # at the tenth step
+
+
+def test_a_first_epoch_of_a_warmup_and_a_minimum_are_not_warned_of():
+    optimizer = _muon_with_two_rates()
+    assert _stepped_at([1e-4] * 30, optimizer) == []  # as timm's warmup_lr_init, which lasts an epoch
+    optimizer.param_groups[0]["lr"] = 1e-3
+    assert _stepped(optimizer) == []
+    assert _stepped_at([1e-6] * 30, optimizer) == []  # as min_lr of ReduceLROnPlateau
+    for _ in range(3):  # the ends of three cycles of CosineAnnealingLR
+        optimizer.param_groups[0]["lr"] = 1e-3
+        assert _stepped(optimizer) == []
+        assert _stepped_at([1e-4] * 4, optimizer) == []
