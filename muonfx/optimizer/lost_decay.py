@@ -1,4 +1,4 @@
-"""A warning of weight decay that rounding to bfloat16 or float16 removes."""
+"""Warnings of weight decay and of updates that rounding to bfloat16 or float16 removes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,52 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from muonfx.core import Transform
+from muonfx.core import Transform, chain, partition
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.group_numbers import TrackedGroup
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.resuming import schedules_in, schedules_of
 from muonfx.optimizer.stepping import Stepping
+from muonfx.sharding.shards.dtensors import local_of
+from muonfx.transforms import (
+    add_decayed_weights,
+    clip_by_global_norm,
+    momentum,
+    orthogonalize,
+    scale_by_adam,
+    scale_by_learning_rate,
+)
 from muonfx.transforms.average import master_params
+from muonfx.transforms.scale import scale_each
 
 _COUNTS = (0, *[2**power for power in range(21)])
 """The steps at which a schedule is evaluated: 0, 1, 2, 4, ..., 2**20. One of them is near the end of any warmup."""
 
 
-def warn_of_lost_decay(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> None:
-    """Warn if no step of weight decay changes a parameter, because each is below half a unit in its last place.
+_LARGEST_RMS = 1000.0
+"""Parameters have smaller values; memory that was allocated and not yet written may have any."""
 
-    A step multiplies a parameter by ``1 - lr * weight_decay``. With lr 0.001 and weight_decay 0.1, this is 0.9999. In
-    bfloat16, which has eight significant bits, the product is rounded to the parameter itself.
+_SIZES_KNOWN = (
+    partition,
+    chain,
+    clip_by_global_norm,
+    momentum,
+    orthogonalize,
+    scale_each,
+    scale_by_adam,
+    add_decayed_weights,
+    scale_by_learning_rate,
+)
+"""The transforms of which `_update_sizes` computes the effect on the size of an update."""
+
+_CURE = (
+    "Load the model in float32 and train with autocast, or wrap the whole chain, muonfx.master_params(tx), which keeps "
+    "a float32 copy (muonfx.Muon.transform_for(model, ...) is Muon's chain)"
+)
+
+
+def warn_of_rounding(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> None:
+    """Warn if rounding removes the weight decay of parameters in bfloat16 or float16, or else most of their updates.
 
     Args:
         stepping: has the transform of the optimizer.
@@ -31,14 +60,35 @@ def warn_of_lost_decay(stepping: Stepping, groups: Sequence[TrackedGroup], param
         params: the parameters to check by name. Others in the groups are not checked.
     """
     # 1. Parameters in bfloat16 or float16, without those of which `master_params` decays a float32 copy.
-    narrow_names = {name for name, param in params.items() if _is_narrow(param)}
+    narrow_params = {name: param for name, param in params.items() if _is_narrow(param)}
     for visited in stepping.visits:  # each transform with the names of its parameters
         if visited.tx.factory is master_params:
-            narrow_names.difference_update(visited.names)
-    # 2. Those whose decay is rounded away.
-    lost_changes: dict[str, float] = {}  # the relative change by a step that is rounded away: {"weight": 0.0001}
+            for name in visited.names:
+                narrow_params.pop(name, None)
+    if not narrow_params:
+        return
+    # 2. A lost decay, whose warning says that such updates are lost, too; else lost updates.
+    lost_changes = _lost_decays(stepping, groups, narrow_params)
+    if lost_changes:
+        warn_caller(_no_effect(lost_changes, params))
+        return
+    lost_updates = _lost_updates(stepping, groups, narrow_params)
+    lost_size = sum([params[name].numel() for name in lost_updates])
+    size = sum([param.numel() for param in narrow_params.values()])
+    if lost_updates and lost_size >= size / 2:  # not norms alone, whose weights are large
+        warn_caller(_updates_lost(lost_updates, params))
+
+
+def _lost_decays(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> dict[str, float]:
+    """Return the relative change by a step of weight decay, for each parameter in which it is rounded away.
+
+    A step multiplies a parameter by ``1 - lr * weight_decay``. With lr 0.001 and weight_decay 0.1, this is 0.9999. In
+    bfloat16, which has eight significant bits, the product is rounded to the parameter itself. The result is then
+    ``{"weight": 0.0001}``.
+    """
+    lost_changes: dict[str, float] = {}
     for tracked in groups:
-        names = [name for name in tracked.names if name in narrow_names]
+        names = [name for name in tracked.names if name in params]
         if not names:  # the rate and the decay of other groups are not read: tensors on the meta device have no values
             continue
         decay = float(tracked.group.get("weight_decay", 0.0))
@@ -47,11 +97,75 @@ def warn_of_lost_decay(stepping: Stepping, groups: Sequence[TrackedGroup], param
         # If the change at the largest rate is rounded away, so is the change at every other rate of the schedule.
         change = decay * _largest_rate(stepping.tx, tracked)
         for name in names:
-            # A unit in the last place of x is between eps / 2 and eps times x. Less than half a unit is rounded away.
-            if 0.0 < change < torch.finfo(params[name].dtype).eps / 4:
+            if 0.0 < change < _smallest_change(params[name].dtype):
                 lost_changes[name] = change
-    if lost_changes:
-        warn_caller(_no_effect(lost_changes, params))
+    return lost_changes
+
+
+def _lost_updates(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> dict[str, float]:
+    """Return the updates, relative to their parameter, of parameters of which most elements keep their values.
+
+    For example, Muon with lr 2e-5 has updates with a root mean square (rms) of 4e-6. Where the weights have an rms of
+    0.02, the result is ``{"weight": 0.0002}``. Parameters whose updates have no size that is known are left out.
+    """
+    size_of = _update_sizes(stepping, params)
+    lost_updates: dict[str, float] = {}
+    for tracked in groups:
+        names = [name for name in tracked.names if name in size_of]
+        if not names:
+            continue
+        rate = _largest_rate(stepping.tx, tracked)
+        for name in names:
+            rms = _rms(params[name])
+            if not 0.0 < rms < _LARGEST_RMS:  # zeros, or memory without values yet
+                continue
+            change = rate * size_of[name] / rms
+            if 0.0 < change < _smallest_change(params[name].dtype):
+                lost_updates[name] = change
+    return lost_updates
+
+
+def _update_sizes(stepping: Stepping, params: NamedTensors) -> dict[str, float]:
+    """Return the rms of each parameter's update at the learning rate 1, as far as it is known from the transforms.
+
+    It is 0.2 for Muon with "match_rms_adamw". For Adam it is at most about 1, and usually less.
+    """
+    size_of: dict[str, float] = {}
+    unknown: set[str] = set()
+    for visited in stepping.visits:  # in the order of the chain
+        factory = visited.tx.factory
+        names = params.keys() & set(visited.names)
+        if factory not in _SIZES_KNOWN:
+            unknown |= names
+        elif factory is scale_by_adam:
+            size_of.update(dict.fromkeys(names, 1.0))
+        elif factory is orthogonalize:
+            for name in names:
+                if params[name].ndim >= 2:
+                    # The rms of an orthogonal matrix. If one parameter has several matrices, they are smaller.
+                    size_of[name] = 1.0 / max(params[name].shape[-2:]) ** 0.5
+        elif factory is scale_each:  # `scale_by_shape`, with a factor for each parameter
+            factor_of: Mapping[str, float] = visited.tx.arguments["factors"]
+            for name in names & size_of.keys() & factor_of.keys():
+                size_of[name] *= factor_of[name]
+    return {name: size for name, size in size_of.items() if name not in unknown}
+
+
+def _rms(param: Tensor) -> float:
+    """Return the root mean square of a parameter; of a DTensor, of this rank's shard, without communication."""
+    local_param = local_of(param.detach())
+    if local_param.numel() == 0:
+        return 0.0
+    norm = torch.linalg.vector_norm(local_param, dtype=torch.float32)
+    return float(norm) / local_param.numel() ** 0.5
+
+
+def _smallest_change(dtype: torch.dtype) -> float:
+    """Return a relative change below which every change is rounded away: 2**-9 for bfloat16.
+
+    A unit in the last place of x is between eps / 2 and eps times x. Less than half a unit is rounded away.
+    """
+    return torch.finfo(dtype).eps / 4
 
 
 def _is_narrow(param: Tensor) -> bool:
@@ -68,9 +182,17 @@ def _no_effect(lost_changes: Mapping[str, float], params: NamedTensors) -> str:
     return (
         f"weight decay has no effect on {len(lost_changes)} of {len(params)} parameters, such as {name!r}: a step "
         f"changes it by {max(lost_changes.values()):.2g} of its value, which is rounded away in {params[name].dtype}. "
-        "Other updates of this size are lost, too. Load the model in float32 and train with autocast, or wrap the "
-        "whole chain, muonfx.master_params(tx), which keeps a float32 copy (muonfx.Muon.transform_for(model, ...) is "
-        "Muon's chain)"
+        f"Other updates of this size are lost, too. {_CURE}"
+    )
+
+
+def _updates_lost(lost_updates: Mapping[str, float], params: NamedTensors) -> str:
+    """Return the text of a warning of updates that rounding removes, as `_lost_updates` has returned them."""
+    name = next(iter(lost_updates))
+    return (
+        f"most updates have no effect on {len(lost_updates)} of {len(params)} parameters, such as {name!r}: a step "
+        f"changes it by about {lost_updates[name]:.2g} of its value, which is rounded away in {params[name].dtype} for "
+        f"most elements. {_CURE}"
     )
 
 

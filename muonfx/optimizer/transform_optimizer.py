@@ -35,7 +35,7 @@ from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, read_numbers
 from muonfx.optimizer.initial_state import InitialState, Path
 from muonfx.optimizer.local_values import Load
-from muonfx.optimizer.lost_decay import warn_of_lost_decay
+from muonfx.optimizer.lost_decay import warn_of_rounding
 from muonfx.optimizer.named_parameters import (
     Gradients,
     NamedPairs,
@@ -162,7 +162,8 @@ class TransformOptimizer(Optimizer):
         UserWarning: some parameters would move in the direction of the gradient, because none of their transforms
             reverses its sign, as `scale_by_learning_rate` does; or a key of a group looks like a misspelt
             hyperparameter; or a group has neither parameters nor "weight_decay", although ``model`` is given and
-            nothing is frozen; or rounding to the parameters' dtype, bfloat16 or float16, removes the weight decay.
+            nothing is frozen; or rounding to the parameters' dtype, bfloat16 or float16, removes the weight decay or
+            most updates.
 
     Example:
         >>> import muonfx as mfx
@@ -228,7 +229,7 @@ class TransformOptimizer(Optimizer):
         super().__init__(groups, {})
         self._create_state()
         self._tracked_groups.note_rates()
-        warn_of_lost_decay(self._stepping, self._tracked_groups.groups, named)
+        warn_of_rounding(self._stepping, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
@@ -350,7 +351,7 @@ class TransformOptimizer(Optimizer):
             self._parameters.add_models(models_of([param_group]))
             self._parameters.track(trained)
             self._parameters.leave_out(frozen)
-        warn_of_lost_decay(self._stepping, self._tracked_groups.groups, trained)
+        warn_of_rounding(self._stepping, self._tracked_groups.groups, trained)
 
     def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
         """Add a param group for named parameters to ``param_groups``, or one for each label.

@@ -125,3 +125,55 @@ KEPT: dict[str, Callable[[], Any]] = {
 def test_no_warning_where_the_decay_has_an_effect(name: str):
     with warnings.catch_warnings(action="error"):
         KEPT[name]()
+
+
+def part_unchanged_by_a_step(rate: float) -> tuple[list[str], float]:
+    """Return the warnings of Muon for a matrix in bf16, as models are initialized, and the part of it that stays."""
+    torch.manual_seed(0)
+    weight = nn.Parameter((0.02 * torch.randn(64, 64)).to(BF16))
+    before = weight.detach().clone()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = mfx.Muon({"weight": weight}, rate, weight_decay=0.0, labels={"weight": "muon"})
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    return [str(warning.message) for warning in caught], (weight == before).float().mean().item()
+
+
+def test_updates_that_rounding_removes_are_warned_of_without_a_decay():
+    """Measured: 17 % of the elements stay at the rate 1e-3, 77 % at 1e-4, and 95 % at 2e-5."""
+    texts, unchanged = part_unchanged_by_a_step(1e-3)
+    assert texts == []
+    assert unchanged < 0.3
+    for rate in (1e-4, 2e-5):
+        (text,) = part_unchanged_by_a_step(rate)[0]
+        assert "most updates have no effect on 1 of 1 parameters, such as 'weight'" in text
+        assert "muonfx.master_params(tx)" in text
+        assert part_unchanged_by_a_step(rate)[1] > 0.6
+
+
+UPDATES_KEPT: dict[str, Callable[[], Any]] = {
+    "float32": lambda: mfx.TransformOptimizer(nn.Linear(4, 4), mfx.adamw(1e-6, weight_decay=0.0)),
+    "master_params": lambda: made(mfx.master_params(mfx.adamw(1e-6, weight_decay=0.0))),
+    "zeros": lambda: mfx.TransformOptimizer(
+        {"w": nn.Parameter(torch.zeros(4, dtype=BF16))}, mfx.adamw(1e-6, weight_decay=0.0)
+    ),
+    "only a norm": lambda: mfx.TransformOptimizer(
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16(), mfx.adamw(1e-3, weight_decay=0.0)
+    ),
+    "memory without values": lambda: mfx.TransformOptimizer(
+        {"w": nn.Parameter(torch.full((4,), 1e30, dtype=BF16))}, mfx.adamw(1e-3, weight_decay=0.0)
+    ),
+    "an unknown transform": lambda: mfx.TransformOptimizer(
+        nn.Linear(4, 4, dtype=BF16), mfx.chain(mfx.scale_by_sign(), mfx.scale_by_learning_rate(1e-6))
+    ),
+    "the meta device": lambda: mfx.TransformOptimizer(
+        nn.Linear(4, 4, dtype=BF16, device="meta"), mfx.adamw(1e-6, weight_decay=0.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES_KEPT)
+def test_no_warning_where_updates_may_have_an_effect(name: str):
+    with warnings.catch_warnings(action="error"):
+        UPDATES_KEPT[name]()
