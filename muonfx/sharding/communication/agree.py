@@ -113,7 +113,8 @@ def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, wh
     message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
     with collective(what):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    return [maxima.tolist() for maxima in message.cpu().split(list(map(len, values)))]
+    maxima = iter(message.cpu().tolist())
+    return [list(itertools.islice(maxima, len(numbers_of_value))) for numbers_of_value in values]
 
 
 def _signed_hash(value: object, count: int) -> list[int]:
