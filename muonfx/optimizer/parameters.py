@@ -511,7 +511,8 @@ class TrackedParameters:
                 raise ValueError(
                     f"{name!r} has a gradient, but it was frozen when the optimizer was created, and is in no group: "
                     "call optimizer.add_param_group({'params': [...]}) with it, or, if a scheduler of the groups "
-                    "exists already, create the optimizer first and freeze afterwards. If another optimizer trains "
+                    "exists already, call requires_grad_() on it before the optimizer is created, and freeze it "
+                    "afterwards, as for adapters of PEFT that are selected later. If another optimizer trains "
                     "it, give it the label None, or leave it out of this optimizer's parameters"
                 )
 
