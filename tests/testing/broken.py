@@ -757,3 +757,18 @@ def takes_names_in_the_order_of_a_set(updates, state, params):
     factors = [2.0 if name == first else 1.0 for name in tree.names(updates)]
     pairs = zip(factors, leaves, strict=True)
     return tree.unflatten(treedef, [u if u is None else u * factor for factor, u in pairs])
+
+
+# --------------------------------------------------------------------------------------------------- calculus
+
+
+@mfx.transform(locality=ELEMENT)
+def keeps_the_graph_of_its_first_gradients():
+    first = {}
+
+    def with_first(u):
+        if u.requires_grad:
+            return u + first.setdefault((u.shape, u.dtype), u)
+        return u + u
+
+    return no_state, lambda updates, state, params=None: (tree.map(with_first, updates), state)

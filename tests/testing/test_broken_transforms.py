@@ -49,7 +49,7 @@ CAUGHT_BY = {
     "tree_transforms_see_sums_over_leaves": "takes_sums_only_where_it_has_leaves sums_norms_instead_of_squares",
     "next_in_chain_may_write_to_updates": "breaks_its_donation_promise",
     "donation_changes_no_value": "computes_differently_when_donated donates_more_than_it_was_given",
-    "derivatives_by_gradients_are_right": "cuts_the_graph",
+    "derivatives_by_gradients_are_right": "cuts_the_graph keeps_the_graph_of_its_first_gradients",
     "derivatives_by_hyperparameters_are_right": "cuts_the_graph_of_its_number",
     "init_on_meta_gives_the_same_spec": "allocates_state_in_memory",
     "updates_do_not_overlap": "shares_one_buffer_between_updates",
@@ -144,6 +144,7 @@ SEEN_EARLIER = [
     ("pairs_its_state_by_position", "init_on_meta_gives_the_same_spec"),
     ("starts_from_the_seed_of_the_process", "modes_of_torch_change_nothing"),
     ("seeds_the_generator_of_torch", "modes_of_torch_change_nothing"),
+    ("keeps_the_graph_of_its_first_gradients", "requires_grad_changes_no_value"),
 ]
 
 
