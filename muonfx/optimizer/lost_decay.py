@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from muonfx.core import Transform, chain, partition
 from muonfx.core.checks import warn_caller
@@ -141,7 +142,7 @@ def _update_sizes(stepping: Stepping, params: NamedTensors) -> dict[str, float]:
             size_of.update(dict.fromkeys(names, 1.0))
         elif factory is orthogonalize:
             for name in names:
-                if params[name].ndim >= 2:
+                if params[name].ndim >= 2 and params[name].numel() > 0:
                     # The rms of an orthogonal matrix. If one parameter has several matrices, they are smaller.
                     size_of[name] = 1.0 / max(params[name].shape[-2:]) ** 0.5
         elif factory is scale_each:  # `scale_by_shape`, with a factor for each parameter
@@ -169,8 +170,9 @@ def _smallest_change(dtype: torch.dtype) -> float:
 
 
 def _is_narrow(param: Tensor) -> bool:
-    """Return True for a parameter that is trained in bfloat16 or float16. Those on the meta device have no values."""
-    return param.requires_grad and not param.is_meta and param.dtype in (torch.bfloat16, torch.float16)
+    """Return True for a parameter that is trained in bfloat16 or float16, and has values: not on the meta device."""
+    has_values = not param.is_meta and not isinstance(param, FakeTensor)
+    return param.requires_grad and has_values and param.dtype in (torch.bfloat16, torch.float16)
 
 
 def _no_effect(lost_changes: Mapping[str, float], params: NamedTensors) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import muonfx as mfx
 
@@ -152,6 +153,11 @@ def test_updates_that_rounding_removes_are_warned_of_without_a_decay():
         assert part_unchanged_by_a_step(rate)[1] > 0.6
 
 
+def _made_of_fake_tensors() -> mfx.TransformOptimizer:
+    with FakeTensorMode():
+        return mfx.TransformOptimizer(nn.Linear(4, 4, dtype=BF16), mfx.adamw(1e-6, weight_decay=0.0))
+
+
 UPDATES_KEPT: dict[str, Callable[[], Any]] = {
     "float32": lambda: mfx.TransformOptimizer(nn.Linear(4, 4), mfx.adamw(1e-6, weight_decay=0.0)),
     "master_params": lambda: made(mfx.master_params(mfx.adamw(1e-6, weight_decay=0.0))),
@@ -170,6 +176,8 @@ UPDATES_KEPT: dict[str, Callable[[], Any]] = {
     "the meta device": lambda: mfx.TransformOptimizer(
         nn.Linear(4, 4, dtype=BF16, device="meta"), mfx.adamw(1e-6, weight_decay=0.0)
     ),
+    "fake tensors": _made_of_fake_tensors,
+    "no elements": lambda: mfx.TransformOptimizer({"w": nn.Parameter(torch.ones(3, 0, 0, dtype=BF16))}, mfx.muon(1e-6)),
 }
 
 
