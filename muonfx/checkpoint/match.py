@@ -308,22 +308,17 @@ class _Comparison:
         missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
         extra = _unmatched(self.stored_name_of, self.expected, self.rules.allow_extra)
         all_names = [*new_names, *self.expected, *self.index.objects, *(self.objects or ())]
-        differences_by_kind = [
-            _mistakes_in_renaming(renaming_problems),
-            self.of_chain(),
-            self.useless_patterns(all_names),
-            self.of_names(missing, extra),
-            self.of_objects(),
-            self.of_shapes(),
-            self.of_dtypes(),
-        ]
+        about_chain = [_mistakes_in_renaming(renaming_problems), self.of_chain(), self.useless_patterns(all_names)]
+        about_leaves = [self.of_names(missing, extra), self.of_objects(), self.of_shapes(), self.of_dtypes()]
         problems: list[str] = []
         advice: list[str] = []
-        for differences in differences_by_kind:
+        for differences in about_chain:
+            problems += differences.problems
+            if not self.are_params(missing):  # else no other chain, pattern or renaming helps
+                advice += differences.advice
+        for differences in about_leaves:
             problems += differences.problems
             advice += differences.advice
-        if missing and self.are_params(missing):  # passed in place of a state: no other advice helps
-            advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
         return _Differences(problems, advice)
 
     def of_chain(self) -> _Differences:
@@ -378,11 +373,23 @@ class _Comparison:
     def of_names(self, missing: Sequence[str], extra: Sequence[str]) -> _Differences:
         """Return an error text for each ``missing`` leaf, and for each ``extra`` leaf of the checkpoint.
 
-        The advice has the arguments that allow them, such as ``allow_missing=['adamw/mu']``.
+        The advice has the arguments that allow them. Parameters in place of a state get an advice of their own.
         """
         leaves = self.expected.leaves
         problems = [f"missing:   {name!r}, {described(leaves[name])}, is not in the checkpoint" for name in missing]
         problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
+        advice: list[str] = []
+        if self.are_params(missing):  # passed in place of a state
+            advice.append("to load parameters: load_params(path, like); to load a state: like=tx.init(params)")
+        else:
+            advice += self.advice_on_names(missing, extra)
+        is_optimizer = self.objects is not None
+        if is_optimizer and problems:  # the chain may be unknown, as in a state dict by `Writer`
+            advice.append(self.advice_to_load_changed())
+        return _Differences(problems, advice)
+
+    def advice_on_names(self, missing: Sequence[str], extra: Sequence[str]) -> list[str]:
+        """Return the arguments that rename leaves or allow them to differ, such as ``allow_missing=['adamw/mu']``."""
         advice: list[str] = []
         if missing and extra and not self.moved:  # each side has a name that the other lacks: perhaps one leaf
             advice.append(f"if only the names of leaves differ: rename={self.renaming_text(missing, extra)}")
@@ -392,14 +399,12 @@ class _Comparison:
         if extra:
             patterns = shortest_levels(extra, self.stored_name_of)
             advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
-        is_optimizer = self.objects is not None
-        if is_optimizer and problems:  # the chain may be unknown, as in a state dict by `Writer`
-            advice.append(self.advice_to_load_changed())
-        return _Differences(problems, advice)
+        return advice
 
     def are_params(self, missing: Sequence[str]) -> bool:
         """Return whether the missing leaves are parameters: "w" is missing in the state, and "params/w" is stored."""
-        return self.section == "" and all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
+        has_all = all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
+        return self.section == "" and len(missing) > 0 and has_all
 
     def renaming_text(self, missing: Sequence[str], extra: Sequence[str]) -> str:
         """Return a ``rename=`` for an advice: ``repr`` of a dict from ``extra`` to ``missing`` leaves, if one is found.

@@ -848,3 +848,16 @@ def test_a_number_that_only_one_chain_writes_is_named(tmp_path: Path) -> None:
     (warning,) = warned
     assert "scale_by_adam.b1: 0.8 in the checkpoint, not set here" in str(warning.message)
     assert "scale_by_adam.eps: not set in the checkpoint, 1e-06 here" in str(warning.message)
+
+
+def test_the_advice_on_parameters_in_place_of_a_state_does_not_replace_that_on_rounding(tmp_path: Path):
+    path = ck.save(tmp_path / "run", {"x": torch.ones(2)}, params={"w": torch.ones(2)})
+    like = {"w": torch.ones(2), "x": torch.ones(2, dtype=torch.bfloat16)}
+    with pytest.raises(ck.MismatchError) as caught:
+        ck.load(path, like=like)
+    problems, advice = str(caught.value).split("what to do:")
+    assert "missing:   'w'" in problems
+    assert "narrowing: 'x'" in problems
+    assert "to load parameters: load_params(path, like)" in advice
+    assert "to round: cast={'x': torch.bfloat16}" in advice
+    assert "allow_missing" not in advice
