@@ -69,12 +69,15 @@ class Sweep:
         """Return two averages of each leaf of the batches of a step, to distinguish batches.
 
         They are those of the positive elements and of the squares, which rounding hardly changes, as sums of one sign.
+        NaN and infinities, such as marks of missing targets, count as 0, since they cannot be saved.
         """
         averages: list[float] = []
         for leaf in tree.leaves(self._batch(step)):
-            wide = leaf.detach().to("cpu", torch.float64)
-            averages.append(wide.clamp(min=0).mean().item())
-            averages.append(wide.square().mean().item())
+            parts = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+            wide = parts.detach().to("cpu", torch.float64).nan_to_num(nan=0, posinf=0, neginf=0)
+            count = max(1, wide.numel())  # a leaf may be empty
+            averages.append(wide.clamp(min=0).sum().item() / count)
+            averages.append(wide.square().sum().item() / count)
         return averages
 
     def train(self, progress: Progress, steps: range) -> tuple[Progress, Tensor]:

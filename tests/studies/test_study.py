@@ -491,6 +491,26 @@ def test_a_study_with_dropout_goes_on_with_the_same_bits(vmap: bool, tmp_path: P
     assert mfx.study(task, {"adamw": mfx.adamw}, **arguments, folder=tmp_path) == expected
 
 
+def batch_with_missing_targets(seed: int, step: int) -> dict[str, Any]:
+    inputs, targets = batch(seed, step)
+    targets[0, 0] = torch.nan
+    inputs_with_phase = torch.complex(inputs, inputs + 1)
+    return {"inputs": inputs, "targets": targets, "empty": torch.zeros(0), "complex": inputs_with_phase}
+
+
+def loss_without_missing_targets(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    known_targets = batch["targets"].nan_to_num()
+    return loss(params, (batch["inputs"], known_targets))
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+def test_batches_with_nan_complex_numbers_or_no_elements_are_saved(vmap: bool, tmp_path: Path) -> None:
+    task = Task(init, batch_with_missing_targets, loss_without_missing_targets)
+    arguments = {"rates": [0.1], "seeds": [0, 1], "steps": 2, "folder": tmp_path, "vmap": vmap, "progress": False}
+    rows = mfx.study(task, {"adamw": mfx.adamw}, **arguments)
+    assert mfx.study(task, {"adamw": mfx.adamw}, **arguments) == rows
+
+
 def test_seeds_of_numpy_are_saved_too(tmp_path: Path) -> None:
     arguments = {"rates": [0.1, 0.2], "steps": 2, "folder": tmp_path, "progress": False}
     rows = mfx.study(TASK, OPTIMIZERS, seeds=np.arange(2), **arguments)
