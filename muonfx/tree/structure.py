@@ -107,7 +107,8 @@ class _Node:
             return [tree[entry] for entry in self.entries]
         node, children = open_node(tree)
         if node is None or node.kind is not self.kind or node.entries != self.entries:
-            raise ValueError(f"expected {self.kind} of {self.entries}, found {type(tree).__name__}")
+            kind: Any = self.kind  # not None, as of a leaf, which has no children
+            raise ValueError(f"expected {kind.__name__} of {self.entries}, found {type(tree).__name__}")
         return children
 
 

@@ -18,6 +18,7 @@ from muonfx.internal.renaming import new_names
 from muonfx.internal.wrappers import WRAPPERS, unwrapped
 from muonfx.tree import Present
 from muonfx.tree.difference import difference
+from muonfx.tree.structure import _traced_flatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:partition. no parameter has the label")
 
@@ -434,3 +435,9 @@ def test_none_and_several_are_errors_that_say_where(where: Any, message: str):
 def test_a_list_in_place_of_a_tuple_is_described_by_its_length():
     assert difference({"a": [1]}, {"a": (1,)}) == "found list of length 1, expected tuple of length 1"
     assert difference([], ()) == "found list of length 0, expected tuple of length 0"
+
+
+def test_a_structure_under_a_compiler_names_the_container_that_differs():
+    _, structure = _traced_flatten({"a": 1})
+    with pytest.raises(ValueError, match=r"^expected dict of \('a',\), found list$"):
+        structure.flatten_up_to([1])
