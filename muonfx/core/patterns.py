@@ -73,7 +73,7 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
     matched_before: set[str] = set()  # by the groups so far
     for group in pattern.groups:
         matches = {name for name in candidates if _matches(name, group)}
-        if not matches and pattern.optional.issuperset(group):
+        if not matches and group and pattern.optional.issuperset(group):  # an empty group is a mistake of an author
             continue
         if not matches:
             _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")

@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import stack_module_state, vmap
 
 import muonfx as mfx
+from muonfx.core.patterns import NamePatterns, warn_of_unmatched
 from muonfx.internal.tracing import matches
 from muonfx.routing import Labels, Route, default_labels, default_labels_by_name, labels, path
 from muonfx.routing.globs import patterns
@@ -679,3 +680,11 @@ def test_a_compiled_layer_alone_has_the_labels_of_the_layer():
     rules = [(path("*weight"), "muon")]
     chosen = default_labels(torch.compile(layer), rules)
     assert chosen.routes["_orig_mod.weight"] == default_labels(layer, rules).routes["weight"]
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_group_without_globs_is_reported(required: bool):
+    pattern = NamePatterns("view", ((),), required=required)
+    reported = pytest.raises(ValueError, match="matches none") if required else pytest.warns(match="matches none")
+    with reported:
+        warn_of_unmatched([pattern], {"w": torch.ones(2)})
