@@ -151,16 +151,30 @@ class Lazy(Generic[V]):
     Later reads find it there without a call. Nothing is cached while torch.compile traces.
     """
 
+    _is_of_structure: ClassVar[bool] = False
+
     def __init__(self, compute: Callable[[Any], V]) -> None:
         self._compute = compute
         self._name = compute.__name__
         self.__doc__ = compute.__doc__
 
     def __get__(self, instance: Any, owner: type | None = None) -> V:
-        """Compute the property of an object, and store it in ``instance.__dict__``, where Python looks first."""
+        """Return the property of an object, and store it in ``instance.__dict__``.
+
+        Python looks into this dict first, so this method is called only at the first read. After ``tx.locality`` was
+        read once, ``tx.__dict__["locality"]`` has the result.
+        """
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
-        result = self._compute(instance)
+        # Not in a method of the subclass: torch.compile would compile that one again for each property.
+        if self._is_of_structure:  # shared by all objects that differ in numbers only
+            # `momentum(0.9)` and a copy with the decay 0.5 may have one structure object, which stores the result.
+            results: dict[str, Any] = instance.structure.attributes
+            if self._name not in results:
+                results[self._name] = self._compute(instance)
+            result = results[self._name]
+        else:
+            result = self._compute(instance)
         # Objects created while tracing must not be stored on an object that outlives the trace.
         if not torch.compiler.is_compiling():
             instance.__dict__[self._name] = result
@@ -168,18 +182,9 @@ class Lazy(Generic[V]):
 
 
 class LazyOfStructure(Lazy[V]):
-    """A `Lazy` property that is computed once for all values that differ in numbers only: they share a structure."""
+    """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
 
-    def __get__(self, instance: Any, owner: type | None = None) -> V:
-        """Return the property of an object, and store it in the structure and in ``instance.__dict__``."""
-        if instance is None:
-            return cast("V", self)
-        results: dict[str, Any] = instance.structure.attributes
-        if self._name not in results:
-            results[self._name] = self._compute(instance)
-        if not torch.compiler.is_compiling():
-            instance.__dict__[self._name] = results[self._name]
-        return results[self._name]
+    _is_of_structure = True
 
 
 # ----------------------------------------------------------------------------------------- the options of the decorator

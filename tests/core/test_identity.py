@@ -175,3 +175,22 @@ def test_a_factory_in_no_module_prints_and_has_a_direction():
     assert names["same"].__module__ is None
     assert repr(mfx.chain(names["same"](), mfx.stateless(names["halve"]))) == "chain(same(), stateless(halve))"
     assert signs(names["same"]()) == {0}
+
+
+def test_a_transform_that_is_created_in_a_compiled_step_is_compiled_once():
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, _: object):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=counting)
+    def step(params: dict[str, torch.Tensor]):
+        return mfx.momentum(0.5).update(params, mfx.momentum().init(params), params)
+
+    params = {"w": torch.ones(2, 2)}
+    step(params)
+    first = len(graphs)
+    step(params)
+    step(params)
+    assert len(graphs) == first
