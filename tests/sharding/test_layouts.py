@@ -308,6 +308,13 @@ def cuts(draw: st.DrawFn) -> cut.Cut:
     )
 
 
+def test_coordinates_have_the_same_digest_in_a_list_and_in_a_tuple():
+    """Those that ranks send each other are in a tuple, and those that a rank finds on its own mesh in a list."""
+    coordinates = [(0,), None, (1,)]
+    digests = {cut.MeshCoordinates((2,), values).digest for values in (coordinates, tuple(coordinates))}
+    assert len(digests) == 1
+
+
 @given(cuts())
 def test_holders_are_found_as_by_a_loop_over_all_ranks(drawn: cut.Cut):
     naive: dict[ShardPosition, list[int]] = {}

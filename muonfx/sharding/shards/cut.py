@@ -196,7 +196,7 @@ class MeshCoordinates:
     @cached_property
     def digest(self) -> str:
         """A hash of the coordinates of all ranks."""
-        return digest(self.coordinates)
+        return digest(list(self.coordinates))  # equal for a list and a tuple
 
     @cached_property
     def ranks(self) -> list[int]:
