@@ -928,11 +928,9 @@ class TransformOptimizer(Optimizer):
             ShardingError: another rank raised an error, or did not call this.
 
         Warns:
-            UserWarning: state was saved for parameters that are not trained now, and is not loaded, or parameters have
-                no saved state, because they were frozen when it was saved. The message names them. Or
-                numbers of the groups or schedules differ between the state dict and this optimizer: the schedules of
-                this optimizer and the other numbers of the state dict are used. Or another chain of transforms, with
-                the same state, has saved it: the message lists the arguments that differ.
+            UserWarning: state was saved for parameters that are not trained now, and is not loaded; or parameters have
+                no saved state, because they were frozen; or numbers of the groups or schedules differ: the schedules
+                of this optimizer and the other numbers of the state dict are used; or another chain has saved it.
         """
         self._use_replacements()
         check_real(self._named_params())
@@ -987,10 +985,7 @@ class TransformOptimizer(Optimizer):
         return saved_groups
 
     def follow_model(self) -> None:
-        """Use the tensors that have replaced parameters, as after ``fully_shard``, and move the state to them now.
-
-        A step, a save and a load do so first. Over ranks, all ranks must call this together.
-        """
+        """Use tensors that have replaced parameters now, as a step does first. All ranks must call this together."""
         self._use_replacements()
 
     def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -1005,12 +1000,11 @@ class TransformOptimizer(Optimizer):
 
         Raises:
             ValueError: the state has another structure, a leaf has another shape, or the groups have other members or
-                hyperparameters. Nothing has been changed when an error is raised.
+                hyperparameters. Nothing has been changed then.
             TypeError: a leaf of the state is no tensor. Nothing has been changed.
 
         Warns:
-            UserWarning: numbers of the groups or schedules differ between ``groups`` and this optimizer: the schedules
-                of this optimizer and the other numbers of ``groups`` are used. Or ``groups`` record another chain.
+            UserWarning: as `load_state_dict`, for ``groups``.
 
         Example:
             >>> import muonfx as mfx
