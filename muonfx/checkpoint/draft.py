@@ -150,7 +150,7 @@ class Draft:
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
             file.write(text_of(index))
-        # 2. Note what is replaced, for `tidy`. After the rename, the old index cannot be found by its name. If it is
+        # 2. Note the replaced files, for `tidy`. After the rename, the old index cannot be found by its name. If it is
         # not the index that `begin` found, another process has saved here meanwhile.
         self._has_other_writer = self._start_of_index() != self._index_at_begin
         with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay

@@ -120,7 +120,7 @@ class Index(Shown):
     def report(self) -> Report:
         """Return the printed form: a heading with step, transform and versions, and a table of the saved tensors.
 
-        A row is such as "trace/w  (2, 3)  float32  24 B  1", whose last number is that of the stored parts of the leaf.
+        A row is such as "trace/w  (2, 3)  float32  24 B  1", whose last number counts the stored parts of the leaf.
         """
         # Texts from a file may be very long, or have control characters of a terminal.
         lines = [f"{key:10}  {printable(text):.2000}" for key, text in self._heading().items()]

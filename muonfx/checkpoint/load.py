@@ -527,7 +527,7 @@ class Target:
     def translated(self, index: Index) -> Index:
         """Return the index with the names that `save` gives the leaves of an optimizer.
 
-        A checkpoint that ``dcp.save`` wrote has other names, those of the optimizer's state dict:
+        A checkpoint that ``dcp.save`` wrote has the names of the optimizer's state dict:
         "optimizer/state/fc.weight/muon.trace" becomes "muon/trace/fc.weight". All other indexes stay as they are.
         """
         if self.objects is None:  # `like` is no optimizer
@@ -539,7 +539,7 @@ class Target:
 
         For example ``{"trace/w": "trace/_orig_mod.w", "trace/b": None}``. Names differ after ``rename=``, or if
         wrappers such as ``torch.compile`` have added prefixes. Raise for differences that the rules do not allow, and
-        warn of those that may be meant, such as another learning rate.
+        warn of differences that may be meant, such as another learning rate.
         """
         # Raises one error with all leaves that do not fit.
         stored_name_of = match(
@@ -660,8 +660,8 @@ class Target:
     def _empty(self, leaf: Any, shape: Sequence[int]) -> Any:
         """Allocate memory for a leaf of the result: a tensor or shard with the dtype of the leaf of ``like``.
 
-        ``shape`` is that of the leaf, except that a leaf of a changed run may have fewer rows in the checkpoint. For a
-        meta tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
+        ``shape`` is the leaf's shape, but a leaf of a changed run may have fewer rows in the checkpoint. For a meta
+        tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
         """
         # A leaf without strides to copy: a spec, or a tensor of another shape. A spec has no device, so it is the CPU.
         if isinstance(leaf, Spec) or tuple(leaf.shape) != tuple(shape):

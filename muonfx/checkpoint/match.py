@@ -181,8 +181,8 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
 
     A state may be under another label or in a chain now: the result ``{"partition/muon/trace/w": "muon/trace/w"}`` has
     the new name and the name in the checkpoint. ``stored`` has the shapes of the leaves in the checkpoint. The dict is
-    empty if a step count would have several values: those of several states that become one, or that of the leaf with
-    its name and that of the parameters that moved.
+    empty if a step count would have several values: because several states become one, or because the checkpoint has a
+    leaf with its name, and another one that has moved with the parameters.
     """
     # Leaves that the caller allows to be missing or extra have no partner to search for.
     all_shapes = {name: spec.shape for name, spec in expected.leaves.items()}
@@ -212,7 +212,11 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
     ``partners`` has "mu/w" too, and "nu/w" stays in.
     """
     patterns = [pattern for pattern in allowed if pattern != "*"]  # states that "*" matches may have moved, too
-    return {name: shape for name, shape in shapes.items() if name in partners or not matches_any(patterns, name)}
+    to_match: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if name in partners or not matches_any(patterns, name):
+            to_match[name] = shape
+    return to_match
 
 
 def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
@@ -523,8 +527,8 @@ def _mistakes_in_renaming(mistakes: Sequence[str]) -> _Differences:
 def _other_cast(name: str, dtype: torch.dtype, cast_dtypes: set[torch.dtype]) -> str:
     """Return the error text for a leaf that has the dtype ``dtype`` in ``like``, and other dtypes in ``cast=``.
 
-    ``cast_dtypes`` are those of all patterns that match the leaf. With ``cast={"trace": torch.float16}`` and "trace/w"
-    of `torch.bfloat16` in ``like``, there is no dtype for both.
+    ``cast_dtypes`` has the dtype of each pattern that matches the leaf. With ``cast={"trace": torch.float16}`` and
+    "trace/w" of `torch.bfloat16` in ``like``, there is no dtype for both.
     """
     texts = ", ".join(sorted(map(str, cast_dtypes)))
     return f"cast:      {name!r} has dtype {dtype} in `like`, and cast= gives {texts}"

@@ -380,7 +380,7 @@ def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
 def _params_or_floats(leaves: Mapping[str, Any]) -> list[Any]:
     """Return the floating-point parameters among the leaves; without any, all floating-point leaves.
 
-    The dtypes of matrix products depend on those of the parameters. Parameters that are not saved are assumed to have
+    The dtypes of matrix products depend on the parameters' dtypes. Parameters that are not saved are assumed to have
     the dtypes of the state.
     """
     float_leaves = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}

@@ -394,7 +394,7 @@ def _merged_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 
 def _require_one_kind(leaves: Mapping[str, Leaf], objects: Mapping[str, Any]) -> None:
-    """Raise if a name is that of a tensor on some ranks, and of another value, such as a learning rate, on others."""
+    """Raise if a name has a tensor on some ranks, and another value, such as a learning rate, on others."""
     names_of_both_kinds = objects.keys() & leaves.keys()
     if names_of_both_kinds:
         raise CheckpointError(

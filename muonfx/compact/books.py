@@ -117,7 +117,7 @@ class Scaled(Book):
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
         """Round each magnitude stochastically to the level below or above it; return the code of this level.
 
-        The codes of an integer type are the indices of the levels. Those of a float type are not.
+        The codes of an integer type are the indices of the levels. Codes of a float type are not.
         """
         index = super().between(magnitudes, noise)
         if not self.dtype.is_floating_point:

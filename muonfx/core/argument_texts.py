@@ -111,7 +111,7 @@ def _is_public_dataclass(value: object) -> bool:
 def _text_of_function(function: Any, convert: Callable[[Any], str]) -> str:
     """Return a function or class as text for the fingerprint: its public name, such as "muonfx.momentum".
 
-    The text of a lambda also has its code, and that of a method the object to which the method belongs.
+    The text of a lambda also has its code, and the text of a method has the object to which it belongs.
     """
     if inspect.ismethod(function):  # bound to an object, which may matter for its result
         return f"{public_name(function.__func__)} of {convert(function.__self__)}"

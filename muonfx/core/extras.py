@@ -93,7 +93,7 @@ def extras_of(update: Callable[..., object]) -> Extras:
 def forwarding(outer: Extras, inner: Iterable[Extras]) -> Extras:
     """Return the extra arguments of a function that forwards its ``**extras`` to transforms with the extras ``inner``.
 
-    It requires and understands those of the inner transforms, too.
+    It requires and understands the extra arguments of the inner transforms, too.
     """
     required = outer.required
     understood: frozenset[str] | None = outer.named - _OUR_EXTRAS

@@ -328,7 +328,7 @@ class Transform(Recorded):
             self._check_step(step, arguments)
 
     def _check_step(self, step: int, arguments: Mapping[str, Any]) -> None:
-        """Call the constructor, which checks its arguments, with those of a step. An error names the step."""
+        """Call the constructor, which checks its arguments, with the arguments of a step. An error names the step."""
         try:
             self._build_for(arguments)
         except ValueError as error:
@@ -696,7 +696,7 @@ def within(tx: Transform) -> list[Transform]:
 def entries_of(transforms: tuple[Transform | tuple[str, Transform], ...], of: str = "chain") -> dict[str, Transform]:
     """Give each transform among the arguments of `chain` a name, and return a dict from name to transform.
 
-    An argument is a transform, whose name is that of its function, or a pair ``(name, transform)``. A repeated name
+    An argument is a transform, which has the name of its function, or a pair ``(name, transform)``. A repeated name
     gets a suffix: "scale_2". Names are keys of the chain's state. ``of`` is the name of the function in errors.
 
     >>> import muonfx as mfx

@@ -756,7 +756,7 @@ def _text_of_argument(skeleton: object, parts: Iterator[object]) -> str:
 def _text_of_default(definition: Definition, name: str) -> str:
     """Return the default of an argument as text for the fingerprint: "*" for a number, or if there is no default.
 
-    An argument whose text equals that of its default is left out of the fingerprint. For ``decay: float = 0.9``, the
+    An argument whose text equals its default's text is left out of the fingerprint. For ``decay: float = 0.9``, the
     text is "*", and for ``nesterov: bool = True``, it is "True".
     """
     parameter = definition.parameters[name]

@@ -148,7 +148,7 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
 
 
 def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
-    """Return the `Visit` of a transform, with those of the transforms that it calls. The arguments are its fields."""
+    """Return the `Visit` of a transform, and in it the visits of inner transforms. The arguments are its fields."""
     resolved = tx.resolve(params)  # choices that depend on names and shapes are made now
     is_partition = resolved.factory is partition
     calls: list[Visit] = []

@@ -136,7 +136,7 @@ def _text_of_nonfinite(names: Sequence[str]) -> str:
     """Return the line that names the gradients that are NaN or infinite, which explain odd numbers in the table."""
     return (
         f"gradients that are not finite (NaN or infinite): {format_list(names)}\n"
-        "skip_nonfinite skips this step: within it, the values below are those of gradients of zero"
+        "skip_nonfinite skips this step: within it, the values below come from gradients of zero"
     )
 
 
@@ -283,7 +283,7 @@ class _Measurements:
 
 
 def _present(updates: PyTree) -> list[tuple[str, Tensor]]:
-    """Return the updates by name, without those of parameters that have no gradient or no elements."""
+    """Return the updates by name. Parameters without a gradient or without elements are left out."""
     return [(name, leaf) for name, leaf in tree.named_leaves(updates) if leaf is not None and leaf.numel() > 0]
 
 

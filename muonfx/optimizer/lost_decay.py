@@ -60,7 +60,7 @@ def warn_of_rounding(stepping: Stepping, groups: Sequence[TrackedGroup], params:
         groups: the param groups, which have the rates and decays.
         params: the parameters to check by name. Others in the groups are not checked.
     """
-    # 1. Parameters in bfloat16 or float16, without those of which `master_params` decays a float32 copy.
+    # 1. Parameters in bfloat16 or float16, unless `master_params` decays a float32 copy of them.
     narrow_params = {name: param for name, param in params.items() if _is_narrow(param)}
     for visited in stepping.visits:  # each transform with the names of its parameters
         if visited.tx.factory is master_params:
@@ -204,7 +204,10 @@ def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
     A schedule is a function of the step. It is evaluated at the steps ``_COUNTS`` only: 0, 1, 2, 4, ..., 2**20.
     """
     if "lr" in tracked.numbers.keys:  # a number, not a schedule
-        return float(tracked.group["lr"])
+        rate = tracked.group["lr"]
+        if isinstance(rate, Tensor) and rate.is_meta:  # it has no value yet
+            return 0.0
+        return float(rate)
     schedules = schedules_in(tx)  # by dotted name
     largest = 0.0
     for name in schedules_of(tx, tracked):  # such as "scale_by_learning_rate.learning_rate"

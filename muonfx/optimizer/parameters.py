@@ -306,7 +306,7 @@ class TrackedParameters:
             at_step: True before a step, which needs gradients of the new tensors: raise if only the replaced ones
                 have them.
         """
-        # The tensor of each name now: that of the model if it has another one, else that of the groups.
+        # The tensor of each name now: the model's, if it has another one, else the tensor in the groups.
         current = {**named, **self._replaced_in_models(named)}
         if at_step:
             self._require_new_gradients(current)

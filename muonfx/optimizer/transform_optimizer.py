@@ -1073,11 +1073,12 @@ def _copy_into(leaf: Tensor, value: Tensor) -> None:
 def _require_same_sharding(state: PyTree, expected: PyTree) -> None:
     """Raise if a leaf of a state is a DTensor and the expected leaf is none, or the reverse: neither can be copied."""
     for (name, leaf), expected_leaf in zip(tree.named_leaves(state), tree.leaves(expected), strict=True):
-        if is_dtensor(leaf) != is_dtensor(expected_leaf):
-            found, wanted = ("a DTensor", "a plain tensor") if is_dtensor(leaf) else ("a plain tensor", "a DTensor")
-            raise ValueError(
-                f"state: {name!r} is {found}, expected {wanted}, as in `transform_state` of this optimizer"
-            )
+        if is_dtensor(leaf) == is_dtensor(expected_leaf):
+            continue
+        kinds = "a plain tensor, expected a DTensor"
+        if is_dtensor(leaf):
+            kinds = "a DTensor, expected a plain tensor"
+        raise ValueError(f"state: {name!r} is {kinds}, as in `transform_state` of this optimizer")
 
 
 def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, LayoutLike, Settings]:

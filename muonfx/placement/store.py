@@ -1,7 +1,7 @@
 """`Store`: where the state is between steps: with the parameters, in host memory, or in files on a disk.
 
 Tensors that are allocated together share one file, and each begins at a page boundary. The file is mapped into memory
-and its name is removed at once. So nothing can truncate it, ranks can share a folder, and its disk space is freed with
+and has no name in the folder. So nothing can truncate it, ranks can share a folder, and its disk space is freed with
 the last tensor, even if the process is killed. To keep a state after the process, save a checkpoint.
 """
 

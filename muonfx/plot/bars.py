@@ -174,7 +174,7 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
     groups: dict[tuple[str, ...], list[LeafSummary]] = {}  # by the first entries that differ, ("tx", "adamw")
     for leaf in leaves:
         groups.setdefault(leaf.path[: depth + 1], []).append(leaf)
-    # The label has all entries that the paths of a bar share, without those of all bars.
+    # The label has all entries that the paths of a bar share, without the entries that all bars share.
     bars: dict[str, Counter[str]] = {}
     for group in groups.values():
         label = ".".join(_shared_path(group)[depth:]) or "-"

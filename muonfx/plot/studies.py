@@ -304,7 +304,7 @@ def _typical_first_loss(rows: Rows, key: str) -> float:
     Return inf, to cut off nothing, if the first report is also the last, or if all runs have diverged before it.
     """
     first_step = min(row["step"] for row in rows)
-    if first_step == max(row["step"] for row in rows):  # one report: its losses are those that are drawn
+    if first_step == max(row["step"] for row in rows):  # there is one report, whose losses are drawn
         return math.inf
     first_losses = [row[key] for row in rows if row["step"] == first_step and math.isfinite(row[key])]
     if not first_losses:

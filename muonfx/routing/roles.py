@@ -670,7 +670,7 @@ class _Name:
 
     def __init__(self, name: str) -> None:
         self.components = _components(name)
-        """The components, without those that wrappers and peft's adapters add."""
+        """The components of the name. Components that wrappers and peft's adapters add are left out."""
         self.is_of_layer = self.components[-1] in LEAVES_OF_LAYERS
         """True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
         self.path_to_layer = _path_to_layer(self.components, self.is_of_layer)

@@ -105,8 +105,8 @@ def _division_of(
 ) -> Division:
     """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer.
 
-    The weight of ``nn.LSTM`` has 4 matrices by type, and that of "qkv" in a known class has 3 by name. The arguments
-    are those of `find_divisions`, with the modules by path and the shapes by name.
+    The weight of ``nn.LSTM`` has 4 matrices by type, and the weight of "qkv" in a known class has 3 by name. The
+    arguments are as in `find_divisions`, with the modules by path and the shapes by name.
     """
     # 1. The modules of PyTorch itself: convolutions, recurrent layers and nn.MultiheadAttention.
     path = module_path(info.name)

@@ -60,7 +60,7 @@ def _require_same_bits(problem: str, first: tree.PyTree, second: tree.PyTree) ->
 
 
 def _require_repeatable_loss(task: Task, params: Params, batch: Batch) -> None:
-    """Raise ValueError if the loss draws from another random state than that of torch, which a study sets."""
+    """Raise ValueError if the loss draws from another random state than torch's, which a study sets."""
     first_loss = _loss_from_zero("loss", task.loss, params, batch)
     second_loss = _loss_from_zero("loss", task.loss, params, batch)
     if not are_same_losses([first_loss], [second_loss]):

@@ -60,7 +60,7 @@ def study(
 ) -> Rows:
     """Train a task with each optimizer, at each rate, from each seed, and return the losses as rows.
 
-    Random numbers of the loss, such as those of dropout, depend on the seed and the step alone: all optimizers and
+    Random numbers of the loss, as in dropout, depend on the seed and the step alone: all optimizers and
     rates share them, and a continued study draws them again. The random state of the caller is restored.
 
     Args:
@@ -78,7 +78,7 @@ def study(
             study, and returns at once if it is complete. None: nothing is saved.
         vmap: True: all rates and seeds of an optimizer train as one batch. Their transforms may then differ in numbers
             only, and memory grows with the number of runs. False: one run after another, as always if the loss draws
-            random numbers, because those of a batch of runs depend on the number of runs.
+            random numbers, because random numbers of a batch of runs depend on the number of runs.
         progress: True: a line on stderr; False: none; or a function that is called with each line.
 
     Returns:

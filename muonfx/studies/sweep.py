@@ -68,8 +68,8 @@ class Sweep:
     def batch_averages(self, step: int) -> list[float]:
         """Return two averages of each leaf of the batches of a step, to distinguish batches.
 
-        They are those of the positive elements and of the squares, which rounding hardly changes, as sums of one sign.
-        NaN and infinities, such as marks of missing targets, count as 0, since they cannot be saved.
+        They are the averages of the positive elements and of the squares. Rounding hardly changes these, as sums of one
+        sign. NaN and infinities, such as marks of missing targets, count as 0, since they cannot be saved.
         """
         averages: list[float] = []
         for leaf in tree.leaves(self._batch(step)):
@@ -189,7 +189,7 @@ def _shapes(values: PyTree) -> dict[str, tuple[int, ...]]:
 def _random_seed(seed: int, step: int) -> int:
     """Return the seed of the random numbers that a run draws in a step, of 32 bits.
 
-    A string is hashed, so that the numbers are not those of ``torch.manual_seed(seed)``, which made the parameters.
+    A string is hashed. The seed itself would draw the numbers again from which the parameters were made.
 
     >>> _random_seed(0, 1) == _random_seed(0, 1), _random_seed(0, 1) == _random_seed(1, 0)
     (True, False)

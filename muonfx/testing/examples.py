@@ -268,7 +268,7 @@ _SEEDS = st.integers(0, 2**16)
 
 def _of_half_rank(values: Tensor) -> Tensor:
     """Return matrices of half the full rank. Their nonzero singular values fall from 1 to 0.001."""
-    # The singular vectors are those of the random values; only the singular values are replaced.
+    # The random values keep their singular vectors; only the singular values are replaced.
     left, _, right = torch.linalg.svd(values, full_matrices=False)
     rank = (left.shape[-1] + 1) // 2  # 2 of 3, and 2 of 4
     singular_values = torch.logspace(0, -3, rank, dtype=values.dtype)

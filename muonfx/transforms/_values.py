@@ -99,8 +99,8 @@ class Values:
     def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
         """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; return its results.
 
-        With ``overwrite``, the results take the storage of an operand that nothing else needs: that of ``[u1, u2]``, if
-        no later operation reads the updates, and the caller permits it.
+        With ``overwrite``, the results take the storage of an operand that nothing else needs: the storage of ``[u1,
+        u2]``, if no later operation reads the updates, and the caller permits it.
         """
         lists = [self.read(index) for index in operation.operands]
         if operation.overwrites is None:  # a torch function that is called for each leaf

@@ -219,7 +219,7 @@ def _logits_of_call(
 ) -> Tensor:
     """Return the largest logit of each head in one call of torch's ``scaled_dot_product_attention``.
 
-    A logit is the scaled product of a query and a key. The arguments are those of the call. Values and dropout have no
+    A logit is the scaled product of a query and a key. The arguments come from the call. Values and dropout have no
     effect on logits, so they are not used.
     """
     return max_logits(query, key, attn_mask, is_causal=is_causal, **options)

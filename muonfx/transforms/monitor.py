@@ -96,7 +96,7 @@ def _on_whole_leaves(update: Callable[..., tuple[PyTree, PyTree]]) -> Callable[.
     """
 
     def update_whole_leaves(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
-        return update(updates, state)  # the sums are those of one process, because the leaves are whole
+        return update(updates, state)  # the leaves are whole, so the sums equal the sums of one process
 
     return update_whole_leaves
 

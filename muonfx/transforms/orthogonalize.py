@@ -120,7 +120,7 @@ def orthogonalize(
         donate: Donation = NOTHING,
         workspace: polar.Workspace | None = None,
     ):
-        """Orthogonalize all matrices in one call, which batches those of equal shape. The state is empty.
+        """Orthogonalize all matrices in one call, which batches matrices of equal shape. The state is empty.
 
         ``workspace`` is memory that is reused between calls. None allocates new memory.
         """

@@ -244,7 +244,7 @@ def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str
     Groups with equal hyperparameters have equal chains, and so share a label. ``kind`` is "muon", "adamw" or "lion". If
     ``chains`` has "muon" with another learning rate, the label is "muon_2".
     """
-    number = 1  # of the new label among those of this kind
+    number = 1  # of the new label among the labels of this kind
     for label, chain in chains.items():
         if chain == tx:
             return label

@@ -197,7 +197,10 @@ def _renamed(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any
     >>> _renamed(("momentum", "trace", "experts.0.weight"), {"experts.0.weight": "experts.2.weight"})
     ('momentum', 'trace', 'experts.2.weight')
     """
-    return tuple(new_name_of.get(str(entry), entry) for entry in path)  # an entry that is no parameter's name stays
+    entries: list[Any] = []
+    for entry in path:
+        entries.append(new_name_of.get(str(entry), entry))  # an entry that is no parameter's name stays
+    return tuple(entries)
 
 
 def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None:

@@ -282,7 +282,8 @@ def _start_in_buffer(interval_of_rank: Sequence[FlatInterval], length: int, nume
     starts: set[int] = set()  # one from each rank that holds elements
     for rank, interval in enumerate(interval_of_rank):
         if interval.length:
-            # Before this rank's flat tensor, the buffer has those of lower ranks: 0 x 12 + 8 = 8, and 1 x 12 + 0 = 12.
+            # Before this rank's flat tensor, the buffer has the flat tensors of lower ranks: 0 x 12 + 8 = 8, and
+            # 1 x 12 + 0 = 12.
             interval_in_buffer = rank * length + interval.start_in_flat
             # The parameter begins as many elements earlier as it has on lower ranks: 8 - 0 = 8, and 12 - 4 = 8.
             starts.add(interval_in_buffer - interval.start_in_param)

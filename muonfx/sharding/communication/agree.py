@@ -27,7 +27,7 @@ from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
 _ERROR = 2
-"""The urgency of a rank that has an error. It is larger than that of a request."""
+"""The urgency of a rank that has an error. It is larger than the urgency of a request."""
 
 _REQUEST = 1
 """The urgency of a rank that has no error, but a request, such as to compare replicas."""

@@ -376,7 +376,7 @@ class _Gather:
 def _boxes_of_entries(stack: Tensor, first: LocalTransfers) -> list[tuple[Tensor, ...]]:
     """Return, for each entry of a stack of matrix shards, its boxes that come from the ranks, as views of the stack.
 
-    The boxes of all entries are at the same positions as those of the `first` entry.
+    The boxes of all entries are at the same positions as the boxes of the `first` entry.
     """
     if first.shard.shape != first.shard.whole:  # a range of matrices, whose boxes are intervals of the flat entry
         stack = stack.flatten(1)

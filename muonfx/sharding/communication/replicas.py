@@ -154,8 +154,8 @@ def _find_difference(
 ) -> _Difference | None:
     """Find the first leaf whose replicas differ. Return the same on each rank, or None.
 
-    `values` has the leaves on this rank by name, tensors or None, and `groups_of` the groups of ranks that must hold
-    equal values of each leaf. The other arguments are as in `verify_params`.
+    `what` names the call for errors. `values` has the leaves on this rank by name, tensors or None, and `groups_of` the
+    groups of ranks that must hold equal values of each leaf. The other arguments are as in `verify_params`.
     """
     group = layout.group
     if group is None or layout.size == 1:

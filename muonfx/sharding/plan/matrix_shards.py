@@ -178,7 +178,7 @@ class MatrixShard:
         rank (``local_views``), and rows 2 and 3 of the tensor in which the owner computes (``matrix_views``).
         """
         local_shard = self.cut[rank]  # the elements of the parameter that the rank holds
-        overlap = self.transfer_of(rank)  # those of them that are in these matrices
+        overlap = self.transfer_of(rank)  # the elements that are in these matrices
         return LocalTransfers(
             shard=self,
             computes=self.owner in (None, rank),

@@ -59,7 +59,7 @@ class Cut:
         """A dict from the position of each distinct nonempty shard to the ranks that hold it, in ascending order.
 
         If ranks 0 and 2 hold the upper half of a matrix, and ranks 1 and 3 the lower half, it has two entries: the
-        position of the upper half with ``(0, 2)``, and that of the lower half with ``(1, 3)``.
+        position of the upper half with ``(0, 2)``, and the position of the lower half with ``(1, 3)``.
         """
         ranks_at: dict[ShardPosition, list[int]] = {}
         for rank in self._ranks():

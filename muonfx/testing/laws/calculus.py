@@ -97,8 +97,8 @@ def _with_changed_numbers(tx: Transform, changes: Tensor) -> Transform:
 def _updates_of_vectors(tx: Transform, example: Example, gradients: Tensor, parameters: Tensor) -> Tensor:
     """Run all steps, and return the elements of all updates as one vector, which torch can differentiate.
 
-    ``gradients`` are the elements of the gradients of all steps, and ``parameters`` those of the initial parameters:
-    12 and 6 elements for two steps of a parameter of shape (2, 3).
+    ``gradients`` has the elements of the gradients of all steps, and ``parameters`` the elements of the initial
+    parameters: 12 and 6 elements for two steps of a parameter of shape (2, 3).
     """
     params, steps = example
     # In training, gradients depend on the parameters through the loss. Let them here too: by 0.1 times each change.

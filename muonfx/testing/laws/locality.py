@@ -385,7 +385,7 @@ def _on_two_ranks(
     Args:
         tx: the transform, which has the argument ``sum_over_leaves``.
         first_example: the parameters and gradients of the first rank.
-        second_example: those of the second rank.
+        second_example: the parameters and gradients of the second rank.
         on_both_ranks: the numbers of the leaves that both ranks hold. Only the first rank adds them to a sum.
     """
     known_sums: list[Tensor] = []

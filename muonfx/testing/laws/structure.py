@@ -103,7 +103,11 @@ def _state_of(selected: set[str], param_names: list[str], state: PyTree) -> dict
     >>> _state_of({"w"}, ["w", "b"], {"count": 7, "mu": {"w": 1.0, "b": 2.0}, "nu": {"w": 3.0, "b": 4.0}})
     {'mu.w': 1.0, 'nu.w': 3.0}
     """
-    return {name: leaf for name, leaf in tree.named_leaves(state) if _parameter_of(name, param_names) in selected}
+    leaf_of: dict[str, object] = {}
+    for name, leaf in tree.named_leaves(state):
+        if _parameter_of(name, param_names) in selected:
+            leaf_of[name] = leaf
+    return leaf_of
 
 
 def _also_in_every_dtype(example: Example) -> list[Example]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import muonfx as mfx
+from tests.engines.references.optax_values import double_precision, drawn, to_jax
 
 jax = pytest.importorskip("jax", reason="needs optax: make engines")
 optax = pytest.importorskip("optax", reason="needs optax: make engines")
@@ -33,19 +33,8 @@ CURVATURES = {"w": 3.0, "b": 0.5, "k": 1.0, "s": 2.0}
 
 @pytest.fixture(autouse=True, scope="module")
 def _double_precision() -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
-def drawn(seed: int) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHAPES.items()}
-
-
-def to_jax(values: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: jax.numpy.asarray(leaf.numpy()) for name, leaf in values.items()}
+    with double_precision():
+        yield
 
 
 def gradient(params: Any) -> dict[str, Any]:
@@ -69,7 +58,7 @@ See = Callable[[Any, Any], dict[str, Any]]
 
 
 def ours_seen(tx: mfx.Transform, see: See, steps: int, *, gives_loss: bool = False, ascent: Any = None) -> list[Any]:
-    params, seen = drawn(0), []
+    params, seen = drawn(SHAPES, 0), []
     state = tx.init(params)
     for _ in range(steps):
         extras = {"value": loss(params)} if gives_loss else {}
@@ -87,7 +76,7 @@ def theirs_seen(tx: Any, see: See, steps: int, **extras: Any) -> list[Any]:
         params = optax.apply_updates(params, updates)
         return params, state, see(state, params)
 
-    params, seen, step = to_jax(drawn(0)), [], jax.jit(step)
+    params, seen, step = to_jax(drawn(SHAPES, 0)), [], jax.jit(step)
     state = tx.init(params)
     for _ in range(steps):
         params, state, shown = step(params, state)
@@ -191,7 +180,7 @@ def test_sam():
 def test_polargrad_is_muon_of_optax_with_the_dual_norm():
     keller = mfx.orthogonalize(coefficients="keller", method="standard", dtype=torch.float64)
     ours = mfx.chain(mfx.momentum(0.9, nesterov=False, debias=True), mfx.contrib.scale_by_dual_norm(keller))
-    params, grads = ({"w": drawn(seed)["w"]} for seed in (0, 1))
+    params, grads = ({"w": drawn(SHAPES, seed)["w"]} for seed in (0, 1))
     theirs = optax.contrib.scale_by_muon(
         beta=0.9,
         nesterov=False,
@@ -204,7 +193,7 @@ def test_polargrad_is_muon_of_optax_with_the_dual_norm():
         updates, state = ours.update(grads, state)
         wanted, their_state = jax.jit(theirs.update)(to_jax(grads), their_state, to_jax(params))
         require_close(updates, wanted, f"step {step}")
-        grads = {"w": drawn(step + 2)["w"]}
+        grads = {"w": drawn(SHAPES, step + 2)["w"]}
 
 
 # --------------------------------------------------------------------------------------------------------- schedules

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import muonfx as mfx
+from tests.engines.references.optax_values import double_precision, drawn, to_jax
 
 jax = pytest.importorskip("jax", reason="needs optax: make engines")
 optax = pytest.importorskip("optax", reason="needs optax: make engines")
@@ -85,15 +85,8 @@ ROWS = OPTIMIZERS | {
 
 @pytest.fixture(autouse=True, scope="module")
 def _double_precision() -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
-def drawn(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    with double_precision():
+        yield
 
 
 def cells_of(name: str) -> list[str]:
@@ -106,13 +99,13 @@ def cells_of(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_the_same_transform(name: str) -> None:
     tx, reference = ROWS[name]
-    params = drawn(0)
-    their_params = {leaf: jax.numpy.asarray(param.numpy()) for leaf, param in params.items()}
+    params = drawn(SHAPES, 0)
+    their_params = to_jax(params)
     state = tx.init(params)
     their_state = reference.init(their_params)
     for step in range(7):
-        gradients = drawn(step + 1)
-        their_gradients = {leaf: jax.numpy.asarray(gradient.numpy()) for leaf, gradient in gradients.items()}
+        gradients = drawn(SHAPES, step + 1)
+        their_gradients = to_jax(gradients)
         updates, state = tx.update(gradients, state, params)
         params = mfx.apply_updates(params, updates)
         their_updates, their_state = reference.update(their_gradients, their_state, their_params)
