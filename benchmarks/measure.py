@@ -125,8 +125,11 @@ def machine() -> dict[str, Any]:
     except (OSError, StopIteration):
         flags = []
         family = ""
-    if "AMD" in model and family == "26":  # virtual machines hide the full name, and generations differ in speed
-        model += " (Zen 5)"
+    if "AMD" in model:  # virtual machines hide the full name, and generations differ in speed
+        if family == "26":
+            model += " (Zen 5)"
+        elif family == "25" and "avx512_bf16" in flags:  # Zen 3 has this family too, but no AVX-512
+            model += " (Zen 4)"
     return {
         "cpu": model,
         "cores": os.cpu_count(),
