@@ -6,10 +6,17 @@ import functools
 
 import torch
 
+_ASSUMED_CAPABILITY = (9, 0)  # of an H100
+
 
 @functools.cache
 def cuda_capability(index: int | None) -> tuple[int, int]:
-    """Return the compute capability, such as (8, 0), of a CUDA device by its index; None: the current device."""
+    """Return the compute capability, such as (8, 0), of a CUDA device by its index; None: the current device.
+
+    A plan for a GPU can be printed on a machine without one. There, the capability of an H100 is assumed.
+    """
+    if not torch.cuda.is_available():
+        return _ASSUMED_CAPABILITY
     return torch.cuda.get_device_capability(index)
 
 

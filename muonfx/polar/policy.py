@@ -259,8 +259,10 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
     in_fp16 = plan_in(torch.float16, request)
     if not _is_better_in_fp16(in_fp16, in_bf16):
         return in_bf16
+    why_bf16, _, _ = in_bf16.reasons
     _, why_method, why_products = in_fp16.reasons
-    why_dtype = f"{len(in_fp16.stages)} stages, for which bf16 rounds too much; rounded to bf16 before and after"
+    stages = len(in_fp16.stages)
+    why_dtype = f"{stages} stages, for which bf16 rounds too much; rounded to bf16 before and after: {why_bf16}"
     return replace(in_fp16, rounded_to=torch.bfloat16, reasons=(why_dtype, why_method, why_products))
 
 
@@ -449,7 +451,9 @@ def _why_dtype(
         has = "has" if cpu_has_bf16() else "lacks"
         return f"bf16 if the CPU has AMX or AVX512-BF16 and torch has oneDNN; this one {has} bf16 products"
     if device.type == "cuda":
-        return "compute capability {}.{}; bf16 from 8.0 on".format(*cuda_capability(device.index))
+        major, minor = cuda_capability(device.index)
+        assumed = "" if torch.cuda.is_available() else ", assumed because torch finds no CUDA device here"
+        return f"compute capability {major}.{minor}{assumed}; bf16 from 8.0 on"
     return f"fp32 on devices of type {device.type}"
 
 

@@ -75,6 +75,8 @@ def failure(device: torch.device, dtype: torch.dtype) -> str | None:
     if not is_capable(device):
         return "quack-kernels is used on GPUs of compute capability 9 and 10 only"
     if device.type == "cuda":
+        if not torch.cuda.is_available():  # a plan for a GPU, printed on a machine without one
+            return "quack-kernels cannot be tested, because torch finds no CUDA device here"
         device = torch.empty(0, device=device).device  # with the index of the current device, if it has none
     return _failure(device, dtype)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import muonfx as mfx
 from muonfx.core.precision import product_libraries
-from muonfx.polar import band, explain, orthogonalize, orthogonalize_many, policy, quack
+from muonfx.polar import band, explain, hardware, orthogonalize, orthogonalize_many, policy, quack
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.iteration import (
     normalize_by_powers_,
@@ -44,6 +44,19 @@ def lengths(plan: mfx.polar.Plan) -> list[int]:
 
 
 # ------------------------------------------------------------------------------------------------- what "auto" takes
+
+
+@pytest.mark.parametrize("torch_is_for_cuda", [False, True])
+def test_a_plan_for_a_gpu_is_printed_without_one(monkeypatch: pytest.MonkeyPatch, torch_is_for_cuda: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0" if torch_is_for_cuda else None)
+    hardware.cuda_capability.cache_clear()
+    try:
+        plan = explain((2048, 8192), "cuda")
+    finally:
+        hardware.cuda_capability.cache_clear()
+    assert "compute capability 9.0, assumed" in str(plan)
+    assert plan.dtype == torch.float16
 
 
 @pytest.mark.usefixtures("cuda")
