@@ -478,11 +478,15 @@ class Gathering:
                 flat[start:stop] = leaf.reshape(-1)
             self._full_leaves[index] = flat.view(placement.shape)
         # Start the sum, and let the step continue: `wait` waits for its end.
+        self._work: Any = None
+        if device.type == "meta":  # no values to send, and torch 2.10 cannot
+            return
         with collective(_GATHERING):
-            self._work: Any = dist.all_reduce(buffer, group=layout.group, async_op=True)
+            self._work = dist.all_reduce(buffer, group=layout.group, async_op=True)
 
     def wait(self) -> dict[int, Tensor]:
         """Wait for the copy. Return a dict from the index of a tensor in the state to the full tensor."""
-        with collective(_GATHERING):
-            self._work.wait()
+        if self._work is not None:
+            with collective(_GATHERING):
+                self._work.wait()
         return self._full_leaves

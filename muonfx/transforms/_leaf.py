@@ -39,14 +39,14 @@ class Operation(NamedTuple):
     """Which of its operands the function overwrites if it is called with ``reuse=True``, by the position in
     ``operands``. None for a torch function that is called for each leaf."""
 
-    @property
-    def is_for_each(self) -> bool:
-        """True for a torch function that is called for each leaf.
 
-        Its results may be views of its operands and have any shape and dtype. All other functions return new tensors in
-        the shapes of the leaves, or overwrite an operand.
-        """
-        return self.overwrites is None
+def is_for_each(operation: Operation) -> bool:
+    """Return True for a torch function that is called for each leaf.
+
+    Its results may be views of its operands and have any shape and dtype. All other functions return new tensors in the
+    shapes of the leaves, or overwrite an operand.
+    """
+    return operation.overwrites is None  # not a property: torch 2.10 traces none of a NamedTuple
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
@@ -272,7 +272,7 @@ def has_shape_of_leaf(value: Leaf) -> bool:
     It may have any shape, and its dtype may be complex. All other values have the shapes of the leaves.
     """
     operation = value.operation  # the one that computes the value; None for an operand of the step
-    return operation is None or not operation.is_for_each
+    return operation is None or not is_for_each(operation)
 
 
 def _is_number(value: object) -> bool:

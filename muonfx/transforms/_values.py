@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.transforms._leaf import Leaf, Operation, Plan, has_shape_of_leaf
+from muonfx.transforms._leaf import Leaf, Operation, Plan, has_shape_of_leaf, is_for_each
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
@@ -54,7 +54,7 @@ class Values:
                     self._computed[index] = self._compute(operation, overwrite=overwrite)
                     # A later operation may overwrite a new tensor. A torch function that is called for each leaf may
                     # return a view of an operand instead, whose storage others may need.
-                    self._may_write[index] = not operation.is_for_each
+                    self._may_write[index] = not is_for_each(operation)
                 if overwrite:
                     self._count_uses(operation.operands)
 

@@ -97,7 +97,9 @@ def skip_nonfinite(inner: Transform):
 def _are_finite(gradients: PyTree, sum_over_leaves: Sum) -> Tensor:
     """Return True, as a 0-d tensor, if all gradients on all ranks are finite."""
     present = Present(gradients)
-    flags = [_infinity_unless_finite(peak) for peak in ew.peaks(present.pick(gradients))]
+    # Detached, because the answer has no derivative, and torch 2.10 has no forward mode of the largest magnitude.
+    values = [gradient.detach() for gradient in present.pick(gradients)]
+    flags = [_infinity_unless_finite(peak) for peak in ew.peaks(values)]
     # A collective: every rank sees the infinity of any rank in the sum.
     return sum_over_leaves(present.fill(flags)) == 0
 

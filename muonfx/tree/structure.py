@@ -328,7 +328,7 @@ def typed_paths(tree: PyTree, above: TypedPath = ()) -> list[TypedPath]:
     node, children = open_node(tree)
     if node is None:  # the tree is a leaf
         return [above]
-    is_field = hasattr(node.kind, "_fields")
+    is_field = optree.is_namedtuple_class(node.kind)
     paths_of_leaves: list[TypedPath] = []
     # The paths within a child begin with the path to this child: one step more.
     for entry, child in zip(node.entries, children, strict=True):
@@ -373,7 +373,7 @@ def copy_shared(outputs: PyTree, inputs: PyTree) -> PyTree:
     (False, True)
     """
     ids_of_inputs = ids(inputs)
-    if ids_of_inputs.isdisjoint(ids(outputs)):  # nothing is shared: the usual case
+    if not ids_of_inputs & ids(outputs):  # nothing is shared: the usual case
         return outputs
     leaves_of_outputs, treedef = flatten(outputs)
     for index, leaf in enumerate(leaves_of_outputs):

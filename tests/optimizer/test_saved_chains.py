@@ -322,6 +322,7 @@ STORAGES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.10's own use of it
 @pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=str)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_the_record_survives_dcp(storage: str, options: dict[str, Any]):
