@@ -30,6 +30,11 @@ def sum_over_leaves(scalars: PyTree) -> Tensor:
     return torch.stack([scalar.to(device) for scalar in leaves], dim=-1).sum(-1)
 
 
+def unchanged(values: PyTree) -> PyTree:
+    """Return a tree as it is: without ranks, ``shard``, ``sum_over_shards`` and ``max_over_ranks`` change nothing."""
+    return values
+
+
 class Functions(NamedTuple):
     """The functions ``(init, update)`` that a constructor returned, without the checks that `Transform` adds."""
 
@@ -46,17 +51,17 @@ class Extras(NamedTuple):
     """True if the function has ``**extras``, which it forwards to the transforms that it calls."""
     required: frozenset[str]
     """The arguments without a default, of the function or of a transform that it calls."""
-    understood: frozenset[str] | None
+    accepted: frozenset[str] | None
     """The arguments that a training loop may pass, for the function or a transform that it calls. None: any."""
 
 
-ON_PIECES = frozenset({"sum_over_leaves", "sum_over_shards", "shard", "max_over_ranks"})
+EXTRAS_OVER_RANKS = frozenset({"sum_over_leaves", "sum_over_shards", "shard", "max_over_ranks"})
 """Extra arguments that compute over ranks. A TREE transform that names one of them runs on shards, without a gather."""
 
 _ALWAYS_SUPPLIED = frozenset({"sum_over_leaves"})
 """Extra arguments that `Transform.run` supplies if the caller does not, so that they are never required."""
 
-_OUR_EXTRAS = ON_PIECES | {"donate", "only_if", "workspace", "apply_to_params"}
+_OUR_EXTRAS = EXTRAS_OVER_RANKS | {"donate", "only_if", "workspace", "apply_to_params"}
 """Extra arguments that muonfx supplies to an update, so that a training loop need not."""
 
 
@@ -73,7 +78,7 @@ def extras_of(update: Callable[..., object]) -> Extras:
 
     >>> def update(updates, state, params=None, *, value, donate): ...
     >>> extras = extras_of(update)
-    >>> sorted(extras.required), sorted(extras.understood)
+    >>> sorted(extras.required), sorted(extras.accepted)
     (['donate', 'value'], ['value'])
     """
     names: set[str] = set()
@@ -86,24 +91,24 @@ def extras_of(update: Callable[..., object]) -> Extras:
             names.add(parameter.name)
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
-    understood = None if takes_all else frozenset(names - _OUR_EXTRAS)
-    return Extras(frozenset(names), takes_all, frozenset(required - _ALWAYS_SUPPLIED), understood)
+    accepted = None if takes_all else frozenset(names - _OUR_EXTRAS)
+    return Extras(frozenset(names), takes_all, frozenset(required - _ALWAYS_SUPPLIED), accepted)
 
 
 def forwarding(outer: Extras, inner: Iterable[Extras]) -> Extras:
     """Return the extra arguments of a function that forwards its ``**extras`` to transforms with the extras ``inner``.
 
-    It requires and understands the extra arguments of the inner transforms, too.
+    It requires and accepts the extra arguments of the inner transforms, too.
     """
     required = outer.required
-    understood: frozenset[str] | None = outer.named - _OUR_EXTRAS
+    accepted: frozenset[str] | None = outer.named - _OUR_EXTRAS
     for extras in inner:
         required |= extras.required - outer.named  # an argument that it names with a default is optional
-        if understood is None or extras.understood is None:
-            understood = None  # any name
+        if accepted is None or extras.accepted is None:
+            accepted = None  # any name
         else:
-            understood |= extras.understood
-    return Extras(outer.named, outer.takes_all, required, understood)
+            accepted |= extras.accepted
+    return Extras(outer.named, outer.takes_all, required, accepted)
 
 
 def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> None:
@@ -115,9 +120,9 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
     missing = sorted(outermost.extras.required - extras.keys())
     if missing:
         raise _missing(transforms, missing[0])
-    understood = outermost.extras.understood
-    if understood is not None:  # else it accepts any name
-        unknown = sorted(extras.keys() - understood - _OUR_EXTRAS)
+    accepted = outermost.extras.accepted
+    if accepted is not None:  # else it accepts any name
+        unknown = sorted(extras.keys() - accepted - _OUR_EXTRAS)
         if unknown:
             raise _unknown(outermost, unknown[0])
     check_values_of_extras(transforms, extras)
@@ -151,11 +156,11 @@ def _unknown(outermost: Any, name: str) -> TypeError:
     For ``update(..., values=loss)`` of a transform that reads "value", it is "...: found the extra argument values=
     (did you mean 'value'?), expected only value=: leave it out, since no transform reads it".
     """
-    understood = sorted(outermost.extras.understood)  # a misspelt name is probably one of these
+    accepted = sorted(outermost.extras.accepted)  # a misspelt name is probably one of these
     expected = "no extra argument"
-    if understood:
-        expected = f"only {'= or '.join(understood)}="
+    if accepted:
+        expected = f"only {'= or '.join(accepted)}="
     return TypeError(
-        f"{outermost.name}: found the extra argument {name}={did_you_mean(name, understood)}, expected {expected}: "
+        f"{outermost.name}: found the extra argument {name}={did_you_mean(name, accepted)}, expected {expected}: "
         "leave it out, since no transform reads it"
     )

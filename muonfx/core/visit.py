@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from muonfx import tree
 from muonfx.core.chain import ORDER_IS_CHECKED, chain, chain_entries
-from muonfx.core.extras import ON_PIECES
+from muonfx.core.extras import EXTRAS_OVER_RANKS
 from muonfx.core.partition import partition
 from muonfx.core.transform import Declaration, Locality, ShortNames, Transform
 from muonfx.core.value import Recorded, joined_name, make_factory, part_names, parts_of, prepared
@@ -90,7 +90,7 @@ class Visit:
     """The label by which `partition` selects it, such as "muon"."""
     calls: tuple[Visit, ...] = field(repr=False)
     """The visits of the transforms that it calls, in order."""
-    names: tuple[str, ...]
+    param_names: tuple[str, ...]
     """The dotted names of its parameters."""
     numbers: OwnNumbers
     """The names of its own hyperparameters."""
@@ -125,7 +125,7 @@ def visit(tx: Transform, params: PyTree) -> list[Visit]:
     >>> import muonfx as mfx
     >>> tx = mfx.chain(mfx.cautious(mfx.momentum()), mfx.orthogonalize())
     >>> for visited in visit(tx, {"w": torch.zeros(4, 4)}):
-    ...     print(visited.title, visited.state, visited.names)
+    ...     print(visited.title, visited.state, visited.param_names)
     chain () ('w',)
     cautious ('cautious',) ('w',)
     cautious.inner None ('w',)
@@ -162,10 +162,10 @@ def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key:
             label=call.argument if is_partition else None,
         )
         calls.append(inner_visit)
-    names = tuple(tree.names(params))
+    param_names = tuple(tree.names(params))
     # Not computed later, on demand: torch.compile cannot trace the lock of a cached property.
     numbers = OwnNumbers.of(resolved, name, key)
-    return Visit(resolved, params, state, name, key, label, tuple(calls), names, numbers)
+    return Visit(resolved, params, state, name, key, label, tuple(calls), param_names, numbers)
 
 
 def _joined_path(path: Path | None, inner_path: Path | None) -> Path | None:
@@ -250,9 +250,9 @@ def sums_over_leaves(tx: Transform) -> bool:
     return "sum_over_leaves" in tx.extras.named
 
 
-def works_on_pieces(tx: Transform) -> bool:
+def can_run_on_shards(tx: Transform) -> bool:
     """Return True if the update of a transform can run on shards, by an extra argument such as ``sum_over_leaves``."""
-    return not ON_PIECES.isdisjoint(tx.extras.named)
+    return not EXTRAS_OVER_RANKS.isdisjoint(tx.extras.named)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def warn_of_rounding(stepping: Stepping, groups: Sequence[TrackedGroup], params:
     narrow_params = {name: param for name, param in params.items() if _is_narrow(param)}
     for visited in stepping.visits:  # each transform with the names of its parameters
         if visited.tx.factory is master_params:
-            for name in visited.names:
+            for name in visited.param_names:
                 narrow_params.pop(name, None)
     if not narrow_params:
         return
@@ -135,7 +135,7 @@ def _update_sizes(stepping: Stepping, params: NamedTensors) -> dict[str, float]:
     unknown: set[str] = set()
     for visited in stepping.visits:  # in the order of the chain
         factory = visited.tx.factory
-        names = params.keys() & set(visited.names)
+        names = params.keys() & set(visited.param_names)
         if factory not in _SIZES_KNOWN:
             unknown |= names
         elif factory is scale_by_adam:

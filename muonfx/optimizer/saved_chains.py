@@ -75,7 +75,7 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
     is_divided = tx.factory is masked or any(call.label is not None for call in visited.calls)
     inner_chains: list[Transform] = []
     for child, call in zip(tx.children, visited.calls, strict=True):
-        if name in call.names:  # the inner transform updates the parameter
+        if name in call.param_names:  # the inner transform updates the parameter
             inner_chains.append(_chain_of(name, child, call))
         elif not is_divided:  # keep the number of inner transforms, which `with_children` needs
             inner_chains.append(identity())

@@ -44,7 +44,7 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
     # Per parameter name, the indices of its transforms: {"w": [0, 1, 3], "b": [0, 2]}.
     indices_of: dict[str, list[int]] = {}
     for index, visited in enumerate(visits):
-        for name in visited.names:
+        for name in visited.param_names:
             indices_of.setdefault(name, []).append(index)
     rules: dict[str, UpdateRule] = {}
     rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}  # to create the rule of many parameters once
@@ -85,7 +85,7 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     """
     is_partition = False
     for call in visited.calls:
-        if name in call.names:  # this inner transform updates the parameter
+        if name in call.param_names:  # this inner transform updates the parameter
             return False
         is_partition = is_partition or call.label is not None  # only a partition calls transforms by label
     return is_partition  # a partition that gives the parameter to none of its transforms
@@ -129,7 +129,7 @@ def _signs(visited: Visit, name: str) -> frozenset[int]:
 
     For example, ``{-1}`` after ``chain(momentum(), scale_by_learning_rate(0.1))``, which multiplies by -0.1.
     """
-    inner_signs = [_signs(call, name) for call in visited.calls if name in call.names]
+    inner_signs = [_signs(call, name) for call in visited.calls if name in call.param_names]
     return combine_signs(visited.tx, inner_signs)
 
 

@@ -28,13 +28,13 @@ from muonfx.core.value import make_factory, numbers_of, with_numbers
 from muonfx.core.visit import (
     Visit,
     as_chain,
+    can_run_on_shards,
     delegates,
     fixed,
     is_wrapper,
     root_visit,
     stand_in,
     sums_over_leaves,
-    works_on_pieces,
 )
 from muonfx.internal.display import Report, Row, Table
 from muonfx.placement.arguments import meta_like
@@ -241,7 +241,7 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
     all ranks, so nothing is gathered.
     """
     tx = visited.tx
-    runs_on_shards = works_on_pieces(tx) and not tx.children
+    runs_on_shards = can_run_on_shards(tx) and not tx.children
     if where.is_sharded and not runs_on_shards:
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
@@ -517,7 +517,7 @@ def _row(visits: list[Visit]) -> Row:
     cells = (
         f"{execution_of(visited)}: {names_of_transforms}",
         visited.tx.locality.name,
-        str(len(visited.names)),
+        str(len(visited.param_names)),
         path_of_state or "-",
         visited.name or "-",
     )
@@ -575,14 +575,14 @@ def execution_of(visited: Visit) -> str:
     if chain_entries(tx) is not None:
         return "chain"
     if is_wrapper(tx):
-        passes_some_only = any(call.names != visited.names for call in visited.calls)
+        passes_some_only = any(call.param_names != visited.param_names for call in visited.calls)
         return "route" if passes_some_only else "around"
     # 2. A transform that computes itself, by the parts of the tree that it needs.
     if needs_matrices(tx):
         return "matrix stage"
     if tx.locality is Locality.ELEMENT:
         return "elementwise"
-    runs_on_shards = works_on_pieces(tx) and not tx.children
+    runs_on_shards = can_run_on_shards(tx) and not tx.children
     if not runs_on_shards:
         return "whole tree"
     if sums_over_leaves(tx):

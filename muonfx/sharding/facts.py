@@ -214,7 +214,7 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
         without_numbers = tree.map(lambda _: 0.0, visited.tx)
         arguments = _text_of_argument(without_numbers)
         chains[f"{index} {visited.title}"] = f"{execution_of(visited)} {arguments}"
-        for name in visited.names:
+        for name in visited.param_names:
             titles_of.setdefault(name, []).append(visited.title)
     return {
         "transforms of a parameter": {name: ", ".join(titles) for name, titles in titles_of.items()},

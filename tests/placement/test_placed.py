@@ -34,7 +34,7 @@ def test_a_users_own_route_is_found_by_running_init_on_placeholders():
         return init, update
 
     _, inner = visit(only_biases(mfx.momentum()), PARAMS)
-    assert (inner.names, inner.state, inner.name) == (("bias",), ("mine",), "inner")
+    assert (inner.param_names, inner.state, inner.name) == (("bias",), ("mine",), "inner")
 
 
 @pytest.mark.filterwarnings("ignore:partition. no parameter")

@@ -378,7 +378,7 @@ WITH_EXTRAS = {
     for tx in [case for cases in CASES.values() for case in cases] + [*WITH_HEADS.values()]
     for part in within(tx)
     if "muonfx.testing" not in part.factory.__module__ and "tests" not in part.factory.__module__
-    for extra in part.extras.named & (part.extras.understood or frozenset())
+    for extra in part.extras.named & (part.extras.accepted or frozenset())
 }
 HEADS_PARAMS = {name: torch.ones(shape) for name, shape in SHAPES.items()}
 

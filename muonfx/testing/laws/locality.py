@@ -14,7 +14,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Locality, Transform
 from muonfx.core.transform import within
-from muonfx.core.visit import resolve_within, sums_over_leaves, works_on_pieces
+from muonfx.core.visit import can_run_on_shards, resolve_within, sums_over_leaves
 from muonfx.testing.examples import (
     Example,
     as_matrix,
@@ -281,7 +281,7 @@ def _why_sums_are_not_checked(tx: Transform) -> str | None:
     for inner in transforms_of_tree:
         if sums_over_leaves(inner):
             continue
-        if works_on_pieces(inner):
+        if can_run_on_shards(inner):
             return f"{inner.name} combines its shards by other means than sums over leaves"
         if not inner.extras.takes_all:  # with ``**extras``, it forwards ``sum_over_leaves``
             return _why_gathered(inner)

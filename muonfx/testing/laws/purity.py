@@ -199,7 +199,7 @@ def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree
     expected = copied_tree(tx.update(steps[0], state, params))
     results = tx.run(steps[0], state, params, **unknown)  # as a chain runs it
     require_same("(updates, state)", results, expected, "without the extra argument")
-    accepts_any_name = tx.extras.understood is None  # by ``**extras``
+    accepts_any_name = tx.extras.accepted is None  # by ``**extras``
     if accepts_any_name:
         return
     with suppress(TypeError):  # a direct call must raise it
