@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from muonfx.core import Combinator, Donation, Locality, Transform, checks, trans
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import require_transform
 from muonfx.internal.tracing import is_traced, is_wrapped, uncompiled
+from muonfx.transforms.formulas import select
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -88,18 +90,32 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
     checks.state_dtype("dtype", dtype)
     require_transform("accumulate: inner", inner)
 
-    def init(params: PyTree) -> AccumulateState:
+    accumulation = _Accumulation(inner, every, mean, dtype)
+    return accumulation.init, accumulation.update
+
+
+class _Accumulation:
+    """The functions ``init`` and ``update`` of `accumulate`, for its arguments ``inner``, ``every`` and so on."""
+
+    def __init__(self, inner: Transform, every: int, mean: bool, dtype: WideStateDtype) -> None:
+        self._inner = inner
+        self._every = every
+        self._mean = mean
+        self._dtype: WideStateDtype = dtype
+
+    def init(self, params: PyTree) -> AccumulateState:
         """Return sums of zero, with both counts in CPU memory, where Python can read them without a sync."""
         host = "meta" if device_of(params).type == "meta" else "cpu"  # on the meta device, nothing is computed
-        number = len(tree.leaves(params))
+        number_of_leaves = len(tree.leaves(params))
         return AccumulateState(
-            torch.zeros((), dtype=torch.int64, device=host),
-            torch.zeros(number, dtype=torch.int64, device=host),
-            zeros(params, dtype),
-            inner.functions.init(params),
+            count=torch.zeros((), dtype=torch.int64, device=host),
+            seen=torch.zeros(number_of_leaves, dtype=torch.int64, device=host),
+            sums=zeros(params, self._dtype),
+            inner=self._inner.functions.init(params),
         )
 
     def update(
+        self,
         updates: PyTree,
         state: AccumulateState,
         params: PyTree = None,
@@ -107,7 +123,7 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         boundary: bool | Tensor | None = None,
         donate: Donation = NOTHING,
         **extras: object,
-    ):
+    ) -> _Outcome:
         """Add the gradients of a micro-batch to the sums; after the last one of a group, run the inner transform.
 
         ``boundary`` marks the last micro-batch: a bool, a bool tensor, or None to count to ``every``.
@@ -115,17 +131,18 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         _check_boundary(boundary)
         if torch.compiler.is_compiling() and _lacks_gradients(updates, state.sums):
             # The counts of gradients decide which parameters get an update, and a graph cannot read them.
-            return _run_outside_the_graph(run, updates, state, params, boundary, donate, extras)
-        return run(updates, state, params, boundary, donate, extras)
+            return _run_outside_the_graph(self._run, updates, state, params, boundary, donate, extras)
+        return self._run(updates, state, params, boundary, donate, extras)
 
-    def run(
+    def _run(
+        self,
         updates: PyTree,
         state: AccumulateState,
         params: PyTree,
         boundary: bool | Tensor | None,
         donate: Donation,
         extras: dict[str, object],
-    ):
+    ) -> _Outcome:
         """Add the gradients, decide if this micro-batch is the last one of its group, and return the result for it.
 
         At the last micro-batch, the inner transform runs. At all others, the updates are zero.
@@ -133,33 +150,42 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         accumulated = _add_gradients(updates, state, donate)
         is_last = boundary
         if is_last is None:  # no argument: with ``every=4``, the fourth micro-batch is the last
-            is_last = accumulated.count >= every
-
-        def wait(accumulated: AccumulateState) -> _Outcome:
-            return tree.map(torch.zeros_like, updates), accumulated
-
+            is_last = accumulated.count >= self._every
         if isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last)):
-            # In a graph and in torch.func, Python can read neither this tensor nor the counts of gradients.
-            def step_all(accumulated: AccumulateState) -> _Outcome:
-                return step(accumulated, updates, params, NOTHING, extras)
-
-            if torch.compiler.is_compiling():
-                return _cond(is_last, step_all, wait, accumulated, updates)
-            # Both are computed. Under `vmap` over several states, the choice differs between them.
-            outcomes = step_all(accumulated), wait(accumulated)
-            return tree.map(lambda new, old: torch.where(is_last.to(new.device), new, old), *outcomes)
+            return self._run_traced(is_last, accumulated, updates, params, extras)
 
         if not is_last:
-            return wait(accumulated)
+            return _wait(updates, accumulated)
         updated_leaves = updates
         if not torch.compiler.is_compiling():  # a compiled graph has all gradients, and cannot read their counts
             updated_leaves = _ever_seen(updates, params, accumulated)
         donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
-        return step(accumulated, updated_leaves, params, donation, extras)
+        return self._step(updated_leaves, accumulated, params, donation, extras)
 
-    def step(
+    def _run_traced(
+        self,
+        is_last: Tensor,
         accumulated: AccumulateState,
+        updates: PyTree,
+        params: PyTree,
+        extras: dict[str, object],
+    ) -> _Outcome:
+        """Return the result of a micro-batch if Python cannot read ``is_last``, in a graph or under ``torch.func``.
+
+        The counts of gradients cannot be read either, so every leaf with a gradient now is updated.
+        """
+        # Two functions of the accumulated state, of which one returns the result.
+        step = functools.partial(self._step, updates, params=params, donation=NOTHING, extras=extras)
+        wait = functools.partial(_wait, updates)
+        if torch.compiler.is_compiling():
+            return _cond(is_last, step, wait, accumulated, updates)
+        # Both are computed. Under `vmap` over several states, the choice differs between them.
+        return tree.map(functools.partial(select, is_last), step(accumulated), wait(accumulated))
+
+    def _step(
+        self,
         updated_leaves: PyTree,
+        accumulated: AccumulateState,
         params: PyTree,
         donation: Donation,
         extras: dict[str, object],
@@ -171,13 +197,13 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
         """
         present = Present(updated_leaves)
         sums = present.pick(accumulated.sums)
-        if mean:
+        if self._mean:
             number = accumulated.count.to(torch.float64)
             wide_gradients = [total / _scalar_for(number, total) for total in sums]
         else:
             wide_gradients = ew.clone(sums)  # copies, which the inner transform may overwrite
         gradients = present.fill(ew.cast_like(wide_gradients, present.pick(updated_leaves)))
-        new_updates, inner_state = inner.run(gradients, accumulated.inner, params, donate=donation, **extras)
+        new_updates, inner_state = self._inner.run(gradients, accumulated.inner, params, donate=donation, **extras)
         zero_sums = list(map(torch.zeros_like, sums))
         return new_updates, AccumulateState(
             count=torch.zeros_like(accumulated.count),
@@ -186,7 +212,10 @@ def accumulate(inner: Transform, every: int, *, mean: bool = True, dtype: WideSt
             inner=inner_state,
         )
 
-    return init, update
+
+def _wait(updates: PyTree, accumulated: AccumulateState) -> _Outcome:
+    """Return the result of a micro-batch that is not the last one of its group: updates of zero, and the new sums."""
+    return tree.map(torch.zeros_like, updates), accumulated
 
 
 @uncompiled
