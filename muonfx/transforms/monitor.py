@@ -133,10 +133,6 @@ def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
     return init, update
 
 
-def _unchanged(values: PyTree) -> PyTree:
-    return values
-
-
 def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a `monitor` that measures each leaf separately.
 
@@ -157,7 +153,7 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
         state: LeafMonitorState,
         params: PyTree = None,
         *,
-        sum_over_shards: Callable[[PyTree], PyTree] = _unchanged,
+        sum_over_shards: Callable[[PyTree], PyTree] = extras.unchanged,
         donate: Donation = NOTHING,
     ):
         """Measure the updates, which are this rank's shards if ``sum_over_shards`` adds up over ranks."""
@@ -275,9 +271,12 @@ def _values_by_monitor(state: PyTree) -> list[dict[str, Tensor]]:
 
     The key of a value is "name/metric". For a monitor of single leaves, it is "name/leaf/metric".
     """
-    of_trees = [monitor_state.values for monitor_state in tree.get_all(state, MonitorState).values()]
-    of_leaves = [_by_leaf(monitor_state) for monitor_state in tree.get_all(state, LeafMonitorState).values()]
-    return of_trees + of_leaves
+    values: list[dict[str, Tensor]] = []
+    for tree_monitor in tree.get_all(state, MonitorState).values():
+        values.append(tree_monitor.values)
+    for leaf_monitor in tree.get_all(state, LeafMonitorState).values():
+        values.append(_by_leaf(leaf_monitor))
+    return values
 
 
 def _by_leaf(monitor_state: LeafMonitorState) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Donation, EmptyState, Locality, Transform, checks, transform
 from muonfx.core.donation import NOTHING
+from muonfx.core.extras import unchanged
 from muonfx.core.patterns import NamePatterns
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.internal.arguments import code_of, did_you_mean, plain_fields
@@ -387,10 +388,6 @@ def _check_extras(tx: Transform, extras: Mapping[str, PyTree]) -> None:
         _logits(members, extras["max_logits"])
 
 
-def _unchanged(values: PyTree) -> PyTree:
-    return values
-
-
 @transform(
     locality=Locality.TREE, resolve=_resolve, name_patterns=_patterns, check_extras=_check_extras, position="last"
 )
@@ -461,8 +458,8 @@ def qk_clip(
         *,
         max_logits: PyTree,
         donate: Donation = NOTHING,
-        shard: Callable[[PyTree], PyTree] = _unchanged,
-        max_over_ranks: Callable[[Tensor], Tensor] = _unchanged,
+        shard: Callable[[PyTree], PyTree] = unchanged,
+        max_over_ranks: Callable[[Tensor], Tensor] = unchanged,
     ):
         """Scale the query and key weights of each head whose largest logit exceeds tau.
 
@@ -479,25 +476,46 @@ def qk_clip(
         wide = ew.wide_dtype(*[weights[member.name].dtype for member in members])
         device = tree.device_of(params)
         local_logits = [logits.to(device, wide) for logits in _logits(members, max_logits)]
-        gamma = _gamma(max_over_ranks(torch.cat(local_logits)), tau)
-        factors = _factors_by_module(members, gamma, alpha)
-
-        # 1 minus the factor f of each element, in the full shape of its weight. `_scaled` works with 1 - f, in which no
-        # digits of a factor near 1 are lost.
-        one_minus_factors: dict[str, Tensor] = {}
-        for member in members:
-            weight = weights[member.name]
-            one_minus_factors[member.name] = member.one_minus_factor(factors[member.module], weight.device)
-        local_one_minus_factors = shard(one_minus_factors)
-        leaves, treedef = tree.flatten(updates)
-        for index, (name, weight) in enumerate(weights.items()):
-            if leaves[index] is not None and name in local_one_minus_factors:
-                leaves[index] = _scaled(leaves[index], weight, local_one_minus_factors[name])
-        return tree.unflatten(treedef, leaves), state
+        largest_logits = max_over_ranks(torch.cat(local_logits))
+        factors = _factors_by_module(members, _gamma(largest_logits, tau), alpha)
+        local_one_minus_factors = shard(_one_minus_factors(members, factors, weights))
+        return _scaled_updates(updates, weights, local_one_minus_factors), state
 
     if not all_heads:
         return init, functools.partial(update, max_logits=None)  # the logits are no longer required
     return init, update
+
+
+def _one_minus_factors(
+    members: list[_Member], factors: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return for each query or key weight a tensor in its full shape: 1 minus the factor that multiplies each element.
+
+    `_scaled` works with 1 - f, in which no digits of a factor f near 1 are lost.
+
+    Args:
+        members: the query and key weights.
+        factors: for each attention module, the vector that `_factors` returns.
+        weights: the parameters by name, which may be shards. Only their devices are read.
+    """
+    one_minus_factors: dict[str, Tensor] = {}
+    for member in members:
+        device = weights[member.name].device
+        one_minus_factors[member.name] = member.one_minus_factor(factors[member.module], device)
+    return one_minus_factors
+
+
+def _scaled_updates(updates: PyTree, weights: Mapping[str, Tensor], one_minus_factors: Mapping[str, Tensor]) -> PyTree:
+    """Return a tree of updates in which those of query and key weights are changed by `_scaled`.
+
+    ``weights`` are all parameters by name, in the order of the leaves of the updates. ``one_minus_factors`` has the
+    weights that are scaled, as `_one_minus_factors` returns them.
+    """
+    leaves, treedef = tree.flatten(updates)
+    for index, (name, weight) in enumerate(weights.items()):
+        if leaves[index] is not None and name in one_minus_factors:
+            leaves[index] = _scaled(leaves[index], weight, one_minus_factors[name])
+    return tree.unflatten(treedef, leaves)
 
 
 def _check_pairs(members: list[_Member]) -> None:
