@@ -293,18 +293,6 @@ class Transform(Recorded):
                 schedules[name] = arguments[name]
         return schedules
 
-    def _build(self) -> Any:
-        """Call the decorated function, and return the pair ``(init, update)`` that it returns.
-
-        An argument may be a schedule, as in ``scale(linear_schedule(1.0, 0.0, 4))``. The decorated function is then
-        called at every update, with the number of that step: 1.0, 0.75, and so on.
-        """
-        schedules = self._schedules
-        if not schedules:  # all numbers are known now
-            return self._build_for(self.arguments)
-        # `follow` calls the lambda with the numbers of a step, such as {"factor": 0.75}, which replace the schedules.
-        return follow(schedules, lambda numbers: self._build_for({**self.arguments, **numbers}))
-
     def _check_schedules(self) -> None:
         """Raise now if a schedule, such as a decaying learning rate, would have an invalid value later in a run.
 
@@ -330,7 +318,7 @@ class Transform(Recorded):
     def _check_step(self, step: int, arguments: Mapping[str, Any]) -> None:
         """Call the constructor, which checks its arguments, with the arguments of a step. An error names the step."""
         try:
-            self._build_for(arguments)
+            self._build(arguments)
         except ValueError as error:
             raise ValueError(f"{self.name}: at step {step}, {error}") from error
 
@@ -371,8 +359,20 @@ class Transform(Recorded):
 
     @Lazy
     def functions(self) -> Functions:
-        """The functions ``(init, update)`` of this transform, which do not check their inputs."""
-        init, update = self._built
+        """The functions ``(init, update)`` of this transform, which do not check their inputs.
+
+        An argument may be a schedule, as in ``scale(linear_schedule(1.0, 0.0, 4))``. The decorated function is then
+        called at every update, with the number of that step: 1.0, 0.75, and so on.
+        """
+        if self._schedules:
+            # `follow` calls the lambda with the numbers of a step, such as {"factor": 0.75}, in place of the schedules.
+            built = follow(self._schedules, lambda numbers: self._build({**self.arguments, **numbers}))
+        else:
+            built = self._build(self.arguments)
+        # The tests of this package check the signatures of its own functions.
+        if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
+            check_functions(self.factory.__name__, built)
+        init, update = built
         return Functions(functools.partial(outside_autocast, init), update)
 
     @LazyOfStructure
@@ -381,8 +381,7 @@ class Transform(Recorded):
 
         For a chain, these are the extra arguments of its members, since it forwards ``**extras`` to each of them.
         """
-        _, update = self._built
-        extras = extras_of(update)
+        extras = extras_of(self.functions.update)
         # A chain forwards its extras, also if it is empty. Without inner transforms, any other function reads them.
         if extras.takes_all and (self.children or self.declaration.combinator.in_sequence):
             return forwarding(extras, [child.extras for child in self.children])
@@ -398,12 +397,8 @@ class Transform(Recorded):
         """Create and cache the functions of this transform now, so that bad arguments raise before the first use."""
         if not torch.compiler.is_compiling():  # a trace has no values of numbers to check
             self._check_schedules()
-        built = self._built
-        # The tests of this package check the signatures of its own functions.
-        if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
-            check_functions(self.factory.__name__, built)
         # Read each once: the result is cached, and an error in a function that the author declared is raised now.
-        _ = self.locality, self.extras, self._keeps_donation_promise
+        _ = self.functions, self.locality, self.extras, self._keeps_donation_promise
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state for a tree of parameters.
@@ -520,15 +515,12 @@ class Transform(Recorded):
         expected = cache.get(key)
         if expected is None and None not in specs:
             meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-            expected = self._state_like(tree.unflatten(treedef, meta_leaves))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # init has already issued these warnings
+                state = self.functions.init(tree.unflatten(treedef, meta_leaves))
+            expected = checks.ExpectedState.of(state)
             cache[key] = expected
         return expected
-
-    def _state_like(self, meta_params: PyTree) -> checks.ExpectedState:
-        """Return the structure, shapes and dtypes of the initial state for parameters on the meta device."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # init has already issued these warnings
-            return checks.ExpectedState.of(self.functions.init(meta_params))
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).
@@ -537,12 +529,12 @@ class Transform(Recorded):
         only those of the ``extras`` that it accepts. ``donate`` and ``sum_over_leaves`` are supplied if it accepts
         them. Only the result of a function outside of this package is checked.
         """
-        accepted = self._accepted(extras, donate)
-        _, update = self._built
+        keywords = self._accepted_keywords(extras, donate)
+        update = self.functions.update
         if autocast_is_on():  # tested here, to save a call for each transform of a step
-            result = outside_autocast(update, updates, state, params, **accepted)
+            result = outside_autocast(update, updates, state, params, **keywords)
         else:
-            result = update(updates, state, params, **accepted)
+            result = update(updates, state, params, **keywords)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"{self.name}: its update must return (updates, state), found {type(result).__name__}")
         is_ours = self.structure.factory.definition.is_ours
@@ -550,26 +542,26 @@ class Transform(Recorded):
             self._check_result(result, updates, state)
         return result
 
-    def _accepted(self, extras: dict[str, Any], donate: Donation) -> dict[str, Any]:
+    def _accepted_keywords(self, extras: dict[str, Any], donate: Donation) -> dict[str, Any]:
         """Return the keyword arguments for one call of the ``update`` function: only those that it accepts.
 
         A function with the keyword-only arguments ``value`` and ``donate`` receives these two, and no ``max_logits``
         that is for another transform. Entries may be added to ``extras``.
         """
         names = self.extras.named
-        accepted = extras
+        keywords = extras
         if extras and not self.extras.takes_all:
-            accepted = {}  # a name for another transform of the chain would be a TypeError
+            keywords = {}  # a name for another transform of the chain would be a TypeError
             for name, extra in extras.items():
                 if name in names:
-                    accepted[name] = extra
+                    keywords[name] = extra
         # Not with ``**extras`` alone: a function that does not name `donate` may read its inputs after a call.
         if "donate" in names:
-            accepted["donate"] = donate
+            keywords["donate"] = donate
         # Under `sharded`, the caller has passed a sum over ranks. Without it, all leaves are here.
         if "sum_over_leaves" in names:
-            accepted.setdefault("sum_over_leaves", sum_over_leaves)
-        return accepted
+            keywords.setdefault("sum_over_leaves", sum_over_leaves)
+        return keywords
 
     def _check_result(self, result: tuple[PyTree, PyTree], updates: PyTree, state: PyTree) -> None:
         """Raise if an ``update`` function has returned other names or containers than it received.

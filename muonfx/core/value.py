@@ -491,11 +491,8 @@ class Recorded:
                 positional.append(arguments[name])
         return function(*positional, **named)
 
-    def _build(self) -> Any:
-        """Call the decorated function with the arguments that this value stores, and return its result."""
-        return self._build_for(self.arguments)
-
-    def _build_for(self, arguments: Mapping[str, Any]) -> Any:
+    def _build(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the decorated function with arguments by name, and return its result: a transform's (init, update)."""
         definition = self.factory.definition
         constructor = definition.constructor
         if definition.remembers:
@@ -504,8 +501,8 @@ class Recorded:
 
     @Lazy
     def _built(self) -> Any:
-        """The cached result of `_build`; for a transform, the pair ``(init, update)``."""
-        return self._build()
+        """The cached result of the decorated function for the arguments that this value stores."""
+        return self._build(self.arguments)
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -745,12 +742,12 @@ def _text_of_argument(skeleton: object, parts: Iterator[object]) -> str:
     A fingerprint identifies a transform in checkpoints, also if a run resumes with another learning rate. ``skeleton``
     is the argument with placeholders for its numbers and transforms, which are the next of ``parts``.
     """
-    if skeleton is _HOLE:  # the argument is one number or transform
-        part = next(parts)
-        if isinstance(part, Recorded):
-            return _text_of_call(part)
-        return _NUMBER
-    return text_of(skeleton, lambda item: _text_of_argument(item, parts))
+    if skeleton is not _HOLE:  # a fixed value, such as True, or a container
+        return text_of(skeleton, lambda item: _text_of_argument(item, parts))
+    number_or_transform = next(parts)
+    if isinstance(number_or_transform, Recorded):
+        return _text_of_call(number_or_transform)
+    return _NUMBER
 
 
 def _text_of_default(definition: Definition, name: str) -> str:
