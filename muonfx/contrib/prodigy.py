@@ -171,11 +171,7 @@ def scale_by_prodigy(
         new_d = torch.maximum(d, estimate)
 
         # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
-        divisor = ew.apply("sqrt", v)
-        divisor = ew.shift(divisor, new_d * eps, reuse=True)
-        u = ew.div(m, divisor, reuse=True)
-        if isinstance(weight_decay, Tensor) or weight_decay != 0.0:
-            u = ew.add(u, x, weight_decay, reuse=True)
+        u = _directions(m, v, x, new_d * eps, weight_decay)
         u = ew.mul(u, step_size, reuse=True)
 
         new_state = ProdigyState(
@@ -190,6 +186,16 @@ def scale_by_prodigy(
         return present.fill(ew.cast_like(u, gradients)), new_state
 
     return init, update
+
+
+def _directions(m: list[Tensor], v: list[Tensor], x: list[Tensor], eps: Scalar, weight_decay: Scalar) -> list[Tensor]:
+    """Return ``m / (sqrt(v) + eps) + weight_decay x`` for each leaf: the update of AdamW before the learning rate."""
+    divisor = ew.apply("sqrt", v)
+    divisor = ew.shift(divisor, eps, reuse=True)
+    u = ew.div(m, divisor, reuse=True)
+    if isinstance(weight_decay, Tensor) or weight_decay != 0.0:  # a tensor is not read here
+        u = ew.add(u, x, weight_decay, reuse=True)
+    return u
 
 
 def _decayed_sum(sums: list[Tensor], decay: Scalar, terms: list[Tensor], weight: Scalar, reuse: bool) -> list[Tensor]:

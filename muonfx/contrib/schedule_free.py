@@ -140,18 +140,12 @@ def schedule_free(
         """
         params = params_for("schedule_free", params)
 
-        # c = weight / sum of all weights so far, for the weight r^p of the next iterate
-        device = state.max_lr.device
         count = state.count + 1
         rate = learning_rate
         if callable(rate):
             rate = rate(count)
-        max_lr = torch.maximum(state.max_lr, ew.new_number(rate, device))
-        weight = max_lr**weight_lr_power
-        weight_sum = state.weight_sum + weight
-        is_undefined = ~(weight_sum > 0)
-        c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
-        new_b1 = ew.new_number(b1, device)
+        max_lr, weight_sum, c = _weights(state, rate, weight_lr_power)
+        new_b1 = ew.new_number(b1, max_lr.device)
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         present = Present(inner_updates)  # the leaves that the inner transform updates
@@ -177,6 +171,19 @@ def schedule_free(
         return present.fill(ew.cast_like(step_of_y, inner_leaves)), new_state
 
     return init, update
+
+
+def _weights(state: ScheduleFreeState, rate: Scalar, power: Scalar) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest learning rate r so far, the sum of the weights of all iterates, and the share c of the next.
+
+    The weight of the next iterate is ``r**power``, and c is this weight divided by the new sum of all weights.
+    """
+    max_lr = torch.maximum(state.max_lr, ew.new_number(rate, state.max_lr.device))
+    weight = max_lr**power
+    weight_sum = state.weight_sum + weight
+    is_undefined = ~(weight_sum > 0)
+    c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
+    return max_lr, weight_sum, c
 
 
 def _average_of(y: list[Tensor], z: list[Tensor], b1: Tensor) -> list[Tensor]:
