@@ -97,9 +97,7 @@ def max_logits(
         with torch.autocast(query.device.type, enabled=False):
             logits = scaled_query @ key[..., :visible_keys, :].mT
         if is_causal:
-            all_pairs = torch.ones(end - start, visible_keys, dtype=torch.bool, device=query.device)
-            is_later = all_pairs.triu(start + 1)
-            logits = logits.masked_fill(is_later, -math.inf)
+            logits = _without_later_keys(logits, start)
         if mask is not None:
             is_visible = mask[..., start:end, :visible_keys]
             logits = torch.where(is_visible, logits, -math.inf)
@@ -107,6 +105,16 @@ def max_logits(
         largest_of_chunk = logits_of_heads.amax(dim=1)
         largest = torch.maximum(largest, largest_of_chunk.to(largest.dtype))
     return largest
+
+
+def _without_later_keys(logits: Tensor, first_query: int) -> Tensor:
+    """Return logits (..., queries, keys) with -inf for each key that comes after its query, as causal attention masks.
+
+    The queries are a part of a sequence that begins at position ``first_query``, and the keys begin at position 0.
+    """
+    all_pairs = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
+    is_later = all_pairs.triu(first_query + 1)
+    return logits.masked_fill(is_later, -math.inf)
 
 
 def _unmasked(mask: Tensor, queries: int, keys: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -18,6 +19,7 @@ from muonfx.core.value import Memory, with_memory
 from muonfx.transforms.leafwise import params_for
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
+from muonfx.tree.elementwise import Scalar
 
 
 def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
@@ -201,19 +203,25 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         donation = Donation(updates=False, state=donate.state)
         out, state = inner.run(updates, state, params, donate=donation, **extras)
 
-        def keep(update: Tensor, gradient: Tensor | None) -> Tensor:
-            """Set elements whose sign differs from the gradient's to zero; divide the others by their share."""
-            if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
-                return torch.zeros_like(update)
-            if update.numel() == 0:
-                return update.clone()
-            # Compare signs: the product of the values may underflow to zero.
-            # 1 for each element that is kept, and else 0.
-            agrees = (update.sign() * gradient.sign() > 0).to(update.dtype)
-            share = agrees.to(ew.wide_dtype(update.dtype)).mean()  # 0.75 if 3 of 4 elements are kept
-            scaled = update * agrees / share.clamp(min=min_share)  # the clamp bounds updates with few elements
-            return scaled.to(update.dtype)
-
-        return tree.map(keep, out, updates), state
+        keep_agreeing = functools.partial(_keep_agreeing, min_share=min_share)
+        return tree.map(keep_agreeing, out, updates), state
 
     return inner.functions.init, update
+
+
+def _keep_agreeing(update: Tensor, gradient: Tensor | None, min_share: Scalar) -> Tensor:
+    """Set the elements whose sign differs from the gradient's to zero; divide the others by their share of the leaf.
+
+    For an update [1, -1, 1, 1] and positive gradients, it is [1, 0, 1, 1] / 0.75. The share counts as ``min_share`` if
+    it is smaller.
+    """
+    if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
+        return torch.zeros_like(update)
+    if update.numel() == 0:
+        return update.clone()
+    # Compare signs: the product of the values may underflow to zero.
+    agrees = update.sign() * gradient.sign() > 0
+    is_kept = agrees.to(update.dtype)  # 1 for each element that is kept, and else 0
+    share = is_kept.to(ew.wide_dtype(update.dtype)).mean()
+    scaled = update * is_kept / share.clamp(min=min_share)
+    return scaled.to(update.dtype)
