@@ -302,7 +302,7 @@ def check_params(params: PyTree) -> None:
     Traceback (most recent call last):
     TypeError: params: 'table' must be dense and real floating point of 16 bits or more, found torch.int64, ...
     """
-    _check_leaves("params", params, tree.leaves(params))
+    check_floating("params", params)
     names = tree.names(params)
     if len(set(names)) == len(names):  # all names differ
         return
@@ -338,7 +338,13 @@ def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
     """
     if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, leaves)):  # fast, but it cannot be traced
         return list(map(_shape_and_dtype, leaves))
-    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    specs: list[LeafSpec] = []
+    for leaf in leaves:
+        spec = None
+        if isinstance(leaf, Tensor):
+            spec = (leaf.shape, leaf.dtype)
+        specs.append(spec)
+    return specs
 
 
 def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:

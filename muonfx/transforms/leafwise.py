@@ -582,9 +582,9 @@ class _Formula:
 
         The step may have read a step count, an extra argument, or a scalar tensor, which its owner may change.
         """
-        has_shared_numbers = any(isinstance(store, SharedNumber) for store in self._stores)
-        has_tensors = any(isinstance(scalar, Tensor) for scalar in plan.scalars)
-        return has_shared_numbers or has_tensors or len(extras) > 0
+        if extras or any(isinstance(store, SharedNumber) for store in self._stores):
+            return True
+        return any(isinstance(scalar, Tensor) for scalar in plan.scalars)
 
     def _call_step(self, containers: Structure, old_trees: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
         """Call the step once with placeholders, and return the operations that they record.
