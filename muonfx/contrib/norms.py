@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from muonfx.polar.iteration import unit_power
 from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import WideStateDtype
 from muonfx.transforms.matrices import MatrixView
-from muonfx.transforms.matrixwise import MatrixSlot, StateAndMatrixStep, matrixwise
+from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, StateAndMatrixStep, matrixwise
 from muonfx.transforms.scale import of_leaves
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -309,6 +310,27 @@ def square_zeros(matrix: Tensor, side: int) -> Tensor:
     """Return zeros (..., n, n) for a stack of matrices with n rows (``side=-2``) or n columns (-1)."""
     n = matrix.shape[side]
     return matrix.new_zeros((*matrix.shape[:-2], n, n))
+
+
+def cost_of_sides(rectangular_products: int, square_products: float, longest: float = math.inf) -> MatrixCost:
+    """Return a function from the shape of a matrix to the number of operations of an update with a factor per side.
+
+    Matrices are distributed over ranks by this number. A multiply-add is two operations.
+
+    Args:
+        rectangular_products: the number of products of the factor of a side and the matrix, for each side.
+        square_products: the number of products of two matrices in the shape of this factor.
+        longest: a longer side has no factor.
+    """
+
+    def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
+        operations = 0.0
+        for side in (rows, columns):
+            if side <= longest:
+                operations += 2.0 * (rectangular_products * side * rows * columns + square_products * side**3)
+        return operations
+
+    return cost
 
 
 def norm(matrix: Tensor) -> Tensor:

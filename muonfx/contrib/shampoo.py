@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.contrib.norms import norm, square_zeros
+from muonfx.contrib.norms import cost_of_sides, norm, square_zeros
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.exact import solve_sylvester
@@ -37,21 +37,9 @@ class ShampooState(NamedTuple):
 
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
-    """Return a function from the shape of a matrix to the number of operations of its update.
-
-    Matrices are distributed over ranks by this number. A multiply-add is two operations.
-    """
-
-    def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
-        operations = 0.0
-        for side in (rows, columns):
-            # Each side has one factor, one product with its root, and one product of eigenvectors.
-            rectangular_products = 2 * side * rows * columns
-            square_products = (1 + _EIGH_PRODUCTS) * side**3
-            operations += 2.0 * (rectangular_products + square_products)
-        return operations
-
-    return cost
+    """Return a function from the shape of a matrix to the number of operations of its update."""
+    # Each side has one factor, one product with its root, and one product of eigenvectors.
+    return cost_of_sides(rectangular_products=2, square_products=1 + _EIGH_PRODUCTS)
 
 
 @matrixwise(short_names={"eps": "damping"}, position="sets_size", cost=_cost)

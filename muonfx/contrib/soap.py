@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from muonfx.contrib.norms import norm, square_zeros
+from muonfx.contrib.norms import cost_of_sides, norm, square_zeros
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
@@ -54,27 +54,12 @@ class SoapState(NamedTuple):
 
 
 def _cost(tx: Transform, device: str, compute: torch.dtype) -> MatrixCost:
-    """Return a function from the shape of a matrix to the number of operations of its update.
-
-    Matrices are distributed over ranks by this number. A multiply-add is two operations.
-    """
-    max_precondition_size = tx.arguments["max_precondition_size"]
-    # Each side has three rotations of the gradient and one factor, then one product of factor and basis.
-    rectangular_products = 4
-    square_products = 1 + _QR_PRODUCTS
+    """Return a function from the shape of a matrix to the number of operations of its update."""
+    longest = tx.arguments["max_precondition_size"]
     if tx.arguments["factors"] == "kl":
-        rectangular_products = 5
-        square_products = 2 + _QR_PRODUCTS
-
-    def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
-        operations = 0.0
-        for side in (rows, columns):
-            if side > max_precondition_size:  # it has no factor and no basis
-                continue
-            operations += 2.0 * (rectangular_products * side * rows * columns + square_products * side**3)
-        return operations
-
-    return cost
+        return cost_of_sides(rectangular_products=5, square_products=2 + _QR_PRODUCTS, longest=longest)
+    # Each side has three rotations of the gradient and one factor, then one product of factor and basis.
+    return cost_of_sides(rectangular_products=4, square_products=1 + _QR_PRODUCTS, longest=longest)
 
 
 @matrixwise(short_names={"betas": ("b1", "b2"), "momentum": "b1", "eps": "eps"}, position="sets_size", cost=_cost)
