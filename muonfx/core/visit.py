@@ -150,16 +150,20 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
 def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
     """Return the `Visit` of a transform, and in it the visits of inner transforms. The arguments are its fields."""
     resolved = tx.resolve(params)  # choices that depend on names and shapes are made now
-    is_partition = resolved.factory is partition
     calls: list[Visit] = []
     for call in _calls(resolved, params):
+        inner_key = joined_name(key, call.argument)
+        inner_label = None
+        if resolved.factory is partition:  # the labels "muon" and "adamw" are left out of keys
+            inner_key = key
+            inner_label = call.argument
         inner_visit = _visit(
             call.tx,
             call.params,
             state=_joined_path(state, call.state),
             name=joined_name(name, call.argument),
-            key=joined_name(key, "" if is_partition else call.argument),  # the same for the labels "muon" and "adamw"
-            label=call.argument if is_partition else None,
+            key=inner_key,
+            label=inner_label,
         )
         calls.append(inner_visit)
     param_names = tuple(tree.names(params))

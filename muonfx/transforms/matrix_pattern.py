@@ -231,12 +231,9 @@ class Pattern:
             return None
         axes, results = self._sized(shape)
 
-        # Find the first axis that belongs to rows or columns of a matrix, here (k + v). A unit begins with it, and the
-        # axes before it, here heads, count the units.
-        names_in_matrices = _names_in_matrices(results)
-        first = 0
-        while names_in_matrices.isdisjoint(axes[first].part_sizes):
-            first += 1
+        # A unit begins with the first axis that belongs to rows or columns of a matrix, here (k + v). The axes before
+        # it, here heads, count the units.
+        first = _first_axis_with(_names_in_matrices(results), axes)
         counting_axes = axes[:first]
         unit_axes = axes[first:]
         if not counting_axes:  # the tensor is one unit
@@ -251,10 +248,7 @@ class Pattern:
         column_axes = [axis for axis in unit_axes if axis.dim > row_dim]
 
         # The matrices of a unit are the results without the names that count units, here k in and v in.
-        counting_names: set[str] = set()
-        for axis in counting_axes:
-            counting_names.update(axis.part_sizes)
-        unit_results = _without_names(results, counting_names)
+        unit_results = _without_names(results, _names_of_axes(counting_axes))
         has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
         if len(unit_results) > 1 and not has_parts:  # as in "(q=2 + k=2) a b -> q a b, k b a"
             return None
@@ -350,6 +344,22 @@ def _known_size(axis: Axis) -> int:
 def _size(axes: Sequence[_SizedAxis]) -> int:
     """Return the product of the sizes of some axes."""
     return prod([axis.size for axis in axes])
+
+
+def _names_of_axes(axes: Sequence[_SizedAxis]) -> set[str]:
+    """Return the names of some axes: {"heads"} for ``heads``, and {"k", "v"} for ``(k + v)``."""
+    names: set[str] = set()
+    for axis in axes:
+        names.update(axis.part_sizes)
+    return names
+
+
+def _first_axis_with(names: set[str], axes: Sequence[_SizedAxis]) -> int:
+    """Return the index of the first axis that has one of these names: 1 for {"v", "in"} and ``heads (k + v) in``."""
+    index = 0
+    while names.isdisjoint(axes[index].part_sizes):
+        index += 1
+    return index
 
 
 def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
