@@ -121,7 +121,8 @@ def _values_at(path: ArgumentPath, node: ast.expr) -> dict[ArgumentPath, _Value]
     items: list[tuple[str, ast.expr]] = []  # with the level of each
     if isinstance(node, ast.Dict):
         head = "{...}"
-        items = [(_level_of_key(key, item), item) for key, item in zip(node.keys, node.values, strict=True)]
+        for key, item in zip(node.keys, node.values, strict=True):
+            items.append((_level_of_key(key, item), item))
     elif _is_call(node):
         head = f"{ast.unparse(node.func)}(...)"
         items = list(_positional_arguments(node).items())

@@ -41,7 +41,9 @@ class Donation(NamedTuple):
         Raises:
             TypeError: ``donate`` is neither a bool nor a `Donation` of bools.
         """
-        donation = donate if isinstance(donate, Donation) else cls(updates=donate, state=donate)
+        donation = donate
+        if not isinstance(donation, Donation):
+            donation = cls(updates=donation, state=donation)
         if type(donation.updates) is not bool or type(donation.state) is not bool:
             raise TypeError(f"donate must be True, False or a muonfx.Donation of two bools, found {donate!r}")
         return donation

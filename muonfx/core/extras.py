@@ -91,7 +91,9 @@ def extras_of(update: Callable[..., object]) -> Extras:
             names.add(parameter.name)
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
-    accepted = None if takes_all else frozenset(names - _OUR_EXTRAS)
+    accepted = None  # any name
+    if not takes_all:
+        accepted = frozenset(names - _OUR_EXTRAS)
     return Extras(frozenset(names), takes_all, frozenset(required - _ALWAYS_SUPPLIED), accepted)
 
 

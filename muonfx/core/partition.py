@@ -274,9 +274,10 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
         return exact_keys
     key_of: dict[str, str] = {}
     for name, plain_name in unwrapped(names).items():
-        key = name if name in source else key_of_plain_name.get(plain_name)
-        if key is not None:
-            key_of[name] = key
+        if name in source:
+            key_of[name] = name
+        elif plain_name in key_of_plain_name:
+            key_of[name] = key_of_plain_name[plain_name]
     return key_of
 
 

@@ -156,7 +156,9 @@ def _fraction(count: Tensor, steps: int) -> Tensor:
 
     It is 1 if ``steps`` is 0.
     """
-    return (count / steps).clamp(0.0, 1.0) if steps else torch.ones_like(count)
+    if steps == 0:
+        return torch.ones_like(count)
+    return (count / steps).clamp(0.0, 1.0)
 
 
 @schedule

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
@@ -315,7 +316,9 @@ def _keys_in(skeleton: Any) -> list[object]:
     """
     if type(skeleton) not in _CONTAINERS:
         return []
-    keys: list[object] = list(skeleton) if type(skeleton) is dict else []
+    keys: list[object] = []
+    if type(skeleton) is dict:
+        keys += skeleton
     for _, item in _items(skeleton):
         keys += _keys_in(item)
     return keys
@@ -650,12 +653,12 @@ def with_numbers(recorded: R, numbers: Iterator[object]) -> R:
     chain(momentum(decay=0.5), scale(factor=-0.2))
     """
     new_parts: list[object] = []
-    has_changed = False  # True once a number or an inner transform is another object
     for part in recorded.parts:
-        new_part = with_numbers(part, numbers) if isinstance(part, Recorded) else next(numbers)
-        has_changed = has_changed or new_part is not part
-        new_parts.append(new_part)
-    if not has_changed:
+        if isinstance(part, Recorded):
+            new_parts.append(with_numbers(part, numbers))
+        else:
+            new_parts.append(next(numbers))
+    if all(map(operator.is_, new_parts, recorded.parts)):  # the same objects
         return recorded
     return cast("R", Recorded._from(recorded.structure, new_parts))
 

@@ -200,8 +200,8 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
     For example, a `partition` with the labels "muon" and "adamw" gives two calls. The first has the parameters with the
     label "muon", and the path ``("muon",)`` of its state.
     """
-    names = [name for name, part in zip(part_names(tx), tx.parts, strict=True) if isinstance(part, Transform)]
-    inner_transforms = list(zip(names, tx.children, strict=True))
+    named_parts = zip(part_names(tx), tx.parts, strict=True)
+    inner_transforms = [(name, part) for name, part in named_parts if isinstance(part, Transform)]
     if not inner_transforms:
         return []
     if tx.declaration.combinator.in_sequence:  # a chain passes all parameters on, and stores the states by name

@@ -599,7 +599,10 @@ class _Formula:
         update = Leaf(record)
         state_operands: list[Any] = []
         for store, old_tree in zip(self._stores, old_trees, strict=True):
-            state_operands.append(old_tree if isinstance(store, SharedNumber) else Leaf(record))
+            if isinstance(store, SharedNumber):
+                state_operands.append(old_tree)
+            else:
+                state_operands.append(Leaf(record))
         step_args = [update, tree.unflatten(containers, state_operands)]
         if self._reads_params:
             step_args.append(Leaf(record))

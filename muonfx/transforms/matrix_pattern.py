@@ -636,7 +636,10 @@ def _group_text(group: Group) -> str:
 
 def _text_of_axes(axes: list[_SizedAxis]) -> str:
     """Return one dim with these axes as text, such as ``(heads=8 d=4)``."""
-    return _dim_text([tuple(Part(name, size) for name, size in axis.part_sizes.items()) for axis in axes])
+    dim: list[Axis] = []
+    for axis in axes:
+        dim.append(tuple([Part(name, size) for name, size in axis.part_sizes.items()]))
+    return _dim_text(dim)
 
 
 def _dim_text(dim: Sequence[Axis]) -> str:

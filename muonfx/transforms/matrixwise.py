@@ -517,6 +517,7 @@ def _separate(outputs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
     """
     separate_outputs: list[Tensor] = []
     for index, output in enumerate(outputs):
-        is_shared = any(output is tensor for tensor in (*operands, *outputs[:index]))
-        separate_outputs.append(output.clone() if is_shared else output)
+        if any(output is tensor for tensor in (*operands, *outputs[:index])):
+            output = output.clone()
+        separate_outputs.append(output)
     return separate_outputs
