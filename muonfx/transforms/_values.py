@@ -134,11 +134,11 @@ class Values:
         """
         if has_shape_of_leaf(output):  # the usual case, which reads no tensor
             return
-        new_tensors = self.read(output.index)
-        old_tensors = self.operands[operand.index]
-        for index, (new, old) in enumerate(zip(new_tensors, old_tensors, strict=True)):
-            if new.is_complex() or new.shape != old.shape:
-                raise _wrong_result(beginning, self.present.names()[index], new, old)
+        results = self.read(output.index)
+        leaves = self.operands[operand.index]
+        for index, (result, leaf) in enumerate(zip(results, leaves, strict=True)):
+            if result.is_complex() or result.shape != leaf.shape:
+                raise _wrong_result(beginning, self.present.names()[index], result, leaf)
 
     def keep_returned(self, operands: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Reserve the storage of each operand that the step returns as it is, so that no other output receives it."""
@@ -203,13 +203,13 @@ def _require_one_shape(leaf: object) -> None:
         )
 
 
-def _wrong_result(beginning: str, name: str, new: Tensor, old: Tensor) -> Exception:
-    """Return an error for a leaf ``old`` whose new value is complex or has another shape; see `Values.check`."""
-    if new.is_complex():
+def _wrong_result(beginning: str, name: str, result: Tensor, leaf: Tensor) -> Exception:
+    """Return an error for a leaf whose new value ``result`` is complex or has another shape; see `Values.check`."""
+    if result.is_complex():
         return TypeError(
-            f"{beginning} of {new.dtype} for {name!r}, expected real numbers; take torch.abs or torch.real first"
+            f"{beginning} of {result.dtype} for {name!r}, expected real numbers; take torch.abs or torch.real first"
         )
     return ValueError(
-        f"{beginning} of shape {tuple(new.shape)} for {name!r}, expected its shape {tuple(old.shape)}: use "
+        f"{beginning} of shape {tuple(result.shape)} for {name!r}, expected its shape {tuple(leaf.shape)}: use "
         "muonfx.transform if intermediate results change shapes"
     )

@@ -278,7 +278,7 @@ class Pattern:
         dims: list[Dim] = []
         for dim in self.dims:
             if _names_of_dim(dim) == [_DOTS]:
-                dims += [_plain_dim(name) for name in dot_names]
+                dims += [((Part(name),),) for name in dot_names]  # one axis with one part
             else:
                 dims.append(dim)
         if len(dims) != len(shape):
@@ -318,11 +318,6 @@ class Pattern:
             f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
             "pattern"
         )
-
-
-def _plain_dim(name: str) -> Dim:
-    """Return a dim that is one axis with one part, whose size follows from the tensor."""
-    return ((Part(name),),)
 
 
 def _part_sizes(axis: Axis, size: int) -> dict[str, int]:

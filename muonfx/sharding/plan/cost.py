@@ -60,7 +60,7 @@ def cost_of_run(run: Run, device: str, compute: torch.dtype) -> CostOf:
 def runs_of(tx: Transform, params: Mapping[str, Tensor]) -> Iterator[tuple[Run, list[str]]]:
     """Yield each group of neighbouring transforms that need whole matrices (a run), with its parameters' names."""
     for stage in matrix_stages(root_visit(tx, dict(params))):
-        yield run_of(stage), list(stage[0].names)
+        yield run_of(stage), list(stage[0].param_names)
 
 
 def run_of(stage: Sequence[Visit]) -> Run:
