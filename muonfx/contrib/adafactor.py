@@ -107,11 +107,12 @@ def scale_by_factored_rms(
         beta = 1.0 - torch.pow(t, -decay_rate)
         step = functools.partial(_step, beta=beta, eps=eps, min_size=min_dim_size_to_factor)
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
-        leaves = present.pick(updates)
         old_rows = present.pick(state.v_row)
         old_columns = present.pick(state.v_col)
-        results = list(map(step, leaves, old_rows, old_columns, present.pick(state.v)))
-        return present.fill([result.update for result in results]), FactoredRmsState(
+        old_v = present.pick(state.v)
+        results = list(map(step, present.pick(updates), old_rows, old_columns, old_v))
+        new_updates = present.fill([result.update for result in results])
+        return new_updates, FactoredRmsState(
             count=count,
             v_row=present.fill([result.v_row for result in results], state.v_row),
             v_col=present.fill([result.v_col for result in results], state.v_col),

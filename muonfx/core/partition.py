@@ -164,13 +164,7 @@ class _Chooser:
         key_of = _keys_of(names, values)
         missing = [name for name in names if name not in key_of]
         if missing:
-            pattern = "muonfx.routing.path('head.*')"
-            if bool not in self.kinds:  # labels, of which a pattern alone is none
-                pattern = f"muonfx.routing.labels(params, [({pattern}, 'adamw'), ...])"
-            raise ValueError(
-                f"{self.argument}: found no value for {format_list(missing)}, expected {self.expected} for each "
-                f"parameter: add them, or select a whole subtree with a pattern, as in {pattern}"
-            )
+            raise self._missing_values(missing)
         value_of = {name: values[key] for name, key in key_of.items()}
         for name, value in value_of.items():
             if not isinstance(value, self.kinds):
@@ -178,6 +172,16 @@ class _Chooser:
         if isinstance(chosen, RoutedLabels):  # labels with reasons, which are kept
             return _Choice(value_of, chosen.for_names(key_of))
         return _Choice(value_of)
+
+    def _missing_values(self, names: list[str]) -> ValueError:
+        """Return the error for parameters without a value, with a pattern in it that the user may write instead."""
+        pattern = "muonfx.routing.path('head.*')"
+        if bool not in self.kinds:  # labels, of which a pattern alone is none
+            pattern = f"muonfx.routing.labels(params, [({pattern}, 'adamw'), ...])"
+        return ValueError(
+            f"{self.argument}: found no value for {format_list(names)}, expected {self.expected} for each parameter: "
+            f"add them, or select a whole subtree with a pattern, as in {pattern}"
+        )
 
     def _by_name(self, chosen: object, names: list[str]) -> dict[str, Any]:
         """Return values as a dict by dotted name. They are a dict, flat or nested, or a tree like the parameters.

@@ -40,9 +40,15 @@ def _init_and_update(
 ) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a weight decay: the update u of a weight w becomes ``u + sign * decay * w``.
 
-    For u = 1.0, w = 2.0 and a decay of 0.1, it becomes 1.2. ``sign`` is 1 to add the decay before the learning rate,
-    and -1 to subtract it after the learning rate. ``caution`` leaves out the decay of elements in which it opposes the
-    update.
+    For u = 1.0, w = 2.0 and a decay of 0.1, it becomes 1.2.
+
+    Args:
+        name: the name of the transform, for errors.
+        weight_decay: the factor of the weights.
+        mask: the parameters that decay; None selects all.
+        sign: 1 to add the decay before the learning rate, and -1 to subtract it after the learning rate.
+        caution: whether an element does not decay where this opposes its update.
+        memory: a dict that stores which parameters decay, for transforms that differ in numbers only.
     """
     weight_decay = checks.at_least("weight_decay", weight_decay, 0.0)
     which_decay = resolve_mask(f"{name}: mask", mask, memory)  # from parameters to a bool for each leaf

@@ -322,7 +322,11 @@ def _default_view(constructor: Callable[..., StateAndMatrixStep]) -> MatrixView:
 def _on_stacks(
     constructor: Callable[..., StateAndMatrixStep], tx: Transform, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """Call `on_stacks` for a transform of a constructor that is decorated with `matrixwise`."""
+    """Divide parameters into units, as `on_stacks` does, for a transform that `matrixwise` has made.
+
+    ``constructor`` is the decorated function, ``tx`` a transform that it has created, and ``shapes`` the shape of each
+    parameter by name.
+    """
     state, _ = constructor(**arguments_at(tx, 0))
     # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
     has_matrix_state = any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
