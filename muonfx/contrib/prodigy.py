@@ -140,8 +140,7 @@ def scale_by_prodigy(
         d = state.estim_lr
         d0 = estim_lr0
         sqrt_b2 = ew.new_number(b2, d.device).sqrt()  # Python's power rounds differently than torch's
-        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
-        step_size = ew.new_number(d * learning_rate * correction, d.device)
+        step_size = _step_size(d, learning_rate, b1, b2, count)
 
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>
         inner_products = list(map(_inner_product, g, x0, x))
@@ -186,6 +185,15 @@ def scale_by_prodigy(
         return present.fill(ew.cast_like(u, gradients)), new_state
 
     return init, update
+
+
+def _step_size(d: Tensor, learning_rate: Scalar, b1: Scalar, b2: Scalar, t: Tensor) -> Tensor:
+    """Return ``d * learning_rate * sqrt(1 - b2^t) / (1 - b1^t)``, which contains Adam's bias correction at step t.
+
+    ``d`` is the estimate of the learning rate, and ``learning_rate`` the factor that the user has given.
+    """
+    correction = bias_correction(b2, t).sqrt() / bias_correction(b1, t)
+    return ew.new_number(d * learning_rate * correction, d.device)
 
 
 def _directions(m: list[Tensor], v: list[Tensor], x: list[Tensor], eps: Scalar, weight_decay: Scalar) -> list[Tensor]:

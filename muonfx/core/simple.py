@@ -7,9 +7,7 @@ from collections.abc import Callable
 import torch
 
 from muonfx import tree
-from muonfx.core.checks import (
-    check_structure,
-)
+from muonfx.core.checks import check_structure
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.transform import EmptyState, Locality, transform
 from muonfx.tree import PyTree
