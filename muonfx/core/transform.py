@@ -513,14 +513,14 @@ class Transform(Recorded):
         cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
         key = (treedef, tuple(specs), number_shapes)
         expected = cache.get(key)
-        if expected is None and None not in specs:
-            meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # init has already issued these warnings
-                state = self.functions.init(tree.unflatten(treedef, meta_leaves))
-            expected = checks.ExpectedState.of(state)
-            cache[key] = expected
-        return expected
+        if expected is not None or None in specs:
+            return expected
+        meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # init has already issued these warnings
+            state = self.functions.init(tree.unflatten(treedef, meta_leaves))
+        cache[key] = checks.ExpectedState.of(state)
+        return cache[key]
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).
