@@ -25,7 +25,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import StrPath, check_step, folder_named, step_of
-from muonfx.checkpoint.index import Index
+from muonfx.checkpoint.index import Index, from_json, to_json
 from muonfx.checkpoint.leaves import (
     GROUPS,
     PARAMS,
@@ -37,7 +37,6 @@ from muonfx.checkpoint.leaves import (
     named_tensors,
     require_whole,
 )
-from muonfx.checkpoint.objects import from_json, to_json
 from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int

@@ -47,10 +47,9 @@ from torch.futures import Future
 from muonfx.checkpoint.draft import Draft, Entry, WrittenShards, block_checksums
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
 from muonfx.checkpoint.folder import Result, StrPath, folder_named, inspect_and_keep, replacement, retried
-from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name
+from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name, from_json, to_json
 from muonfx.checkpoint.leaves import StateSpec, name_of, path_of, plain_names, whole_box
 from muonfx.checkpoint.match import Rules, match
-from muonfx.checkpoint.objects import from_json, to_json
 from muonfx.checkpoint.reader import DataReader, Transfer
 from muonfx.checkpoint.save import head_of, require_valid, require_writable
 from muonfx.checkpoint.together import require_same
