@@ -396,9 +396,9 @@ def _require_sizes(values: Iterable[Any]) -> None:
 
 # ------------------------------------------------------------------------------------------- values that are no tensors
 
-# Values that are no tensors, such as the entries of a param group, as JSON: exact, and without pickle. JSON has no
-# tuples, no infinite numbers and only strings as keys. Such a value is written as an object with one member, whose key
-# begins with "~": the tuple (0.9, 0.95) is {"~tuple": [0.9, 0.95]}.
+# The entries of a param group, for example, as JSON: exact, and without pickle. JSON has no tuples, no infinite numbers
+# and only strings as keys. Such a value is written as an object with one member, whose key begins with "~": the tuple
+# (0.9, 0.95) is {"~tuple": [0.9, 0.95]}.
 
 
 def to_json(value: Any, name: str) -> Any:

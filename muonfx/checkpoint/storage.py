@@ -44,7 +44,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from muonfx.checkpoint.draft import Draft, Entry, WrittenShards, block_checksums
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
 from muonfx.checkpoint.folder import Result, StrPath, folder_named, inspect_and_keep, replacement, retried
 from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name, from_json, to_json
@@ -54,8 +53,12 @@ from muonfx.checkpoint.reader import DataReader, Transfer
 from muonfx.checkpoint.save import head_of, require_valid, require_writable
 from muonfx.checkpoint.together import require_same
 from muonfx.checkpoint.writer import (
+    Draft,
+    Entry,
     ProposedLeaf,
     SaveRequest,
+    WrittenShards,
+    block_checksums,
     entry_of,
     merged,
     plan_of,

@@ -441,9 +441,9 @@ def test_forged_files_end_in_an_error_of_ours_in_bounded_time_and_memory(tmp_pat
 
 
 def test_a_header_that_no_reader_would_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from muonfx.checkpoint import draft, index
+    from muonfx.checkpoint import index, writer
 
-    monkeypatch.setattr(draft, "LONGEST_HEADER", 100)
+    monkeypatch.setattr(writer, "LONGEST_HEADER", 100)
     with pytest.raises(ck.CheckpointError, match="save with group="):
         ck.save(tmp_path / "a", STATE)
     monkeypatch.undo()

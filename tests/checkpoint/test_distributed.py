@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import muonfx as mfx
 from muonfx.checkpoint import CorruptError, FlatShard, MismatchError, WriteError, reader
-from muonfx.checkpoint.draft import Draft
+from muonfx.checkpoint.writer import Draft
 from muonfx.sharding.communication import waiting
 from tests.checkpoint.common import assert_same_tree, bits, copies
 from tests.processes import Here, World, errors_of, on_ranks

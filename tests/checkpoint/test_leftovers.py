@@ -31,7 +31,7 @@ import sys
 import warnings
 import torch
 import muonfx as mfx
-from muonfx.checkpoint.draft import Draft
+from muonfx.checkpoint.writer import Draft
 
 commit = Draft.commit
 

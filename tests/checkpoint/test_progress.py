@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import muonfx as mfx
-from muonfx.checkpoint import draft, writer
+from muonfx.checkpoint import writer
 from muonfx.internal import progress
 
 ck = mfx.checkpoint
@@ -42,7 +42,7 @@ def test_a_line_is_erased_after_an_error(tmp_path: Path, terminal: Terminal, mon
     def fail(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(draft, "DataFile", fail)  # created after the last block
+    monkeypatch.setattr(writer, "DataFile", fail)  # created after the last block
     with pytest.raises(ck.WriteError, match="No space left"):
         ck.save(tmp_path / "step", STATE)
     assert terminal.getvalue() == LINE + ERASED

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import muonfx as mfx
 from muonfx.checkpoint import CheckpointError, FlatShard, WriteError, folder, writer
-from muonfx.checkpoint.draft import Draft
 from muonfx.checkpoint.index import INDEX
 from muonfx.checkpoint.reader import DataReader
+from muonfx.checkpoint.writer import Draft
 from muonfx.polar import policy
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.checkpoint.faults import faults
