@@ -157,6 +157,17 @@ class Index(Shown):
         return heading
 
 
+def blocks_of(data: memoryview) -> list[memoryview]:
+    """Divide the bytes of a chunk into blocks of 4 MiB, each of which gets a checksum, as views of the same memory.
+
+    A chunk of 10 MiB has three blocks, of which the last has 2 MiB.
+    """
+    blocks: list[memoryview] = []
+    for begin in range(0, len(data), BLOCK):
+        blocks.append(data[begin : begin + BLOCK])
+    return blocks
+
+
 def data_name(save_id: str, rank: int, ranks: int) -> str:
     """Return the name of the data file that a rank writes in a save over ``ranks`` ranks."""
     return f"data-{save_id}-{rank:05}-of-{ranks:05}.safetensors"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.errors import CorruptError
 from muonfx.checkpoint.files import bytes_of, check_byte_order, checksum_of, close_read, open_regular
-from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf
+from muonfx.checkpoint.index import BLOCK, Chunk, DataFile, Index, Leaf, blocks_of
 from muonfx.checkpoint.leaves import shards_of
 from muonfx.sharding.shards.boxes import Box, intersection
 
@@ -74,12 +74,9 @@ def _blocks(name: str, chunk: Chunk, destination: memoryview, first: int = 0) ->
     filled from three blocks, of which the last has 2 MiB.
     """
     blocks: list[_Block] = []
-    number = first  # of the block in the chunk, which is also the number of its checksum
-    for offset in range(0, len(destination), BLOCK):
+    for number, block_memory in enumerate(blocks_of(destination), first):
         begin_in_file = chunk.begin + number * BLOCK
-        block_bytes = destination[offset : offset + BLOCK]
-        blocks.append(_Block(chunk.file, begin_in_file, block_bytes, chunk.crc32[number], name))
-        number += 1
+        blocks.append(_Block(chunk.file, begin_in_file, block_memory, chunk.crc32[number], name))
     return blocks
 
 

@@ -44,7 +44,6 @@ from muonfx.checkpoint.files import (
 )
 from muonfx.checkpoint.folder import inspect, prune, remove_files_of_killed_saves, warn_of_later_steps
 from muonfx.checkpoint.index import (
-    BLOCK,
     FORMAT,
     INDEX,
     LONGEST_HEADER,
@@ -52,6 +51,7 @@ from muonfx.checkpoint.index import (
     DataFile,
     Index,
     Leaf,
+    blocks_of,
     data_name,
     lock_name,
     read_index,
@@ -578,7 +578,7 @@ class Draft:
                 # The values as they are in a file: without a pending conjugation, in CPU memory, row by row.
                 tensor = with_plain_bits(entry.values).cpu().contiguous()
                 checksums: list[str] = []
-                for block in _blocks_of(tensor):
+                for block in blocks_of(bytes_of(tensor)):
                     file.write(block)
                     checksums.append(checksum_of(block))
                     end += len(block)
@@ -782,16 +782,6 @@ class WrittenShards(NamedTuple):
     """The names of leaves, and the position of a shard of each in the file. The number of the file is still 0."""
 
 
-def _blocks_of(tensor: Tensor) -> list[memoryview]:
-    """Divide the bytes of a dense CPU tensor into blocks of 4 MiB, which get one checksum each.
-
-    A tensor of 10 MiB has three blocks, of which the last has 2 MiB. The blocks are views of the tensor's memory, so
-    the caller keeps the tensor alive.
-    """
-    data = bytes_of(tensor)
-    return [data[offset : offset + BLOCK] for offset in range(0, len(data), BLOCK)]
-
-
 def block_checksums(values: Tensor) -> tuple[str, ...]:
     """Return the checksum of each 4 MiB of a tensor, as `Draft.write` computes it for an entry with these values.
 
@@ -800,7 +790,7 @@ def block_checksums(values: Tensor) -> tuple[str, ...]:
     ('ecbb4b55',)
     """
     tensor = with_plain_bits(values).cpu().contiguous()
-    return tuple(map(checksum_of, _blocks_of(tensor)))
+    return tuple(map(checksum_of, blocks_of(bytes_of(tensor))))
 
 
 @no_collection()
