@@ -240,7 +240,9 @@ class LocalLeaf(NamedTuple):
     def of(cls, leaf: Any) -> LocalLeaf:
         """Return the shards of a leaf as views."""
         spec = Spec(tuple(leaf.shape), leaf.dtype)
-        return cls(spec, not is_sharded(leaf), _ranks_without_replicas(leaf), shards_of(leaf))
+        if not is_sharded(leaf):  # nothing is known about the other ranks
+            return cls(spec, True, 0, shards_of(leaf))
+        return cls(spec, False, _ranks_without_replicas(leaf), shards_of(leaf))
 
     def copied(self) -> LocalLeaf:
         """Return a copy of the shards in CPU memory."""
@@ -254,7 +256,7 @@ def _ranks_without_replicas(leaf: Any) -> int:
     A mesh is a grid of ranks. The result is 8 for a leaf that is divided along both dims of a 2 x 4 mesh. It is 0 if
     one dim replicates the leaf, so that several ranks hold the same part.
     """
-    if not is_dtensor(leaf):  # nothing is known about the other ranks
+    if not is_dtensor(leaf):  # such as a `FlatShard`, which has no mesh
         return 0
     mesh = leaf.device_mesh
     for dim, placement in enumerate(leaf.placements):

@@ -252,6 +252,8 @@ def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: s
     ``outcome`` is the text before the colon, and ``action`` the verb. With ``arguments=[{"step": "1"}, {"step": "2"}]``
     it names "step".
     """
+    if len(arguments) == 1:  # one process has no other to differ from
+        return
     difference = first_difference(arguments)
     if difference is None:  # all ranks passed the same
         return
