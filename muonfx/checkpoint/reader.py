@@ -99,6 +99,8 @@ def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
     """
     transfers: list[Transfer] = []
     for box, values in shards_of(leaf).items():
+        if not box.numel:  # a leaf without elements has one empty shard
+            continue
         for chunk in stored.chunks:
             if chunk.box == box:  # the usual case, in which no boxes need be computed
                 transfers.append(Transfer(name, chunk, box, values))
@@ -107,7 +109,7 @@ def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
             if overlap is not None:
                 destination = _relative(overlap, box).of(values)  # a view of the shard
                 transfers.append(Transfer(name, chunk, overlap, destination))
-    return [transfer for transfer in transfers if transfer.destination.numel()]
+    return transfers
 
 
 def _relative(box: Box, outer: Box) -> Box:
@@ -116,7 +118,8 @@ def _relative(box: Box, outer: Box) -> Box:
     >>> _relative(Box(offsets=(4, 2), sizes=(2, 3)), Box(offsets=(4, 0), sizes=(4, 8)))
     Box(offsets=(0, 2), sizes=(2, 3))
     """
-    offsets = [offset - outer_offset for offset, outer_offset in zip(box.offsets, outer.offsets, strict=True)]
+    starts = zip(box.offsets, outer.offsets, strict=True)
+    offsets = [start - outer_start for start, outer_start in starts]
     return Box(tuple(offsets), box.sizes)
 
 
