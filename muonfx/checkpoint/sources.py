@@ -110,29 +110,43 @@ def _stored_states(
     for param_state, shapes in param_states.items():
         if param_state in stored_states and _can_come_from(shapes, stored_states[param_state]):
             stored_state_of[param_state] = param_state
-    # All others may have moved: from a transform of the checkpoint whose state of this parameter is not used yet.
-    unused_transforms: dict[str, list[str]] = {}  # by parameter
-    for transform, parameter in stored_states.keys() - stored_state_of.keys():
-        unused_transforms.setdefault(parameter, []).append(transform)
-    moved: dict[ParamState, ParamState] = {}
-    for param_state, shapes in param_states.items():
-        if param_state in stored_state_of:
-            continue
-        parameter = param_state.parameter
-        candidates = [
-            transform
-            for transform in unused_transforms.get(parameter, ())
-            if _can_come_from(shapes, stored_states[ParamState(transform, parameter)])
-        ]
-        closest_transform = _closest(param_state.transform, candidates)
-        if closest_transform is not None:
-            moved[param_state] = ParamState(closest_transform, parameter)
+    # All others may have moved: from a state of the checkpoint that is not used yet.
+    new_states = {state: shapes for state, shapes in param_states.items() if state not in stored_state_of}
+    unused_states = {state: shapes for state, shapes in stored_states.items() if state not in stored_state_of}
+    moved = _closest_states(new_states, unused_states)
     # A state that two could come from is used for neither: nothing shows which of them is right.
     uses = Counter(moved.values())
     for param_state, stored_state in moved.items():
         if uses[stored_state] == 1:
             stored_state_of[param_state] = stored_state
     return stored_state_of
+
+
+def _closest_states(
+    param_states: Mapping[ParamState, Shapes], stored_states: Mapping[ParamState, Shapes]
+) -> dict[ParamState, ParamState]:
+    """Find for each state of a parameter the state of this parameter in the transform with the closest name.
+
+    States that have none, or several, are omitted. Two states may have the same one.
+
+    >>> momentum = {"trace": (2, 3)}
+    >>> _closest_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
+    {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
+    """
+    stored_transforms_of: dict[str, list[str]] = {}  # by parameter
+    for transform, parameter in stored_states:
+        stored_transforms_of.setdefault(parameter, []).append(transform)
+    closest_state_of: dict[ParamState, ParamState] = {}
+    for param_state, shapes in param_states.items():
+        parameter = param_state.parameter
+        candidates: list[str] = []
+        for transform in stored_transforms_of.get(parameter, ()):
+            if _can_come_from(shapes, stored_states[ParamState(transform, parameter)]):
+                candidates.append(transform)
+        closest_transform = _closest(param_state.transform, candidates)
+        if closest_transform is not None:
+            closest_state_of[param_state] = ParamState(closest_transform, parameter)
+    return closest_state_of
 
 
 def _can_come_from(shapes: Shapes, stored_shapes: Shapes) -> bool:
