@@ -282,13 +282,8 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
     for optimizer in optimizers:
         saved = _state_dict_of(form, optimizer)
         groups: list[Group] = saved["param_groups"]
-        # The numbers of all groups, in the order in which the optimizer has the parameters.
-        numbers: list[int] = []
-        for group in groups:
-            numbers += group["params"]
         ordered_names = _names_in_order(optimizer, groups, params, names)
-        _require_names(form, ordered_names, len(numbers), params)
-        name_of = dict(zip(numbers, ordered_names, strict=True))
+        name_of = _names_by_number(form, groups, ordered_names, params)
         for group in groups:
             for number in group["params"]:
                 name = name_of[number]
@@ -333,6 +328,20 @@ def _names_in_order(
     for group in groups:
         group_names += group.get("param_names", [])
     return group_names
+
+
+def _names_by_number(
+    form: Format, groups: Sequence[Group], ordered_names: Sequence[str], params: Mapping[str, Tensor]
+) -> dict[int, str]:
+    """Return a dict from the number of a parameter in the state dict to its name: ``{0: "fc.weight", 1: "fc.bias"}``.
+
+    ``ordered_names`` has the order in which the optimizer has the parameters. Raise unless all are names of ``params``.
+    """
+    numbers: list[int] = []
+    for group in groups:
+        numbers += group["params"]
+    _require_names(form, ordered_names, len(numbers), params)
+    return dict(zip(numbers, ordered_names, strict=True))
 
 
 def _require_names(form: Format, names: Sequence[str], count: int, params: Mapping[str, Tensor]) -> None:
