@@ -16,7 +16,7 @@ from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_o
 from muonfx.checkpoint.load import Target, load_checkpoint, require_no_arguments
 from muonfx.checkpoint.match import cast_of
 from muonfx.checkpoint.sources import Shapes, Sources, param_states_of, sources
-from muonfx.checkpoint.state_dicts import has_state_dict
+from muonfx.checkpoint.state_dicts import paths_of_state_dicts
 from muonfx.core import Transform
 from muonfx.core.chain_differences import CHAINS
 from muonfx.internal.display import Report, Shown, Table, format_list
@@ -63,10 +63,15 @@ class Continuation(Shown):
 
         A row is such as "adamw/mu/out  new, as init made it", or "muon/trace/out  dropped".
         """
-        rows = [(name, f"moved from {source}") for name, source in self.moved.items()]
-        rows += [(name, f"grown from {source}, the rest as init made it") for name, source in self.grown.items()]
-        rows += [(name, "new, as init made it") for name in self.new]
-        rows += [(name, "dropped") for name in self.dropped]
+        rows: list[tuple[str, str]] = []
+        for name, source in self.moved.items():
+            rows.append((name, f"moved from {source}"))
+        for name, source in self.grown.items():
+            rows.append((name, f"grown from {source}, the rest as init made it"))
+        for name in self.new:
+            rows.append((name, "new, as init made it"))
+        for name in self.dropped:
+            rows.append((name, "dropped"))
         parts: list[str | Table] = [f"{len(self.kept)} leaves kept"]
         if rows:
             parts.append(Table(("leaf", "state"), rows))
@@ -247,21 +252,32 @@ def _with_keys_of(
             params = unwrapped(group["param_names"]).values()
             if saved_params.isdisjoint(params):  # not the counterpart of the saved group
                 continue
-            new_keys: list[str] = []
-            for key in sorted(group.keys() - saved_group.keys() - _KEYS_WITHOUT_NUMBERS):
-                old_key = _old_key(key, group, saved_group)
-                if old_key is None:  # a number of a transform that the saved run did not have
+            old_key_of = _old_keys(group, saved_group)
+            for key, old_key in old_key_of.items():
+                if old_key is None:
                     converted_group[key] = group[key]
-                    new_keys.append(key)
                 else:
                     converted_group[key] = saved_group[old_key]
                     converted_group.pop(old_key, None)  # a second group with this parameter may have removed it
+            new_keys = [key for key, old_key in old_key_of.items() if old_key is None]
             if new_keys:
                 new_key_texts.append(
                     f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer"
                 )
         converted_groups.append(converted_group)
     return converted_groups, new_key_texts
+
+
+def _old_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> dict[str, str | None]:
+    """Return the numbers of a group that a saved group lacks, with the key under which each was saved, or None.
+
+    A number is not saved if its transform is new.
+
+    >>> _old_keys({"lr": 0.1, "inner.momentum.decay": 0.9, "scale.factor": 2.0}, {"lr": 0.1, "momentum.decay": 0.95})
+    {'inner.momentum.decay': 'momentum.decay', 'scale.factor': None}
+    """
+    missing_keys = group.keys() - saved_group.keys() - _KEYS_WITHOUT_NUMBERS
+    return {key: _old_key(key, group, saved_group) for key in sorted(missing_keys)}
 
 
 def _old_key(key: str, group: dict[str, Any], saved_group: dict[str, Any]) -> str | None:
@@ -273,8 +289,13 @@ def _old_key(key: str, group: dict[str, Any], saved_group: dict[str, Any]) -> st
     >>> _old_key("inner.momentum.decay", {"inner.momentum.decay": 0.9}, {"momentum.decay": 0.95})
     'momentum.decay'
     """
-    old_keys = [old_key for old_key in saved_group if key.endswith(f".{old_key}") and old_key not in group]
-    return max(old_keys, key=len, default=None)  # "momentum.decay" has more in common with the key than "decay"
+    old_keys: list[str] = []
+    for old_key in saved_group:
+        if key.endswith(f".{old_key}") and old_key not in group:
+            old_keys.append(old_key)
+    if not old_keys:
+        return None
+    return max(old_keys, key=len)  # "momentum.decay" has more in common with the key than "decay"
 
 
 _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules"])
@@ -303,9 +324,12 @@ class ChangedTarget(Target):
         new, the result is ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``.
         """
         # 1. The leaves of the checkpoint without parameters, and without the prefixes of wrappers such as "_orig_mod."
-        plain_name_of = plain_names(name for name in index.leaves if not in_section(name, PARAMS))
-        self.stored_name_of = {name: stored_name for stored_name, name in plain_name_of.items()}
-        self.stored = {name: index.leaves[stored_name].spec for name, stored_name in self.stored_name_of.items()}
+        state_names = [name for name in index.leaves if not in_section(name, PARAMS)]
+        self.stored_name_of = {}
+        self.stored = {}
+        for stored_name, name in plain_names(state_names).items():
+            self.stored_name_of[name] = stored_name
+            self.stored[name] = index.leaves[stored_name].spec
         # 2. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         stored_shapes = {name: spec.shape for name, spec in self.stored.items()}
@@ -396,7 +420,7 @@ class ChangedTarget(Target):
         texts = [f"{name!r} {shape}" for name, shape in shapes.items()]
         stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or ["no state"]
         advice = "to start the state again, do not call load_changed"
-        if has_state_dict(index.objects):
+        if paths_of_state_dicts(index.objects):
             advice = "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
         raise mismatch(
             self.where,
@@ -435,10 +459,11 @@ class ChangedTarget(Target):
     def _advice_on_narrowing(self, names: list[str]) -> list[str]:
         """Return what the caller can do about leaves of a narrower dtype: another chain, or `load` with ``cast=``."""
         like = "like" if self.objects is None else "optimizer"
+        cast = cast_of(names, self.expected.leaves)
         return [
             "to keep the values: use a chain with the state dtypes of the checkpoint",
-            f"to round: mfx.checkpoint.load(path, {like}, cast={cast_of(names, self.expected.leaves)}), with the "
-            "arguments that its error names for the other differences",
+            f"to round: mfx.checkpoint.load(path, {like}, cast={cast}), with the arguments that its error names for "
+            "the other differences",
         ]
 
     def _require_equal_counts(self) -> None:

@@ -34,7 +34,8 @@ _OTHER_WAY = (
 )
 """The way to load a state dict that this module does not read."""
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
+"""The keys from the root of a tree to a value in it, such as ``("optimizer", "param_groups", 0, "lr")``."""
 
 
 def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
@@ -55,7 +56,7 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     if GROUPS in index.objects:  # `muonfx.checkpoint.save` has written it
         return index
     _require_not_flattened(index.objects, where)
-    state_dict_paths = _paths_of_state_dicts(index.objects)
+    state_dict_paths = paths_of_state_dicts(index.objects)
     if not state_dict_paths:
         return index
     _require_single(state_dict_paths, where)
@@ -68,7 +69,7 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     return replace(index, leaves=leaves, objects={GROUPS: groups})
 
 
-def _require_single(state_dict_paths: Sequence[Path], where: str) -> None:
+def _require_single(state_dict_paths: Sequence[KeyPath], where: str) -> None:
     """Raise if there are state dicts of several optimizers, as ("optimizers", 0) and ("optimizers", 1)."""
     if len(state_dict_paths) > 1:
         texts = ", ".join([repr(name_of(path)) for path in state_dict_paths])
@@ -93,20 +94,15 @@ def _require_not_flattened(objects: Iterable[str], where: str) -> None:
                 )
 
 
-def has_state_dict(objects: Iterable[str]) -> bool:
-    """Return whether one of the values that are no tensors is an entry of a group in a state dict."""
-    return bool(_paths_of_state_dicts(objects))
-
-
-def _paths_of_state_dicts(objects: Iterable[str]) -> list[Path]:
+def paths_of_state_dicts(objects: Iterable[str]) -> list[KeyPath]:
     """Find the state dicts of optimizers by their groups: entries such as "optimizer/param_groups/0/lr".
 
     ``objects`` are the names of the values that are no tensors.
 
-    >>> _paths_of_state_dicts(["optimizer/param_groups/0/lr", "optimizer/param_groups/1/lr", "epoch"])
+    >>> paths_of_state_dicts(["optimizer/param_groups/0/lr", "optimizer/param_groups/1/lr", "epoch"])
     [('optimizer',)]
     """
-    paths: dict[Path, None] = {}  # each once, in order
+    paths: dict[KeyPath, None] = {}  # each once, in order
     for name in objects:
         keys = path_of(name)  # ("optimizer", "param_groups", 0, "lr")
         if GROUPS not in keys:
@@ -119,7 +115,7 @@ def _paths_of_state_dicts(objects: Iterable[str]) -> list[Path]:
     return list(paths)
 
 
-def _groups_below(path: Path, objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _groups_below(path: KeyPath, objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the param groups whose entries have names below a path, in the order of their numbers.
 
     >>> _groups_below(("optimizer", "param_groups"), {"optimizer/param_groups/0/lr": 0.1})
@@ -132,7 +128,7 @@ def _groups_below(path: Path, objects: Mapping[str, Any]) -> list[dict[str, Any]
     return groups
 
 
-def _nested_below(path: Path, values: Mapping[str, Any]) -> dict[Any, Any]:
+def _nested_below(path: KeyPath, values: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the values whose names begin with a path, and have at least two further levels, as nested dicts.
 
     >>> _nested_below(("optimizer", "param_groups"), {"optimizer/param_groups/0/lr": 0.1, "epoch": 3})
@@ -208,7 +204,7 @@ def _renamed_leaves(
     return new_leaves
 
 
-def _levels_of_key(key: str) -> Path:
+def _levels_of_key(key: str) -> KeyPath:
     """Return the path in the state of a key of ``optimizer.state``.
 
     >>> _levels_of_key("muon.0.trace")
