@@ -430,7 +430,7 @@ def clean(path: StrPath) -> list[Path]:
     removed: list[Path] = []
     try:
         for folder in [path, *_by_step(path)]:
-            removed += _unnamed_files(folder, ("dead", "unknown"), remove=True)
+            removed += _leftover_files(folder, ("dead", "unknown"), remove=True)
             _remove_if_empty(folder, path)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be removed: {error.strerror}") from error
@@ -452,7 +452,7 @@ def remove_files_of_killed_saves(path: Path) -> None:
         has_lock = any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
         if not has_lock and _may_exist(folder / INDEX):
             continue
-        _unnamed_files(folder, ("dead",), remove=True)
+        _leftover_files(folder, ("dead",), remove=True)
         _remove_if_empty(folder, path)
 
 
@@ -471,7 +471,7 @@ def _warn_of_leftovers(folder: Path) -> None:
     """
     files: list[Path] = []
     for checkpoint in _by_step(folder):
-        files += unknown_files(checkpoint)
+        files += _leftover_files(checkpoint, ("unknown",))
     nbytes = 0
     for file in files:
         if file.suffix == ".lock":  # a few bytes, and the only file of a save that has just begun
@@ -548,28 +548,28 @@ def _may_exist(path: Path) -> bool:
         return True
 
 
-def _unnamed_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
+def _leftover_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
     """Return the files that saves have left in a checkpoint's folder, and that its index does not name.
 
     The index names the data files of the checkpoint that is in the folder now. Only files of saves with one of the
     ``verdicts`` are returned: ``("dead",)`` for killed saves. With ``remove=True`` they are also removed.
     """
-    unnamed: list[Path] = []
+    leftovers: list[Path] = []
     for save_id, names in _names_by_save(folder).items():
         with ExitStack() as stack:  # holds the lock of a dead save
             if _verdict(folder, save_id, stack) not in verdicts:
                 continue
             try:
                 # Read after the verdict: a save that has just ended has been named, and its lock is gone.
-                named = _names_in_index(folder)
+                names_in_index = _names_in_index(folder)
             except (OSError, CheckpointError):
-                return unnamed  # any file may belong to an index that cannot be read
-            files = [folder / name for name in names if name not in named]
+                return leftovers  # any file may belong to an index that cannot be read
+            files = [folder / name for name in names if name not in names_in_index]
             if remove:  # within the block, in which no other process can judge this save
                 for file in files:
                     file.unlink(missing_ok=True)
-            unnamed += files
-    return unnamed
+            leftovers += files
+    return leftovers
 
 
 def _names_by_save(folder: Path) -> dict[str, list[str]]:
@@ -594,8 +594,3 @@ def _names_in_index(folder: Path) -> set[str]:
         return {file.name for file in read_index(folder / INDEX, with_leaves=False).files}
     except FileNotFoundError:
         return set()
-
-
-def unknown_files(folder: Path) -> list[Path]:
-    """Return the files in a checkpoint's folder of saves of which this machine cannot find out if they still run."""
-    return _unnamed_files(folder, ("unknown",))
