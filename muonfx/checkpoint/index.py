@@ -358,7 +358,8 @@ def _require_shape_of_tensor(name: str, shape: tuple[Any, ...], itemsize: int) -
     shape (0, 2**62, 4) has no elements, and a stride of 2**64, which is no int of torch.
     """
     _require_sizes(shape)
-    strides_fit = prod(size for size in shape if size != 0) * itemsize <= _BIGGEST
+    other_sizes = [size for size in shape if size != 0]
+    strides_fit = prod(other_sizes) * itemsize <= _BIGGEST
     if len(shape) > _MOST_DIMS or not strides_fit:
         raise ValueError(f"{name!r} has the shape {shape!r:.80}, which no tensor can have")
 
@@ -455,11 +456,17 @@ def _dict_to_json(values: dict[Any, Any], name: str) -> dict[str, Any]:
     ({'gamma': 0.5}, {'~dict': [[30, 0.5]]})
     """
     json_of_key = {key: to_json(value, f"{name}/{key}") for key, value in values.items()}
-    # JSON would turn the key 30 into "30". A list of pairs keeps the type of each key.
-    if type(values) is not Counter and all(map(_is_plain_key, values)):
+    is_counter = type(values) is Counter
+    has_plain_keys = all(map(_is_plain_key, values))
+    if has_plain_keys and not is_counter:
         return json_of_key
-    tag = "~counter" if type(values) is Counter else "~dict"
-    return {tag: [[to_json(key, f"{name}/{key}"), value] for key, value in json_of_key.items()]}
+    # JSON would turn the key 30 into "30". A list of pairs keeps the type of each key.
+    pairs: list[list[Any]] = []
+    for key, json_value in json_of_key.items():
+        json_key = to_json(key, f"{name}/{key}")
+        pairs.append([json_key, json_value])
+    tag = "~counter" if is_counter else "~dict"
+    return {tag: pairs}
 
 
 def _is_plain_key(key: object) -> bool:
@@ -482,7 +489,8 @@ def from_json(written: Any) -> Any:
     ((tag, content),) = written.items()  # one member, such as {"~tuple": [1, 2]}; ValueError for more
     if tag not in _DECODERS:
         raise ValueError(f"{tag!r} is not a kind of value in a checkpoint")
-    return _DECODERS[tag](from_json(content))
+    decode = _DECODERS[tag]
+    return decode(from_json(content))
 
 
 def _counter(items: list[Any]) -> Counter[Any]:

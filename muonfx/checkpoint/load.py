@@ -159,8 +159,11 @@ def _load_optimizer(
 
     ``rules`` are the arguments of `Rules`.
     """
-    objects = {GROUPS} if scheduler is None else {GROUPS, SCHEDULER}
-    objects = objects.difference(patterns_of("allow_extra", rules["allow_extra"]))
+    # The values that are no tensors: ``allow_extra=["param_groups"]`` loads all but the groups.
+    objects = {GROUPS}
+    if scheduler is not None:
+        objects.add(SCHEDULER)
+    objects.difference_update(patterns_of("allow_extra", rules["allow_extra"]))
     optimizer.follow_model()  # it may have been sharded since the last step
     tx = optimizer.transform
     # 1. Everything is read before anything is changed.
@@ -170,7 +173,9 @@ def _load_optimizer(
     if params is not None:
         loaded_params = _params_of_save(index.save_id, path, params, tx, group)
     # 2. The optimizer first: it refuses groups of other parameters.
-    groups = index.objects.get(GROUPS) if GROUPS in objects else None
+    groups: list[dict[str, Any]] | None = None
+    if GROUPS in objects:
+        groups = index.objects.get(GROUPS)
     try:
         optimizer.load_transform_state(loaded_state, groups)
     except ValueError as error:
@@ -273,15 +278,16 @@ def read(path: StrPath) -> dict[str, Tensor]:
     >>> mfx.checkpoint.read(mfx.checkpoint.save(tempfile.mkdtemp(), {"trace": {"w": torch.ones(2)}}))
     {'trace/w': tensor([1., 1.])}
     """
+    return with_reader(folder_named(path), _read_all)
 
-    def read_all(reader: DataReader) -> dict[str, Tensor]:
-        """Allocate all leaves and read their values."""
-        specs = {name: leaf.spec for name, leaf in reader.index.leaves.items()}
-        leaves = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
-        reader.read(reader.transfers_to(leaves))
-        return leaves
 
-    return with_reader(folder_named(path), read_all)
+def _read_all(reader: DataReader) -> dict[str, Tensor]:
+    """Allocate all leaves of an opened checkpoint in host memory, and read their values."""
+    leaves: dict[str, Tensor] = {}
+    for name, leaf in reader.index.leaves.items():
+        leaves[name] = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype)
+    reader.read(reader.transfers_to(leaves))
+    return leaves
 
 
 def verify(path: StrPath) -> Index:
@@ -517,11 +523,13 @@ class Target:
         named = named_tensors(like, section)
         chain = None if section == PARAMS else tx  # parameters do not depend on the chain
         expected = spec_of_named(named, like, chain)
-        # Leaves that are None have no values, so they are only in `expected`.
-        leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
-        if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
-            for name, leaf in leaves.items():
+        leaves: dict[str, Any] = {}
+        for name, leaf in named.items():
+            if leaf is None:  # it has no values, so it is only in `expected`
+                continue
+            if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
                 require_whole(name, leaf, "pass group=")
+            leaves[name] = leaf
         return cls(leaves, expected, checked_rules, where, local_tx, section=section, **options)
 
     def translated(self, index: Index) -> Index:

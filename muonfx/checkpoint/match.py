@@ -6,7 +6,7 @@ that only moved in the tree. All other leaves have equal names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -231,9 +231,16 @@ def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str
     if has_only_scalars:
         return dict(moved)
     # The moves that leaves of parameters show, as texts: "'adam' as 'new/adam'".
-    moves_of_parameters = {_move(name, stored_name) for name, stored_name in moved.items() if shapes[name] != ()}
+    moves_of_parameters: set[str] = set()
+    for name, stored_name in moved.items():
+        if shapes[name] != ():
+            moves_of_parameters.add(_move(name, stored_name))
     # These leaves themselves, and the step counts with one of their moves.
-    return {name: stored for name, stored in moved.items() if _move(name, stored) in moves_of_parameters}
+    moved_together: dict[str, str] = {}
+    for name, stored_name in moved.items():
+        if _move(name, stored_name) in moves_of_parameters:
+            moved_together[name] = stored_name
+    return moved_together
 
 
 def _with_moved_leaves(
@@ -443,14 +450,18 @@ class _Comparison:
             advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
         return _Differences(problems, advice)
 
+    def stored_leaves(self) -> Iterator[tuple[str, Spec, str]]:
+        """Yield the name, the expected shape and dtype, and the name in the checkpoint of each leaf that it has."""
+        for name, spec in self.expected.leaves.items():
+            if name in self.stored_name_of:  # else it is missing, or kept as it is in `like`
+                yield name, spec, self.stored_name_of[name]
+
     def of_shapes(self) -> _Differences:
         """Return the leaves of other shapes, which no rule allows. The advice is about all of them together."""
         problems: list[str] = []
         reshaped_names: list[str] = []
-        for name, spec in self.expected.leaves.items():
-            if name not in self.stored_name_of:  # missing, or kept as it is in `like`
-                continue
-            stored_shape = self.index.leaves[self.stored_name_of[name]].spec.shape
+        for name, spec, stored_name in self.stored_leaves():
+            stored_shape = self.index.leaves[stored_name].spec.shape
             if stored_shape != spec.shape:
                 problems.append(reshaped(name, stored_shape, spec.shape))
                 reshaped_names.append(name)
@@ -471,24 +482,25 @@ class _Comparison:
         problems: list[str] = []
         advice: list[str] = []
         narrowed_names: list[str] = []
-        for name, spec in self.expected.leaves.items():
-            if name not in self.stored_name_of:  # missing, or kept as it is in `like`
-                continue
-            stored_name = self.stored_name_of[name]
+        for name, spec, stored_name in self.stored_leaves():
             dtype = spec.dtype
             stored_dtype = self.index.leaves[stored_name].spec.dtype
+            if stored_dtype == dtype and not self.rules.cast:  # the usual case
+                continue
             cast_dtypes = {cast_dtype for pattern, cast_dtype in self.rules.cast.items() if matches(pattern, name)}
             # Codes of a quantized state are never converted, also if `cast=` allows it.
             if stored_dtype != dtype and _has_codes(stored_name, self.index.leaves):
                 problems.append(f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}")
-            elif cast_dtypes == {dtype}:  # the caller has allowed rounding
                 continue
-            elif cast_dtypes:
+            if cast_dtypes == {dtype}:  # the caller has allowed rounding
+                continue
+            if cast_dtypes:
                 problems.append(_other_cast(name, dtype, cast_dtypes))
                 advice.append(
                     "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
                 )
-            elif not widens(stored_dtype, dtype):
+                continue
+            if not widens(stored_dtype, dtype):
                 problems.append(narrowing(name, stored_dtype, dtype))
                 narrowed_names.append(name)
         if narrowed_names:

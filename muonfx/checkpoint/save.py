@@ -364,27 +364,37 @@ def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
     """
     params = _params_or_floats(leaves)
     dtypes = frozenset(leaf.dtype for leaf in params)
-    device = torch.device(params[0].device) if params else None
+    device: torch.device | None = None
+    if params:
+        device = torch.device(params[0].device)
     cache_key = ("checkpoint", dtypes, device)  # all that the result depends on, besides the transform
-    is_current = cache_key in tx.derived and not tx.tensors  # a number in a tensor may have changed in place
-    if not is_current:
-        plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
-        products: dict[str, str] = {}
-        if device is not None:
-            products = product_dtypes(plain_tx, dtypes, device)
-        tx.derived[cache_key] = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
-    return tx.derived[cache_key]
+    has_fixed_numbers = not tx.tensors  # a number in a tensor may have changed in place
+    if has_fixed_numbers and cache_key in tx.derived:
+        return tx.derived[cache_key]
+    plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
+    products: dict[str, str] = {}
+    if device is not None:
+        products = product_dtypes(plain_tx, dtypes, device)
+    index = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
+    tx.derived[cache_key] = index
+    return index
 
 
 def _params_or_floats(leaves: Mapping[str, Any]) -> list[Any]:
     """Return the floating-point parameters among the leaves; without any, all floating-point leaves.
 
     The dtypes of matrix products depend on the parameters' dtypes. Parameters that are not saved are assumed to have
-    the dtypes of the state.
+    the dtypes of the state. Of "count", "trace/w" and "params/w", the result has "params/w"; without that, "trace/w".
     """
-    float_leaves = {name: leaf for name, leaf in leaves.items() if leaf.dtype.is_floating_point}
-    params = [leaf for name, leaf in float_leaves.items() if in_section(name, PARAMS)]
-    return params or list(float_leaves.values())
+    params: list[Any] = []
+    float_leaves: list[Any] = []
+    for name, leaf in leaves.items():
+        if not leaf.dtype.is_floating_point:  # such as a step count
+            continue
+        float_leaves.append(leaf)
+        if in_section(name, PARAMS):
+            params.append(leaf)
+    return params or float_leaves
 
 
 # ------------------------------------------------------------------------------------------------------- the background

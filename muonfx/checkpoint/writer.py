@@ -393,8 +393,7 @@ def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, P
         if difference is not None:
             differences.append(f"the leaf {name!r} {difference}")
         plan[name] = PlannedLeaf(spec, {box: list(ranks) for box, ranks in checksums_of_box.items()})
-    if differences:
-        raise _unequal_replicas(differences)
+    _require_equal_replicas(differences)
     return plan
 
 
@@ -447,12 +446,13 @@ def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks:
     is_plain = any(leaf.is_plain for leaf in holders.values())
     if not is_plain:  # shards on some ranks are enough if they fill the leaf, which the caller checks
         return
-    holding = [rank for rank, leaf in holders.items() if leaf.checksums]  # a checksum for each shard on the rank
-    missing = [rank for rank in range(ranks) if rank not in holders]
+    holding_ranks = [rank for rank, leaf in holders.items() if leaf.checksums]  # one for each shard on the rank
+    missing_ranks = [rank for rank in range(ranks) if rank not in holders]
     raise CheckpointError(
-        f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holding)} and missing on "
-        f"{listed(missing)}, expected equal values on all ranks: save it on all ranks or on none. If each rank has "
-        "its own parameters, as in a pipeline, mark those that it holds by FlatShard.cut(tensor, 0, tensor.numel())"
+        f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holding_ranks)} and missing on "
+        f"{listed(missing_ranks)}, expected equal values on all ranks: save it on all ranks or on none. If each rank "
+        "has its own parameters, as in a pipeline, mark those that it holds by FlatShard.cut(tensor, 0, "
+        "tensor.numel())"
     )
 
 
@@ -478,19 +478,21 @@ def _difference_of_replicas(spec: Spec, checksums_of_box: Mapping[Box, Mapping[i
     return None
 
 
-def _unequal_replicas(differences: Sequence[str]) -> CheckpointError:
-    """Return the error of a save in which ranks hold different bits of one tensor, which must be equal on all of them.
+def _require_equal_replicas(differences: Sequence[str]) -> None:
+    """Raise if ranks hold different bits of one leaf, which must be equal on all of them.
 
-    It has the first of the ``differences``, texts such as "the leaf 'w' has other values on rank 1 than on rank 0", and
-    counts the others.
+    ``differences`` has a text for each such leaf: "the leaf 'w' has other values on rank 1 than on rank 0". The error
+    has the first of them, and counts the others.
     """
-    more = ""
+    if not differences:
+        return
+    difference = differences[0]
     if len(differences) > 1:
-        more = f" (and {len(differences) - 1} other leaves differ)"
-    return CheckpointError(
-        f"nothing was written: {differences[0]}{more}, expected equal bits, because all of these ranks hold it. If "
-        "they are replicas, make them equal with muonfx.sharding.broadcast(params, layout), or load one checkpoint on "
-        "all ranks. If each rank has values of its own, give them different names, or save them without group= to "
+        difference += f" (and {len(differences) - 1} other leaves differ)"
+    raise CheckpointError(
+        f"nothing was written: {difference}, expected equal bits, because all of these ranks hold it. If they are "
+        "replicas, make them equal with muonfx.sharding.broadcast(params, layout), or load one checkpoint on all "
+        "ranks. If each rank has values of its own, give them different names, or save them without group= to "
         "different paths"
     )
 
