@@ -213,20 +213,33 @@ def _sources_of_scalar(
     transform, _, variable = name.rpartition("/")
     # 1. The counts of the transforms from which the parameters of this transform come.
     candidates: dict[str, None] = {}  # each once, in order
-    for param_state, stored_state in stored_state_of.items():
-        stored_transform = _stored_transform(transform, param_state.transform, stored_state.transform)
-        if stored_transform is not None:  # the parameter is in this transform, or in one inside it
-            candidate = f"{stored_transform}/{variable}".removeprefix("/")  # "" is the outermost transform
-            if stored.get(candidate) == ():
-                candidates[candidate] = None
+    for stored_transform in _stored_transforms(transform, stored_state_of):
+        candidate = f"{stored_transform}/{variable}".removeprefix("/")  # "" is the outermost transform
+        if stored.get(candidate) == ():
+            candidates[candidate] = None
     if candidates:
         return list(candidates)
+    # 2. All parameters of the transform are new, and so are their steps.
     if any(param_state.transform == transform for param_state in param_states):
-        return []  # all its parameters are new, and so are their steps
-    # 2. A transform without parameters of its own.
+        return []
+    # 3. A transform without parameters of its own.
     if stored.get(name) == ():
         return [name]
     return _closest_scalar(name, stored)
+
+
+def _stored_transforms(transform: str, stored_state_of: Mapping[ParamState, ParamState]) -> list[str]:
+    """Return the name in the checkpoint of a transform, from each parameter in it, or in a transform inside it.
+
+    >>> _stored_transforms("new", {ParamState("new/adam", "w"): ParamState("old/adam", "w")})
+    ['old']
+    """
+    stored_transforms: list[str] = []
+    for param_state, stored_state in stored_state_of.items():
+        stored_transform = _stored_transform(transform, param_state.transform, stored_state.transform)
+        if stored_transform is not None:
+            stored_transforms.append(stored_transform)
+    return stored_transforms
 
 
 def _closest_scalar(name: str, stored: Shapes) -> list[str]:
