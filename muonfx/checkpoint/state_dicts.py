@@ -16,7 +16,7 @@ A step count is stored once for each parameter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -176,13 +176,11 @@ def _renamed_leaves(
     """
     # 1. The entries of each parameter by its name. A key of the state dict may be a number instead.
     entries_of: dict[str, Mapping[Any, Any]] = {}
-    params_with_key: Counter[Any] = Counter()  # the number of parameters that have an entry with this key
     for param_key, entries in state.items():
         param_name = param_name_of.get(str(param_key), str(param_key))
         entries_of[param_name] = entries
-    for entries in entries_of.values():
-        params_with_key.update(entries.keys())
     # 2. The new name of each leaf.
+    keys_of_all = _keys_of_all(entries_of.values())
     plain_name_of = unwrapped(entries_of)
     expected_name_of = _expected_names(names)
     new_leaves: dict[str, Leaf] = {}
@@ -191,8 +189,7 @@ def _renamed_leaves(
         for key, leaf in entries.items():
             if not isinstance(leaf, Leaf):  # a dict in the state of another optimizer
                 continue
-            is_of_all = params_with_key[key] == len(entries_of)
-            is_step_count = is_of_all and leaf.spec.shape == ()  # stored for each parameter, and one leaf here
+            is_step_count = key in keys_of_all and leaf.spec.shape == ()  # stored for each parameter, one leaf here
             levels = _levels_of_key(key)
             if not is_step_count:
                 levels = (*levels, param_name)
@@ -202,6 +199,18 @@ def _renamed_leaves(
             new_name = expected_name_of.get((key, plain_name), new_name)
             new_leaves[new_name] = leaf
     return new_leaves
+
+
+def _keys_of_all(entries_of_params: Collection[Mapping[Any, Any]]) -> set[Any]:
+    """Return the keys that the entries of all parameters have, such as that of a step count.
+
+    >>> _keys_of_all([{"muon.trace": 1, "schedule.count": 2}, {"adamw.mu": 3, "schedule.count": 2}])
+    {'schedule.count'}
+    """
+    params_with_key: Counter[Any] = Counter()
+    for entries in entries_of_params:
+        params_with_key.update(entries.keys())
+    return {key for key, number in params_with_key.items() if number == len(entries_of_params)}
 
 
 def _levels_of_key(key: str) -> KeyPath:
