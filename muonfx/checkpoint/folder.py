@@ -203,7 +203,9 @@ def _why_no_checkpoint(path: Path) -> str:
         if not path.exists():
             return f"there is no checkpoint at {path}: no such folder"
         if not path.is_dir():
-            advice = _TORCH_SAVE_ADVICE if _is_of_torch_save(path) else ""
+            advice = ""
+            if _is_of_torch_save(path):
+                advice = _TORCH_SAVE_ADVICE
             return f"there is no checkpoint at {path}: a checkpoint is a folder, this is a file{advice}"
         inner = checkpoints(path)
         if inner:
@@ -281,7 +283,10 @@ def _errors_of_folder(folder: Path) -> Generator[None]:
 def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
     """Return the error of a damaged checkpoint; None if all files are good. With ``verify``, read every byte."""
     try:
-        with_reader(path, lambda reader: reader.verify() if verify else None)
+        if verify:
+            with_reader(path, DataReader.verify)
+        else:
+            with_reader(path, lambda reader: None)  # opens the files, which checks their sizes and headers
     except CheckpointError as error:
         return error
     return None
@@ -447,13 +452,16 @@ def remove_files_of_killed_saves(path: Path) -> None:
     if step_of(path) is not None:  # named as "step-000000100"
         folders = _by_step(path.parent)
     for folder in folders:
-        # A save locks a file ".save-<id>.lock" while it runs, and leaves it if it is killed. A folder with an index
-        # and without a lock is an ordinary checkpoint. To skip it saves reading its index.
-        has_lock = any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
-        if not has_lock and _may_exist(folder / INDEX):
+        # A folder with an index and without a lock is an ordinary checkpoint. To skip it saves reading its index.
+        if not _has_lock(folder) and _may_exist(folder / INDEX):
             continue
         _leftover_files(folder, ("dead",), remove=True)
         _remove_if_empty(folder, path)
+
+
+def _has_lock(folder: Path) -> bool:
+    """Return whether a folder has a file ".save-<id>.lock", which a save locks while it runs, and leaves if killed."""
+    return any(lock_name(save_id) in names for save_id, names in _names_by_save(folder).items())
 
 
 def _remove_if_empty(folder: Path, kept: Path) -> None:

@@ -575,8 +575,9 @@ class Target:
             stored_name = stored_name_of[name]
             if stored_name is None:  # missing, and the caller allows it
                 # An optimizer keeps its tensor, which the first step initializes again if weights are loaded later.
-                is_of_optimizer = self.objects is not None
-                leaves[name] = leaf if is_of_optimizer else self._copy(name, leaf)
+                leaves[name] = leaf
+                if self.objects is None:  # `like` is no optimizer
+                    leaves[name] = self._copy(name, leaf)
                 continue
             # A step count may be read once for several leaves: a state that is divided into two labels has two counts.
             if stored_name not in destinations:
@@ -713,7 +714,9 @@ def _without_common_tensors(leaves: Mapping[str, Any]) -> dict[str, Any]:
     separate_leaves: dict[str, Any] = {}
     used_ids: set[int] = set()  # equal ids show that it is one tensor
     for name, leaf in leaves.items():
-        separate_leaves[name] = leaf.clone() if id(leaf) in used_ids else leaf
+        separate_leaves[name] = leaf
+        if id(leaf) in used_ids:
+            separate_leaves[name] = leaf.clone()
         used_ids.add(id(leaf))
     return separate_leaves
 

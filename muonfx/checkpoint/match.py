@@ -425,7 +425,9 @@ class _Comparison:
         renaming = None
         if not self.rules.rename:  # else the caller's own did not help, so no other is derived
             renaming = prefix_renaming(extra, missing)
-        return repr(renaming) if renaming else "{name in the checkpoint: name in `like`}"
+        if not renaming:
+            return "{name in the checkpoint: name in `like`}"
+        return repr(renaming)
 
     def of_objects(self) -> _Differences:
         """Compare the param groups and the scheduler of an optimizer, which the checkpoint or the caller may lack.

@@ -226,7 +226,9 @@ class Writer(_InFolder, StorageWriter):
         except BaseException:  # on rank 0, no file of this save stays
             self._abandon()
             raise
-        nbytes = 0 if written.shards.file is None else written.shards.file.nbytes
+        nbytes = 0
+        if written.shards.file is not None:
+            nbytes = written.shards.file.nbytes
         # DCP sends results to the coordinator unread, so one is enough, and its index may be empty.
         return _done([WriteResult(MetadataIndex(""), nbytes, written)])
 
@@ -365,7 +367,9 @@ def _has_tensor_values(item: WriteItem) -> bool:
     data = item.tensor_data
     if data is None:  # a value that is no tensor
         return False
-    return 0 not in data.chunk.sizes or 0 in data.size
+    has_elements = 0 not in data.chunk.sizes
+    is_empty_tensor = 0 in data.size
+    return has_elements or is_empty_tensor
 
 
 def _shard_of(item: WriteItem, planner: SavePlanner, name: str) -> tuple[Spec, Entry]:

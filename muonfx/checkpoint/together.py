@@ -224,7 +224,9 @@ def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoR
     message = _message_of_all(error_of_rank, path)
     errors = list(error_of_rank.values())
     errors_of_replacement = [error for error in errors if isinstance(error, ReplacedError)]
-    chosen_error = [*errors_of_replacement, *errors][0]
+    chosen_error = errors[0]
+    if errors_of_replacement:
+        chosen_error = errors_of_replacement[0]
     if not isinstance(chosen_error, CheckpointError):
         raise CheckpointError(message) from chosen_error
     # A copy with this message, which keeps the other attributes.

@@ -94,9 +94,10 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         problems += moment_problems
         unused_names.difference_update(names)
         if "count" in part._fields:
-            step_of_own = {name: step_of[name] for name in names if name in step_of}
-            # A schedule has no parameters of its own, and counts the steps of all.
-            problems += _fill_count(part.count, f"{path}count", step_of_own or step_of, step)
+            steps_of_params = {name: step_of[name] for name in names if name in step_of}
+            if not steps_of_params:  # a schedule has no parameters of its own, and counts the steps of all
+                steps_of_params = step_of
+            problems += _fill_count(part.count, f"{path}count", steps_of_params, step)
     for name in unused_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
@@ -184,12 +185,11 @@ def _require_heavy_ball(tx: Transform, heavy_ball: bool) -> None:
         part_heavy_ball = part.arguments.get("heavy_ball", heavy_ball)  # a transform without momentum has none
         if part_heavy_ball == heavy_ball:
             continue
-        combines = "averages" if heavy_ball else "sums"
-        expected = "a sum" if heavy_ball else "an average"
         advice = f"use the chain of convert.recipe, or one with momentum(heavy_ball={heavy_ball})"
         if heavy_ball:
             advice += ", which muonfx.Muon and muon_with_adamw do not have"
-        raise ValueError(f"{part!r} {combines} gradients, expected {expected} as in the source: {advice}")
+            raise ValueError(f"{part!r} averages gradients, expected a sum as in the source: {advice}")
+        raise ValueError(f"{part!r} sums gradients, expected an average as in the source: {advice}")
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
