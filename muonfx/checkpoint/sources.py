@@ -278,19 +278,23 @@ def _stored_transform(transform: str, inner: str, stored_inner: str) -> str | No
     >>> _stored_transform("chain", "chain/adamw/adam", "xadamw/adam") is None
     True
     """
-    levels = _levels(transform)
-    inner_levels = _levels(inner)
-    stored_inner_levels = _levels(stored_inner)
-    if inner_levels[: len(levels)] != levels:  # `inner` is inside another transform
+    levels = _with_slashes(transform)
+    inner_levels = _with_slashes(inner)
+    stored_inner_levels = _with_slashes(stored_inner)
+    if not f"{inner_levels}/".startswith(f"{levels}/"):  # `inner` is inside another transform
         return None
-    # "chain" of "chain/adamw/adam" has ["adamw", "adam"] below it. Without these, "old/adamw/adam" is "old".
-    levels_between = inner_levels[len(levels) :]
-    depth = len(stored_inner_levels) - len(levels_between)  # the number of levels of the transform in the checkpoint
-    if depth < 0 or stored_inner_levels[depth:] != levels_between:
+    # "/chain" of "/chain/adamw/adam" has "/adamw/adam" below it. Without these, "/old/adamw/adam" is "/old".
+    levels_below = inner_levels.removeprefix(levels)
+    if not stored_inner_levels.endswith(levels_below):
         return None
-    return "/".join(stored_inner_levels[:depth])
+    return stored_inner_levels.removesuffix(levels_below).removeprefix("/")
 
 
-def _levels(name: str) -> list[str]:
-    """Return the levels of a name; the name of the outermost transform, "", has none."""
-    return name.split("/") if name else []
+def _with_slashes(name: str) -> str:
+    """Return a name with "/" before each level: "/adamw/adam"; the name of the outermost transform, "", has no level.
+
+    So it begins or ends with another name only if whole levels are equal.
+    """
+    if name == "":
+        return ""
+    return f"/{name}"
