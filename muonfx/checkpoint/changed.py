@@ -269,33 +269,22 @@ def _with_keys_of(
 
 
 def _old_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> dict[str, str | None]:
-    """Return the numbers of a group that a saved group lacks, with the key under which each was saved, or None.
+    """Return the keys of the numbers that a saved group lacks, with the key under which each was saved, or None.
 
-    A number is not saved if its transform is new.
+    The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". A
+    number is not saved if its transform is new.
 
     >>> _old_keys({"lr": 0.1, "inner.momentum.decay": 0.9, "scale.factor": 2.0}, {"lr": 0.1, "momentum.decay": 0.95})
     {'inner.momentum.decay': 'momentum.decay', 'scale.factor': None}
     """
     missing_keys = group.keys() - saved_group.keys() - _KEYS_WITHOUT_NUMBERS
-    return {key: _old_key(key, group, saved_group) for key in sorted(missing_keys)}
-
-
-def _old_key(key: str, group: dict[str, Any], saved_group: dict[str, Any]) -> str | None:
-    """Return the name under which a key of a group was saved; None if it was not.
-
-    The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". If
-    the group has both keys, "momentum.decay" is of another transform, and keeps its name.
-
-    >>> _old_key("inner.momentum.decay", {"inner.momentum.decay": 0.9}, {"momentum.decay": 0.95})
-    'momentum.decay'
-    """
-    old_keys: list[str] = []
-    for old_key in saved_group:
-        if key.endswith(f".{old_key}") and old_key not in group:
-            old_keys.append(old_key)
-    if not old_keys:
-        return None
-    return max(old_keys, key=len)  # "momentum.decay" has more in common with the key than "decay"
+    # "momentum.decay" may have been the key of "inner.momentum.decay", unless the group still has it for another one.
+    free_keys = [saved_key for saved_key in saved_group if saved_key not in group]
+    old_key_of: dict[str, str | None] = {}
+    for key in sorted(missing_keys):
+        old_keys = [free_key for free_key in free_keys if key.endswith(f".{free_key}")]
+        old_key_of[key] = max(old_keys, key=len, default=None)  # "momentum.decay" has more in common than "decay"
+    return old_key_of
 
 
 _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules"])
