@@ -99,7 +99,7 @@ def _transfers_of(name: str, stored: Leaf, leaf: Any) -> list[Transfer]:
     """
     transfers: list[Transfer] = []
     for box, values in shards_of(leaf).items():
-        if not box.numel:  # a leaf without elements has one empty shard
+        if not values.numel():  # a leaf without elements has one empty shard
             continue
         for chunk in stored.chunks:
             if chunk.box == box:  # the usual case, in which no boxes need be computed
