@@ -172,6 +172,10 @@ class Orthogonalizer:
 
         self._constant_fields = constant_fields
 
+    def check_options(self) -> None:
+        """Make a plan for a matrix of shape (0, 0), which raises now if an option is malformed."""
+        self._plan(0, 0, torch.float32, torch.device("cpu"), self._polynomials)
+
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
         """Return how to orthogonalize matrices of one shape, dtype and device: a `Plan` (dtype, method, products).
 

@@ -104,9 +104,8 @@ def orthogonalize(
         >>> bool((u.diagonal() - 1).abs().max() < 0.2)
         True
     """
-    # Only for its errors: it raises if an option is malformed.
-    polar.explain((0, 0), coefficients=coefficients, steps=steps, method=method, dtype=dtype, products=products)
     orthogonalizer = Orthogonalizer(coefficients, steps, method, dtype, products)
+    orthogonalizer.check_options()
 
     def init(params: PyTree) -> EmptyState:
         Matrices(view, params, named=True)  # raises if a leaf is not a matrix
