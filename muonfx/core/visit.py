@@ -314,7 +314,11 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
     def record(index: int, inner_params: PyTree) -> None:
         params_of[index] = inner_params
 
-    recorders = [_recorder(inner, index, record, replaced) for index, inner in enumerate(tx.children)]
+    # Recorded without the checks of a factory, which would take longer than `init` itself.
+    factory: Any = _recorder
+    recorders: list[Transform] = []
+    for index, inner in enumerate(tx.children):
+        recorders.append(Transform._record(factory, inner, index, record, replaced))
     tx_with_recorders = tx.with_children(recorders)
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
