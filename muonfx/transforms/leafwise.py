@@ -324,7 +324,8 @@ def leafwise(
             return _formula(constructor, reads_params, *args, **kwargs).functions()
 
         def locality_of_transform(*args: object, **kwargs: object) -> Locality:
-            return _formula(constructor, reads_params, *args, **kwargs).locality_of_transform(locality)
+            state, step = constructor(*args, **kwargs)  # `init_and_update` has checked them
+            return _locality_of_transform(constructor.__name__, state, step, locality)
 
         as_transform = transform(
             locality=locality_of_transform,  # how much of a leaf an element of the result depends on
@@ -421,6 +422,32 @@ def _extra_names(step: Step) -> tuple[str, ...]:
     return code.co_varnames[first : first + code.co_kwonlyargcount]
 
 
+def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_step: Locality) -> Locality:
+    """Return the locality of a leafwise transform: how much of its input one element of its result depends on.
+
+    It is the locality of the step, with two exceptions. Quantized state raises ELEMENT (the same element of the
+    inputs) to LEAF (the whole leaf). A step that sums over leaves has the locality TREE (all leaves).
+
+    Args:
+        name: the name of the transform, for an error.
+        state: the declared state, such as ``MomentumState(trace=Slot())``.
+        step: the function that computes one update.
+        locality_of_step: the locality that the author of the transform has declared.
+    """
+    locality = locality_of_step
+    slots = [item for item in tree.leaves(state) if isinstance(item, Slot)]
+    if any(isinstance(slot.dtype, QuantizedDtype) for slot in slots):  # the elements of a block share a scale
+        locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
+    if "sum_over_leaves" not in _extra_names(step):
+        return locality
+    if locality is not Locality.ELEMENT:
+        raise TypeError(
+            f"{name}: found the locality {locality.name} and a step with sum_over_leaves, which runs on shards, "
+            "expected ELEMENT: leave out quantized dtypes, or use muonfx.transform"
+        )
+    return Locality.TREE
+
+
 class RecordedStep(NamedTuple):
     """The operations of one call of a step, and what it received and returned."""
 
@@ -481,25 +508,6 @@ class _Formula:
             parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._extra_names]
             update.__signature__ = signature.replace(parameters=parameters)
         return self.init, update
-
-    def locality_of_transform(self, locality_of_step: Locality) -> Locality:
-        """Return the locality of the transform: how much of its input one element of its result depends on.
-
-        It is the locality of the step, with two exceptions. Quantized state raises ELEMENT (the same element of the
-        inputs) to LEAF (the whole leaf). A step that sums over leaves has the locality TREE (all leaves).
-        """
-        locality = locality_of_step
-        slots = [item for _, item in self._items if isinstance(item, Slot)]
-        if any(isinstance(slot.dtype, QuantizedDtype) for slot in slots):  # the elements of a block share a scale
-            locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
-        if "sum_over_leaves" not in self._extra_names:
-            return locality
-        if locality is not Locality.ELEMENT:
-            raise TypeError(
-                f"{self._name}: found the locality {locality.name} and a step with sum_over_leaves, which runs on "
-                "shards, expected ELEMENT: leave out quantized dtypes, or use muonfx.transform"
-            )
-        return Locality.TREE
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state."""
