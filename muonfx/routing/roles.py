@@ -541,7 +541,7 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
     mlps: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
-            components = _Name(name).components
+            components = _components(name)
             for index, component in enumerate(components):
                 # The module around "up" is the MLP. Its path has the components before this one.
                 if not {"up", "down"}.isdisjoint(_words(component)):
@@ -561,8 +561,10 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     """
     module_of: dict[str, str] = {}  # the path of the module around each projection, "attn" for "attn.query.weight"
     for info in infos:
+        if info.ndim < 2:  # a bias
+            continue
         name = _Name(info.name)
-        if info.ndim > 1 and not _PROJECTIONS.isdisjoint(name.words):
+        if not _PROJECTIONS.isdisjoint(name.words):
             module_of[info.name] = ".".join(name.path_to_layer[:-1])
     counts = Counter(module_of.values())  # how many projections a module has
     return frozenset({name for name, module in module_of.items() if counts[module] > 1})

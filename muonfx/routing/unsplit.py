@@ -72,7 +72,11 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
         routes: the label of each parameter, with the view (division into matrices) that belongs to it.
         transforms: the transform of each label.
     """
-    used_views = list(_used_views(routes, transforms))
+    # Most parameters are one matrix without doubt.
+    doubtful = {name: route for name, route in routes.items() if route.view.pattern or route.suggested is not None}
+    if not doubtful:
+        return
+    used_views = list(_used_views(doubtful, transforms))
     # 1. The labels have a view, and the transform does not use it: {"attn.qkv": "'attn.qkv' (query, key, value)"}.
     unused: dict[str, str] = {}
     for name, route, view in used_views:

@@ -143,11 +143,11 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
         storage: the order of its dims, such as (out, in).
         layers: its layer, and the wrappers around it.
     """
-    rows = number_of_rows(storage.pattern, info.shape)
     for layer in layers:  # for "qkv.linear", first "linear", then "qkv": a wrapper may have the known name
         fused = fused_layer(layer.name, layer.holder)
         if fused is None:
             continue
+        rows = number_of_rows(storage.pattern, info.shape)
         pattern = split_pattern(fused, storage.pattern, layer.holder, rows)
         note = fused.parts
         if pattern is None:  # the parameter remains one matrix
