@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -30,6 +31,8 @@ class UpdateRule(NamedTuple):
     order: tuple[int, bool, tuple[int, ...]]
     """The sort key of its group: `_kind_of_group`, False if a transform needs whole matrices, and ``indices``."""
 
+
+_order_of = operator.attrgetter("order")
 
 UpdateRules = Mapping[str, UpdateRule]
 """The update rule of each parameter by name."""
@@ -64,16 +67,21 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
         indices: the indices of the transforms that update it, among all transforms of the optimizer.
         visits: these transforms, each with the label by which a partition has selected the parameter.
     """
+    labels: list[str] = []
+    is_left_out = False
+    has_matrices = False  # True if a transform needs whole matrices
+    for visited in visits:
+        if visited.label is not None:
+            labels.append(visited.label)
+        is_left_out = is_left_out or _leaves_out(visited, name)
+        has_matrices = has_matrices or needs_matrices(visited.tx)
     # "muon" for a partition; "muon/large" for a partition within the transform of the label "muon".
-    labels = [visited.label for visited in visits if visited.label is not None]
     label = "/".join(labels) if labels else None
-    is_left_out = any(_leaves_out(visited, name) for visited in visits)
     hyperparams = tuple(hyperparams_of(visits))
     # The sort key of the param group: first Muon's groups, then Adam's, then others. Of two groups of one kind, a group
     # with a transform of whole matrices is first, because False is less than True.
-    keys = {hyperparam.key for hyperparam in hyperparams}
-    has_matrices = any(needs_matrices(visited.tx) for visited in visits)
-    order = (_kind_of_group(keys), not has_matrices, indices)
+    kind = _kind_of_group({hyperparam.key for hyperparam in hyperparams})
+    order = (kind, not has_matrices, indices)
     return UpdateRule(indices, label, is_left_out, hyperparams, order)
 
 
@@ -129,7 +137,10 @@ def _signs(visited: Visit, name: str) -> frozenset[int]:
 
     For example, ``{-1}`` after ``chain(momentum(), scale_by_learning_rate(0.1))``, which multiplies by -0.1.
     """
-    inner_signs = [_signs(call, name) for call in visited.calls if name in call.param_names]
+    inner_signs: list[frozenset[int]] = []
+    for call in visited.calls:
+        if name in call.param_names:  # the inner transform updates the parameter
+            inner_signs.append(_signs(call, name))
     return combine_signs(visited.tx, inner_signs)
 
 
@@ -190,12 +201,12 @@ def pairs_by_rule(pairs: Iterable[tuple[str, Tensor]], rules: UpdateRules) -> di
     pairs_of: dict[UpdateRule, NamedPairs] = {}
     for name, param in pairs:
         pairs_of.setdefault(rules[name], []).append((name, param))
-    return {rule: pairs_of[rule] for rule in sorted(pairs_of, key=lambda rule: rule.order)}
+    return {rule: pairs_of[rule] for rule in sorted(pairs_of, key=_order_of)}
 
 
 def distinct_rules(names: Iterable[str], rules: UpdateRules) -> list[UpdateRule]:
     """Return each rule of the named parameters once, in the order of groups: Muon's, Adam's, then others."""
-    return sorted({rules[name] for name in names}, key=lambda rule: rule.order)
+    return sorted({rules[name] for name in names}, key=_order_of)
 
 
 def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperparam, ...]:
