@@ -390,8 +390,10 @@ class Transform(Recorded):
     @LazyOfStructure
     def _keeps_donation_promise(self) -> bool:
         """True if ``update`` of this and all inner transforms has the argument ``donate``, so inputs can be donated."""
-        promises = [child._keeps_donation_promise for child in self.children]
-        return all(promises) and "donate" in self.extras.named
+        for child in self.children:
+            if not child._keeps_donation_promise:
+                return False
+        return "donate" in self.extras.named
 
     def _prepare(self) -> None:
         """Create and cache the functions of this transform now, so that bad arguments raise before the first use."""
