@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -84,22 +85,26 @@ class StateEntries:
             # This leaf is a new tensor object: write it into the entries of its parameter, or of all for a step count.
             self.shown[index] = show(index, leaf)
             slot = self.slots[index]  # the parameters that have this entry, and its key
-            for name in slot.names:
-                entries[self.named[name]][slot.key] = self.shown[index]
+            if len(slot.names) == len(self.named):  # all of them, without a look-up: the hash of a tensor is slow
+                entries_of_params = entries.values()
+            else:
+                entries_of_params = [entries[self.named[name]] for name in slot.names]
+            for entries_of_param in entries_of_params:
+                entries_of_param[slot.key] = self.shown[index]
         self._leaves = leaves
 
-    def is_edited(self, state: Mapping[Tensor, Group]) -> bool:
+    def is_edited(self, state: Mapping[Tensor, Group | None]) -> bool:
         """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``).
 
         For example, after ``optimizer.state[param]["momentum.trace"] = tensor``, or ``optimizer.state.clear()``.
         Values that were written into a tensor are no edit, because the state of the transform has the same tensor.
         """
-        if len(state) != len(self.named):  # a parameter was added or removed
+        has_same_params = len(state) == len(self.named) and all(map(is_, state, self.named.values()))
+        if not has_same_params:  # one was added, removed or moved to the end
             return True
-        for name, param in self.named.items():  # one look-up for each parameter: the hash of a tensor is slow
-            entries = state.get(param)
-            indices = self.indices[name]  # the index of the leaf for each key that `update` has written
-            if entries is None or len(entries) != len(indices):  # another parameter, or another number of keys
+        # In the order of the parameters: the entries of each, and the index of the leaf for each key of `update`.
+        for entries, indices in zip(state.values(), self.indices.values(), strict=True):
+            if entries is None or len(entries) != len(indices):
                 return True
             for key, index in indices.items():
                 if entries.get(key, _NO_ENTRY) is not self.shown[index]:  # another object than `update` has put there

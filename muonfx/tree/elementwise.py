@@ -156,6 +156,8 @@ def _would_widen(xs: Sequence[Tensor]) -> bool:
 
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     """Return True if ``_foreach_mul_`` rounds a Python number to bf16 or fp16, as torch 2.13 does on CPUs."""
+    if _NARROW.isdisjoint(_dtypes(xs)):  # the usual case: a set of dtypes takes less time than a test of each tensor
+        return False
     return bool([x for x in xs if x.dtype in _NARROW and x.is_cpu])
 
 
@@ -228,8 +230,8 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
 def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
     """Cast the new values of a state to the dtypes of its tensors ``old``; with ``reuse``, write them into ``old``."""
     # If all values are the old tensors themselves, they were computed in place, and there is nothing to write.
-    if reuse and not all(map(is_, values, old)):
-        return copy(values, into=old)
+    if reuse:
+        return list(values) if all(map(is_, values, old)) else copy(values, into=old)
     return cast_like(values, old)
 
 
@@ -336,7 +338,9 @@ def div(xs: Tensors, ys: Tensors, *, reuse: bool = False) -> Tensors:
     if _cannot_use_foreach(xs, ys):  # under torch.func or autograd
         return _tensorwise(torch.div, xs, ys)
     if reuse and _on_cpu(ys):  # no foreach form writes to the divisors; on other devices launches cost more
-        return _tensorwise(lambda x, y: torch.div(x, y, out=y), xs, ys)
+        for x, y in zip(xs, ys, strict=True):
+            torch.div(x, y, out=y)
+        return ys
     return list(torch._foreach_div(xs, ys))
 
 
