@@ -32,6 +32,7 @@ from muonfx.internal.tracing import uncompiled
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
+from muonfx.optimizer.gradient_check import GradientCheck, require_dense_and_real
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, read_numbers
 from muonfx.optimizer.initial_state import InitialState, Path
 from muonfx.optimizer.local_values import Load
@@ -56,15 +57,6 @@ from muonfx.optimizer.param_groups import (
     new_groups,
     own_groups,
 )
-from muonfx.optimizer.parameters import (
-    GradientCheck,
-    TrackedGroups,
-    TrackedParameters,
-    check_real,
-    check_usable,
-    models_of,
-    require_dense_and_real,
-)
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, first_lines, schedule_texts
 from muonfx.optimizer.saved_chains import chain_warnings, record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
@@ -75,6 +67,8 @@ from muonfx.optimizer.state_entries import (
     warn_of_shared,
 )
 from muonfx.optimizer.stepping import FormerState, Stepping
+from muonfx.optimizer.tracked_groups import TrackedGroups
+from muonfx.optimizer.tracked_parameters import TrackedParameters, check_real, check_usable, models_of
 from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
@@ -380,8 +374,11 @@ class TransformOptimizer(Optimizer):
 
         Their transforms use a schedule or no learning rate. PyTorch's schedulers require an ``lr``, so it is 0 there.
         """
-        groups = enumerate(self._tracked_groups.groups)
-        return tuple([index for index, tracked in groups if "lr" not in tracked.numbers.keys])
+        indices: list[int] = []
+        for index, tracked in enumerate(self._tracked_groups.groups):
+            if "lr" not in tracked.numbers.keys:
+                indices.append(index)
+        return tuple(indices)
 
     @property
     def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,28 +1,19 @@
-"""Find parameters that were replaced, param groups that were edited, and gradients that are missing."""
+"""Record for which tensors an optimizer has state, and find those that have replaced them in a model or in groups."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import cache
-from operator import is_
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
-from muonfx.core.checks import all_usable, is_frozen, is_usable, warn_caller
-from muonfx.optimizer.group_numbers import Group, GroupNumbers, Hyperparam, TrackedGroup
-from muonfx.optimizer.named_parameters import Gradients, NamedTensors, names_in
-from muonfx.optimizer.param_groups import warn_of_unread_keys
-from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, group_hyperparams, keys_by_label, label_of
+from muonfx.core.checks import warn_caller
+from muonfx.optimizer.group_numbers import Group
+from muonfx.optimizer.named_parameters import NamedTensors, names_in
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor
 
@@ -114,6 +105,16 @@ class Position(NamedTuple):
         return module._parameters.get(self.attribute)
 
 
+class KeptParameter(NamedTuple):
+    """A parameter that is in no known model, and so has no `Position` from which it could be read later."""
+
+    param: Tensor
+
+    def current(self) -> Tensor:
+        """Return the parameter itself, which nothing can replace."""
+        return self.param
+
+
 class TrackedParameter(NamedTuple):
     """A parameter with its shape, device and sharding at the time when its state was created or last moved."""
 
@@ -160,10 +161,9 @@ class TrackedParameters:
         if model_of_names is not None:
             self._add_model_of_names(model_of_names, {*trained.values(), *frozen.values(), *left_out.values()})
         self.add_models(models)
-        # By name, the position of each in a model, or the tensor itself if it is in none. A position is a weak
-        # reference: frozen weights may be large and must not be kept alive.
-        self._frozen = self._positions_or_tensors(frozen)
-        self._left_out = self._positions_or_tensors(left_out)
+        # By name. Frozen weights may be large, so that those of a model are not kept alive.
+        self._frozen = self._without_reference(frozen)
+        self._left_out = self._without_reference(left_out)
         self.tracked: dict[str, TrackedParameter] = {}
         """The parameters that have state, by name."""
         self._new_in_groups: dict[str, Tensor] = {}
@@ -201,11 +201,17 @@ class TrackedParameters:
         For example, with the weight of ``Linear(2, 3)``, but not its bias, ``{"weight"}`` is recorded. A gradient of
         the bias is then no mistake: another optimizer may train it.
         """
-        all_params = list(model.named_parameters(remove_duplicate=False))  # also the second name of a tied parameter
-        names = frozenset([name for name, param in all_params if param in params])
-        # None means all parameters: then also one that the model gets later should be in the optimizer.
-        has_others = len(names) < len(all_params)
-        self._models.append(KnownModel(weakref.ref(model), names if has_others else None))
+        has_all = True
+        names: set[str] = set()
+        for name, param in model.named_parameters(remove_duplicate=False):  # also the second name of a tied parameter
+            if param in params:
+                names.add(name)
+            else:
+                has_all = False
+        if has_all:  # then also a parameter that the model gets later should be in the optimizer
+            self.add_models([model])
+        else:
+            self._models.append(KnownModel(weakref.ref(model), frozenset(names)))
 
     def track(self, named: NamedTensors) -> None:
         """Record the named tensors for which the optimizer now has state, and their positions in the models.
@@ -233,15 +239,20 @@ class TrackedParameters:
 
     def leave_out(self, frozen: NamedTensors) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
-        self._frozen.update(self._positions_or_tensors(frozen))
+        self._frozen.update(self._without_reference(frozen))
 
-    def _positions_or_tensors(self, params: NamedTensors) -> dict[str, Position | Tensor]:
-        """Return the position in a model of each parameter, or the parameter itself if it is in none.
+    def _without_reference(self, params: NamedTensors) -> dict[str, Position | KeptParameter]:
+        """Return the position of each parameter in a model, which keeps no tensor alive: ``(model[0], "weight")``.
 
-        A position is a module with an attribute, such as ``(model[0], "weight")``. It keeps no tensor alive.
+        A parameter that is in no known model has no position. It is kept itself, as a `KeptParameter`.
         """
-        position_of = self._positions() if params else {}
-        return {name: position_of.get(param, param) for name, param in params.items()}
+        if not params:  # usually; the search for positions walks through the models
+            return {}
+        position_of = self._positions()
+        sources: dict[str, Position | KeptParameter] = {}
+        for name, param in params.items():
+            sources[name] = position_of.get(param, KeptParameter(param))
+        return sources
 
     def _positions(self) -> dict[Tensor, Position]:
         """Return the position of each parameter of the models: its module, and the attribute such as "weight".
@@ -259,11 +270,11 @@ class TrackedParameters:
         for model in self.models:
             yield from model.modules()
 
-    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Position | Tensor]]:
+    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Position | KeptParameter]]:
         """Return what `restore` needs to undo `track` and `leave_out`."""
         return dict(self.tracked), dict(self._frozen)
 
-    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Position | Tensor]]) -> None:
+    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Position | KeptParameter]]) -> None:
         """Undo all changes since `saved` was called."""
         self.tracked, self._frozen = saved
         self.version += 1
@@ -561,11 +572,11 @@ def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
         # A parameter that has its former tensor again may have this in common with another replacement: check again.
 
 
-def _existing(positions_or_tensors: Mapping[str, Position | Tensor]) -> NamedTensors:
-    """Return parameters by name, from tensors or positions in models. Parameters of a deleted model are left out."""
+def _existing(sources: Mapping[str, Position | KeptParameter]) -> NamedTensors:
+    """Return the parameters that exist now, by name. Those of a model that was deleted are left out."""
     existing: dict[str, Tensor] = {}
-    for name, position_or_tensor in positions_or_tensors.items():
-        param = position_or_tensor.current() if isinstance(position_or_tensor, Position) else position_or_tensor
+    for name, source in sources.items():
+        param = source.current()
         if param is not None:
             existing[name] = param
     return existing
@@ -576,417 +587,3 @@ def _placement(param: Tensor) -> tuple[object, ...]:
     if is_dtensor(param):
         return (param.device, param.dtype, param.device_mesh, param.placements)
     return (param.device, param.dtype)
-
-
-_EQUAL_STEPS = 10
-"""After this many steps at one rate below all requested rates, it is no longer the first or last step of a schedule."""
-
-_NEGLIGIBLE = 0.01
-"""Rates below this part of the requested ones are minima, such as ``min_lr`` of ReduceLROnPlateau, and hardly train."""
-
-
-class TrackedGroups:
-    """Records the param groups from which the steps of an optimizer read the hyperparameters.
-
-    Args:
-        parameters: the parameters of the optimizer, from which the names of tensors in the groups are read.
-    """
-
-    def __init__(self, parameters: TrackedParameters) -> None:
-        """Begin without groups: `record` sets them."""
-        self.groups: list[TrackedGroup] = []
-        """The groups as `record` has recorded them."""
-        self._parameters = parameters
-        self._key_counts: list[int] = []
-        """How many keys each group had when the keys were last read."""
-        self._reported = set[str]()
-        """The keys of which a warning was given."""
-        self._has_warned_of_rate = False
-        """True after the warning of an "lr" that no transform reads."""
-        self._requested_rates: list[float] = []
-        """The learning rates of the groups at construction, if these differ, until the warning of one rate."""
-        self._rates_have_differed = False
-        """True after a step with different learning rates."""
-        self._equal_steps = 0
-        """How many steps in succession had one rate in all groups, as `_is_low_rate_kept` counts them."""
-        self._last_equal_rate: float | None = None
-        """The rate that all groups had in the last of these steps."""
-
-    @property
-    def named(self) -> NamedTensors:
-        """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
-        tracked_parameters = self._parameters.tracked
-        named: dict[str, Tensor] = {}
-        for tracked in self.groups:
-            for name in tracked.names:
-                named[name] = tracked_parameters[name].param
-        return named
-
-    def are_current(self, groups: Sequence[Group]) -> bool:
-        """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
-        return self._are_recorded(groups) and self._parameters.are_current()
-
-    def _are_recorded(self, groups: Sequence[Group]) -> bool:
-        """Return True if the param groups are as `record` recorded them: the same dicts, parameters and names."""
-        if len(groups) != len(self.groups):  # a group was added or removed
-            return False
-        params: list[Tensor] = []
-        for group, tracked in zip(groups, self.groups, strict=True):
-            if group is not tracked.group or group.get("param_names") != tracked.names:  # another dict, or renamed
-                return False
-            if len(group["params"]) != len(tracked.names):  # compared before the tensors, to pair these correctly
-                return False
-            params += group["params"]
-        return all(map(is_, params, self.named.values()))  # each parameter is the same tensor object
-
-    def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
-        """Record the param groups from which later steps read the hyperparameters, such as "lr" and "momentum".
-
-        ``rules`` has, for each parameter name, the transforms that update it and their hyperparameters.
-        """
-        tracked_groups: list[TrackedGroup] = []
-        for group in groups:
-            names: list[str] = list(group["param_names"])
-            # Usually one. The parameters of a group with the labels "muon" and "adamw" have two.
-            distinct = distinct_rules(names, rules)
-            numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
-            # A key of one label has no effect if there is one for all: "weight_decay" replaces "adamw.weight_decay".
-            for key in keys_by_label(distinct).difference(numbers.keys):
-                group.pop(key, None)
-            tracked_groups.append(TrackedGroup(group, names, numbers))
-        self.groups = tracked_groups
-        self._key_counts = []  # the next step reads the keys of all groups
-
-    def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
-        """Return the object that reads the hyperparameters of a param group at every step.
-
-        If an object has read the group so far, for the same ``hyperparams``, return a copy of it. The copy has the
-        numbers of the last step, which show whether the user has changed "momentum" or "betas" since.
-        """
-        former_numbers = self._former_numbers(group, names)
-        if former_numbers is None or former_numbers.hyperparams != hyperparams:  # a new group, or it has other keys now
-            return GroupNumbers(hyperparams)
-        return copy.copy(former_numbers)
-
-    def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
-        """Return the object that has read the hyperparameters of a group so far; None for a group of new parameters."""
-        # Usually the dict in `param_groups` is the object that was recorded.
-        for tracked in self.groups:
-            if tracked.group is group:
-                return tracked.numbers
-        # An engine may have put new dicts into `param_groups`: find the group by its first parameter.
-        for tracked in self.groups:
-            if names and names[0] in tracked.names:
-                return tracked.numbers
-        return None
-
-    def follow(self, groups: Sequence[Group], rules: UpdateRules) -> None:
-        """Use param groups that a user or engine has edited, such as after a parameter was moved to another group.
-
-        ``rules`` has the transforms of each parameter, by name. Raise ValueError, before any change, if a tensor is of
-        no parameter, or if a group lacks hyperparameters.
-        """
-        if self._are_recorded(groups):  # not edited
-            return
-        # 1. Check all groups before any is changed.
-        names_per_group = self._parameters.names_of(groups)
-        for group, names in zip(groups, names_per_group, strict=True):
-            _require_all_hyperparams(group, names, rules)
-        # 2. Add the entries that a group of an optimizer must have.
-        for group, names in zip(groups, names_per_group, strict=True):
-            group["params"] = list(group["params"])
-            group["param_names"] = names
-            group.setdefault("label", label_of(distinct_rules(names, rules)))
-        # 3. Later steps read these groups.
-        self.record(groups, rules)
-
-    def read_new_keys(self, rules: UpdateRules) -> None:
-        """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay".
-
-        ``rules`` has the transforms and hyperparameters of each parameter, by name.
-        """
-        if self._count_keys() == self._key_counts:  # a step only counts the keys, which is faster than comparing them
-            return
-        # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
-        self.record([tracked.group for tracked in self.groups], rules)
-        self._key_counts = self._count_keys()  # again, because `record` may have removed keys
-        # Warn of each key that no transform reads, with the key that was perhaps intended.
-        all_keys = set[str]().union(*[tracked.numbers.keys for tracked in self.groups])
-        for tracked in self.groups:
-            first_name = tracked.names[0] if tracked.names else "no parameter"
-            # A scheduler may write a hyperparameter of some groups into all groups, as OneCycleLR does: do not warn.
-            reported_or_known = self._reported | all_keys
-            new_entries = {key: value for key, value in tracked.group.items() if key not in reported_or_known}
-            self._reported.update(warn_of_unread_keys(new_entries, first_name, set(tracked.numbers.keys), all_keys))
-
-    def warn_of_unread_rate(self) -> None:
-        """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it.
-
-        For example, the rate is a schedule of the transform, and a scheduler of torch sets "lr" in vain.
-        """
-        # If a transform of one group reads "lr", a scheduler may write it into all groups.
-        if self._has_warned_of_rate or any("lr" in tracked.numbers.keys for tracked in self.groups):
-            return
-        for index, tracked in enumerate(self.groups):
-            rate = tracked.group["lr"]
-            is_set = not isinstance(rate, Tensor) and rate != 0.0  # 0.0 is the value for groups without a rate
-            has_scheduler = "initial_lr" in tracked.group  # which a scheduler adds
-            if is_set or has_scheduler:
-                self._has_warned_of_rate = True
-                warn_caller(
-                    f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
-                    "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
-                    "learning rate"
-                )
-                return
-
-    def note_rates(self) -> None:
-        """Record the learning rates of the groups at construction, for `warn_of_one_rate`."""
-        rates = self._rates()
-        if len(set(rates)) > 1:
-            self._requested_rates = rates
-
-    def warn_of_one_rate(self) -> None:
-        """Warn once if groups that were made with different learning rates have the same.
-
-        For example, the rates were 0.02 and 0.001, and a scheduler has written 0.001 into both. A rate below all of
-        them is accepted for some steps: a warmup may start there, and CosineAnnealingLR ends all groups at ``eta_min``.
-        """
-        if not self._requested_rates:  # the groups were made with one rate, or a warning was given
-            return
-        rates = self._rates()
-        if len(rates) < 2:  # nothing to compare
-            return
-        if len(set(rates)) > 1:  # they differ, as they should
-            self._rates_have_differed = True
-            self._equal_steps = 0
-            return
-        rate = rates[0]
-        smallest = min(self._requested_rates)
-        if rate < smallest and not self._is_low_rate_kept(rate, smallest):
-            return
-        requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
-        self._requested_rates = []
-        warn_caller(
-            f"param_groups: all groups have the learning rate {rate:g}, expected different rates, because they were "
-            f"made with {requested}. A scheduler, a callback or a search for a rate may have written one number into "
-            "all groups: give it one number for each group, in the order of param_groups"
-        )
-
-    def _is_low_rate_kept(self, rate: float, smallest: float) -> bool:
-        """Count a step at which all groups have one rate below all requested rates; return True if there were enough.
-
-        For example, SWALR brings all groups to one ``swa_lr``, and keeps them there. ``smallest`` is the smallest
-        requested rate.
-        """
-        if rate < _NEGLIGIBLE * smallest:
-            return False
-        # A warmup that changes once an epoch has one rate in the whole first epoch. So before the rates have differed,
-        # only new values count.
-        is_new_rate = rate != self._last_equal_rate
-        self._last_equal_rate = rate
-        if self._rates_have_differed or is_new_rate:
-            self._equal_steps += 1
-        return self._equal_steps >= _EQUAL_STEPS
-
-    def _rates(self) -> list[float]:
-        """Return the learning rates that transforms read, such as ``[0.02, 0.001]`` for two groups.
-
-        Groups without parameters are left out, and so are tensors on other devices than CPUs, which reading would sync.
-        """
-        rates: list[float] = []
-        for tracked in self.groups:
-            if "lr" not in tracked.numbers.keys or not tracked.names:
-                continue
-            rate = tracked.group.get("lr")
-            if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.is_cpu):
-                rates.append(float(rate))
-        return rates
-
-    def _count_keys(self) -> list[int]:
-        """Return the number of keys in each group."""
-        return [len(tracked.group) for tracked in self.groups]
-
-
-def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
-    """Raise if parameters were moved into a group that lacks the hyperparameters of the transforms that update them.
-
-    For example, a parameter of AdamW was moved into a group of Muon, which has "momentum" and no "betas".
-
-    Args:
-        group: the param group.
-        names: the names of the parameters that it has now.
-        rules: the transforms and hyperparameters of each parameter, by name.
-    """
-    distinct = distinct_rules(names, rules)  # without repetitions, such as the rules of "muon" and "adamw"
-    # A group of one rule that lacks a key gets a message about this key when its numbers are read.
-    if len(distinct) < 2 or all(hyperparam.key in group for hyperparam in group_hyperparams(distinct, group)):
-        return
-    # The message shows two parameters that different transforms update.
-    first = names[0]
-    others = [name for name in names if rules[name] != rules[first]]
-    raise ValueError(
-        f"param_groups: {first!r} (label {rules[first].label!r}) and {others[0]!r} (label {rules[others[0]].label!r}) "
-        "are in one group, but different transforms update them, and the group lacks hyperparameters of one: recreate "
-        "the optimizer to change a label, or add_param_group to add parameters"
-    )
-
-
-class GradientCheck:
-    """Raises or warns if gradients are missing, but parameters of a model that are not in the optimizer have some.
-
-    Args:
-        parameters: the parameters of the optimizer, and the models that contain them.
-        is_alone: True in one process, where no other rank has the gradients that are missing here.
-    """
-
-    def __init__(self, parameters: TrackedParameters, *, is_alone: bool) -> None:
-        """Prepare the check. The first call of `check` searches the models."""
-        _count_registrations()  # `_search_outside` repeats its search after a module got a new parameter
-        self._parameters = parameters
-        self._is_alone = is_alone
-        self._outside: NamedTensors = {}
-        """The models' parameters that are not in the optimizer, by name, from the last search of the models."""
-        self._last_changes: object = None
-        """The values of `_changes` at the last search; if a step has the same, `_outside` is still right."""
-        self._module_lists: list[weakref.ref[nn.Module]] = []
-        """The lists of modules in the models: `ModuleList.insert` does not register the module that it inserts."""
-        self._reported: dict[str, Tensor] = {}
-        """Those of `_outside` that had gradients, and that a warning has reported."""
-        self._has_warned_of_none = False
-        """True after the warning that no parameter has a gradient."""
-
-    def check(self, named: NamedTensors, gradients: Gradients) -> None:
-        """Raise or warn, before a step, if gradients are missing, because the step would not train the model.
-
-        The usual cause: the model got new parameters after the optimizer was created, and backward() fills the
-        gradients of these.
-
-        Args:
-            named: the parameters of the optimizer.
-            gradients: the gradient of each, or None.
-        """
-        check_real(named)
-        self._parameters.check_frozen()
-        # Parameters of the models that are not in the optimizer. The search takes time, so it follows a change only.
-        without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
-        if self._changes(without_gradient) != self._last_changes:
-            self._search_outside(named, without_gradient)
-        outside_with_gradient = {name: param for name, param in self._outside.items() if param.grad is not None}
-        # An error if only such parameters have gradients; a warning if parameters of the optimizer have some, too.
-        has_no_gradient = len(without_gradient) == len(gradients)  # no parameter of the optimizer has one
-        if has_no_gradient and outside_with_gradient:
-            raise _only_outside(outside_with_gradient, len(named))
-        self._warn_of_outside(outside_with_gradient)
-        if has_no_gradient and self._is_alone:  # over ranks, the step finds out whether another rank has one
-            self.warn_of_none(named)
-
-    def _search_outside(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> None:
-        """Search the models for parameters that are not in the optimizer, and set `_outside` to them.
-
-        Also record the values of `_changes`, so that the search is repeated only after a change of the models.
-        """
-        self._outside = self._parameters.outside(named)
-        # `insert` of these lists adds a module without an assignment that a hook of torch could count.
-        self._module_lists = []
-        for model in self._parameters.models:
-            for module in model.modules():
-                if isinstance(module, nn.ModuleList | nn.Sequential):
-                    self._module_lists.append(weakref.ref(module))
-        self._last_changes = self._changes(without_gradient)  # with the lengths of these lists
-
-    def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
-        """Return values that differ from those of the last search if a model may have got a new parameter since.
-
-        This is faster than another search. The values are:
-
-        - the names of the parameters without gradient, because a parameter that was replaced has none
-        - how often the parameters of the optimizer have changed
-        - how often any module got a parameter or module by assignment
-        - the lengths of the module lists, because ``ModuleList.insert`` is no such assignment
-        """
-        lengths: list[int] = []
-        for ref in self._module_lists:
-            module = ref()
-            if module is not None:
-                lengths.append(len(module._modules))
-        return without_gradient, self._parameters.version, _registrations["assigned"], lengths
-
-    def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
-        """Warn of parameters that have a gradient and are not in the optimizer, once for each of them."""
-        # Without parameters of earlier warnings. A name is reported again if the model has another tensor for it now.
-        unreported = [name for name, param in with_gradient.items() if self._reported.get(name) is not param]
-        self._reported.update(with_gradient)
-        if unreported:
-            warn_caller(
-                f"{len(with_gradient)} parameters of the model have gradients and are not in the optimizer, such as "
-                f"{unreported[0]!r}; they are not updated: {CAUSES}, or use add_param_group"
-            )
-
-    def warn_of_none(self, named: NamedTensors) -> None:
-        """Warn once that no parameter has a gradient, so that a step changes nothing.
-
-        The usual causes are a forgotten backward(), and a loss of detached tensors. Over ranks, the caller has found
-        that no rank has a gradient.
-        """
-        is_trained = any(not is_frozen(param) for param in named.values())  # at least one parameter
-        if self._has_warned_of_none or not is_trained:  # frozen parameters need no gradient
-            return
-        self._has_warned_of_none = True
-        # Over ranks, the message names one more cause, and says that no rank has a gradient.
-        parameters = f"{len(named)} parameters"
-        cause_over_ranks = ""
-        if not self._is_alone:
-            parameters += " on any rank"
-            cause_over_ranks = "Was model.set_requires_gradient_sync(False) left on? "
-        warn_caller(
-            f"step() found no gradient on any of {parameters} and changes nothing: is backward() called before it, on "
-            f"these parameters? {cause_over_ranks}Tensors of state_dict() and detach() get no gradient. Else: {CAUSES}"
-        )
-
-
-def _only_outside(outside_with_gradient: NamedTensors, number: int) -> ValueError:
-    """Return an error for a step in which only parameters outside of the optimizer have gradients.
-
-    ``number`` is how many parameters the optimizer has.
-    """
-    name, param = next(iter(outside_with_gradient.items()))
-    cause = FSDP1 if getattr(param, "_is_flat_param", False) else CAUSES
-    return ValueError(
-        f"none of the {number} parameters has a gradient, but {name!r} of the model has one and is not "
-        f"among them: {cause}"
-    )
-
-
-def require_dense_and_real(gradients: Gradients) -> None:
-    """Raise TypeError if a gradient is sparse or complex: transforms accept neither.
-
-    For example, ``Embedding(sparse=True)`` has sparse gradients.
-    """
-    if all_usable(gradients.values()):  # one pass without names, as at almost every step
-        return
-    # At least one is not usable: find its name for the message.
-    for name, grad in gradients.items():
-        if grad is not None and not is_usable(grad):
-            raise TypeError(
-                f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}: use "
-                "Embedding(sparse=False), or give the parameter the label None and another optimizer, such as "
-                "torch.optim.SparseAdam"
-            )
-
-
-_registrations = Counter[str]()
-"""How often a parameter or a module was assigned to a module, of any model, under the key "assigned"."""
-
-
-def _count_registration(*_: object) -> None:
-    if torch.compiler.is_compiling():  # a graph that reads the count would be compiled again whenever it changes
-        return
-    _registrations["assigned"] += 1
-
-
-@cache
-def _count_registrations() -> None:
-    """Let `_registrations` count from now on, in all models of this process."""
-    register_module_parameter_registration_hook(_count_registration)
-    register_module_module_registration_hook(_count_registration)

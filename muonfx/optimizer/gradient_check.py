@@ -1,0 +1,178 @@
+"""Raise or warn of gradients with which a step would not train the model: missing, sparse or complex ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from muonfx.core.checks import all_usable, is_frozen, is_usable, warn_caller
+from muonfx.optimizer.named_parameters import Gradients, NamedTensors
+from muonfx.optimizer.tracked_parameters import CAUSES, FSDP1, TrackedParameters, check_real
+
+
+class GradientCheck:
+    """Raises or warns if gradients are missing, but parameters of a model that are not in the optimizer have some.
+
+    Args:
+        parameters: the parameters of the optimizer, and the models that contain them.
+        is_alone: True in one process, where no other rank has the gradients that are missing here.
+    """
+
+    def __init__(self, parameters: TrackedParameters, *, is_alone: bool) -> None:
+        """Prepare the check. The first call of `check` searches the models."""
+        _count_registrations()  # `_search_outside` repeats its search after a module got a new parameter
+        self._parameters = parameters
+        self._is_alone = is_alone
+        self._outside: NamedTensors = {}
+        """The models' parameters that are not in the optimizer, by name, from the last search of the models."""
+        self._last_changes: object = None
+        """The values of `_changes` at the last search; if a step has the same, `_outside` is still right."""
+        self._module_lists: list[weakref.ref[nn.Module]] = []
+        """The lists of modules in the models: `ModuleList.insert` does not register the module that it inserts."""
+        self._reported: dict[str, Tensor] = {}
+        """Those of `_outside` that had gradients, and that a warning has reported."""
+        self._has_warned_of_none = False
+        """True after the warning that no parameter has a gradient."""
+
+    def check(self, named: NamedTensors, gradients: Gradients) -> None:
+        """Raise or warn, before a step, if gradients are missing, because the step would not train the model.
+
+        The usual cause: the model got new parameters after the optimizer was created, and backward() fills the
+        gradients of these.
+
+        Args:
+            named: the parameters of the optimizer.
+            gradients: the gradient of each, or None.
+        """
+        check_real(named)
+        self._parameters.check_frozen()
+        # Parameters of the models that are not in the optimizer. The search takes time, so it follows a change only.
+        without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
+        if self._changes(without_gradient) != self._last_changes:
+            self._search_outside(named, without_gradient)
+        outside_with_gradient = {name: param for name, param in self._outside.items() if param.grad is not None}
+        # An error if only such parameters have gradients; a warning if parameters of the optimizer have some, too.
+        has_no_gradient = len(without_gradient) == len(gradients)  # no parameter of the optimizer has one
+        if has_no_gradient and outside_with_gradient:
+            raise _only_outside(outside_with_gradient, len(named))
+        self._warn_of_outside(outside_with_gradient)
+        if has_no_gradient and self._is_alone:  # over ranks, the step finds out whether another rank has one
+            self.warn_of_none(named)
+
+    def _search_outside(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> None:
+        """Search the models for parameters that are not in the optimizer, and set `_outside` to them.
+
+        Also record the values of `_changes`, so that the search is repeated only after a change of the models.
+        """
+        self._outside = self._parameters.outside(named)
+        # `insert` of these lists adds a module without an assignment that a hook of torch could count.
+        self._module_lists = []
+        for model in self._parameters.models:
+            for module in model.modules():
+                if isinstance(module, nn.ModuleList | nn.Sequential):
+                    self._module_lists.append(weakref.ref(module))
+        self._last_changes = self._changes(without_gradient)  # with the lengths of these lists
+
+    def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
+        """Return values that differ from those of the last search if a model may have got a new parameter since.
+
+        This is faster than another search. The values are:
+
+        - the names of the parameters without gradient, because a parameter that was replaced has none
+        - how often the parameters of the optimizer have changed
+        - how often any module got a parameter or module by assignment
+        - the lengths of the module lists, because ``ModuleList.insert`` is no such assignment
+        """
+        lengths: list[int] = []
+        for ref in self._module_lists:
+            module = ref()
+            if module is not None:
+                lengths.append(len(module._modules))
+        return without_gradient, self._parameters.version, _registrations["assigned"], lengths
+
+    def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
+        """Warn of parameters that have a gradient and are not in the optimizer, once for each of them."""
+        # Without parameters of earlier warnings. A name is reported again if the model has another tensor for it now.
+        unreported = [name for name, param in with_gradient.items() if self._reported.get(name) is not param]
+        self._reported.update(with_gradient)
+        if unreported:
+            warn_caller(
+                f"{len(with_gradient)} parameters of the model have gradients and are not in the optimizer, such as "
+                f"{unreported[0]!r}; they are not updated: {CAUSES}, or use add_param_group"
+            )
+
+    def warn_of_none(self, named: NamedTensors) -> None:
+        """Warn once that no parameter has a gradient, so that a step changes nothing.
+
+        The usual causes are a forgotten backward(), and a loss of detached tensors. Over ranks, the caller has found
+        that no rank has a gradient.
+        """
+        is_trained = any(not is_frozen(param) for param in named.values())  # at least one parameter
+        if self._has_warned_of_none or not is_trained:  # frozen parameters need no gradient
+            return
+        self._has_warned_of_none = True
+        # Over ranks, the message names one more cause, and says that no rank has a gradient.
+        parameters = f"{len(named)} parameters"
+        cause_over_ranks = ""
+        if not self._is_alone:
+            parameters += " on any rank"
+            cause_over_ranks = "Was model.set_requires_gradient_sync(False) left on? "
+        warn_caller(
+            f"step() found no gradient on any of {parameters} and changes nothing: is backward() called before it, on "
+            f"these parameters? {cause_over_ranks}Tensors of state_dict() and detach() get no gradient. Else: {CAUSES}"
+        )
+
+
+def _only_outside(outside_with_gradient: NamedTensors, number: int) -> ValueError:
+    """Return an error for a step in which only parameters outside of the optimizer have gradients.
+
+    ``number`` is how many parameters the optimizer has.
+    """
+    name, param = next(iter(outside_with_gradient.items()))
+    cause = FSDP1 if getattr(param, "_is_flat_param", False) else CAUSES
+    return ValueError(
+        f"none of the {number} parameters has a gradient, but {name!r} of the model has one and is not "
+        f"among them: {cause}"
+    )
+
+
+def require_dense_and_real(gradients: Gradients) -> None:
+    """Raise TypeError if a gradient is sparse or complex: transforms accept neither.
+
+    For example, ``Embedding(sparse=True)`` has sparse gradients.
+    """
+    if all_usable(gradients.values()):  # one pass without names, as at almost every step
+        return
+    # At least one is not usable: find its name for the message.
+    for name, grad in gradients.items():
+        if grad is not None and not is_usable(grad):
+            raise TypeError(
+                f"the gradient of {name!r} must be dense and real, found {grad.layout}, {grad.dtype}: use "
+                "Embedding(sparse=False), or give the parameter the label None and another optimizer, such as "
+                "torch.optim.SparseAdam"
+            )
+
+
+_registrations = Counter[str]()
+"""How often a parameter or a module was assigned to a module, of any model, under the key "assigned"."""
+
+
+def _count_registration(*_: object) -> None:
+    if torch.compiler.is_compiling():  # a graph that reads the count would be compiled again whenever it changes
+        return
+    _registrations["assigned"] += 1
+
+
+@cache
+def _count_registrations() -> None:
+    """Let `_registrations` count from now on, in all models of this process."""
+    register_module_parameter_registration_hook(_count_registration)
+    register_module_module_registration_hook(_count_registration)

@@ -1,0 +1,279 @@
+"""Record the param groups that the steps read, and find groups that a user, a scheduler or an engine has edited."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from operator import is_
+
+from torch import Tensor
+
+from muonfx.core.checks import warn_caller
+from muonfx.optimizer.group_numbers import Group, GroupNumbers, Hyperparam, TrackedGroup
+from muonfx.optimizer.named_parameters import NamedTensors
+from muonfx.optimizer.param_groups import warn_of_unread_keys
+from muonfx.optimizer.tracked_parameters import TrackedParameters
+from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, group_hyperparams, keys_by_label, label_of
+
+_EQUAL_STEPS = 10
+"""After this many steps at one rate below all requested rates, it is no longer the first or last step of a schedule."""
+
+_NEGLIGIBLE = 0.01
+"""Rates below this part of the requested ones are minima, such as ``min_lr`` of ReduceLROnPlateau, and hardly train."""
+
+
+class TrackedGroups:
+    """Records the param groups from which the steps of an optimizer read the hyperparameters.
+
+    Args:
+        parameters: the parameters of the optimizer, from which the names of tensors in the groups are read.
+    """
+
+    def __init__(self, parameters: TrackedParameters) -> None:
+        """Begin without groups: `record` sets them."""
+        self.groups: list[TrackedGroup] = []
+        """The groups as `record` has recorded them."""
+        self._parameters = parameters
+        self._key_counts: list[int] = []
+        """How many keys each group had when the keys were last read."""
+        self._reported = set[str]()
+        """The keys of which a warning was given."""
+        self._has_warned_of_rate = False
+        """True after the warning of an "lr" that no transform reads."""
+        self._requested_rates: list[float] = []
+        """The learning rates of the groups at construction, if these differ, until the warning of one rate."""
+        self._rates_have_differed = False
+        """True after a step with different learning rates."""
+        self._equal_steps = 0
+        """How many steps in succession had one rate in all groups, as `_is_low_rate_kept` counts them."""
+        self._last_equal_rate: float | None = None
+        """The rate that all groups had in the last of these steps."""
+
+    @property
+    def named(self) -> NamedTensors:
+        """A dict from name to parameter, for the parameters that have optimizer state, in the order of the groups."""
+        tracked_parameters = self._parameters.tracked
+        named: dict[str, Tensor] = {}
+        for tracked in self.groups:
+            for name in tracked.names:
+                named[name] = tracked_parameters[name].param
+        return named
+
+    def are_current(self, groups: Sequence[Group]) -> bool:
+        """Return True if no parameter was replaced, resized or moved, in the param groups or in the models."""
+        return self._are_recorded(groups) and self._parameters.are_current()
+
+    def _are_recorded(self, groups: Sequence[Group]) -> bool:
+        """Return True if the param groups are as `record` recorded them: the same dicts, parameters and names."""
+        if len(groups) != len(self.groups):  # a group was added or removed
+            return False
+        params: list[Tensor] = []
+        for group, tracked in zip(groups, self.groups, strict=True):
+            if group is not tracked.group or group.get("param_names") != tracked.names:  # another dict, or renamed
+                return False
+            if len(group["params"]) != len(tracked.names):  # compared before the tensors, to pair these correctly
+                return False
+            params += group["params"]
+        return all(map(is_, params, self.named.values()))  # each parameter is the same tensor object
+
+    def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
+        """Record the param groups from which later steps read the hyperparameters, such as "lr" and "momentum".
+
+        ``rules`` has, for each parameter name, the transforms that update it and their hyperparameters.
+        """
+        tracked_groups: list[TrackedGroup] = []
+        for group in groups:
+            names: list[str] = list(group["param_names"])
+            # Usually one. The parameters of a group with the labels "muon" and "adamw" have two.
+            distinct = distinct_rules(names, rules)
+            numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
+            # A key of one label has no effect if there is one for all: "weight_decay" replaces "adamw.weight_decay".
+            for key in keys_by_label(distinct).difference(numbers.keys):
+                group.pop(key, None)
+            tracked_groups.append(TrackedGroup(group, names, numbers))
+        self.groups = tracked_groups
+        self._key_counts = []  # the next step reads the keys of all groups
+
+    def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
+        """Return the object that reads the hyperparameters of a param group at every step.
+
+        If an object has read the group so far, for the same ``hyperparams``, return a copy of it. The copy has the
+        numbers of the last step, which show whether the user has changed "momentum" or "betas" since.
+        """
+        former_numbers = self._former_numbers(group, names)
+        if former_numbers is None or former_numbers.hyperparams != hyperparams:  # a new group, or it has other keys now
+            return GroupNumbers(hyperparams)
+        return copy.copy(former_numbers)
+
+    def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
+        """Return the object that has read the hyperparameters of a group so far; None for a group of new parameters."""
+        # Usually the dict in `param_groups` is the object that was recorded.
+        for tracked in self.groups:
+            if tracked.group is group:
+                return tracked.numbers
+        # An engine may have put new dicts into `param_groups`: find the group by its first parameter.
+        for tracked in self.groups:
+            if names and names[0] in tracked.names:
+                return tracked.numbers
+        return None
+
+    def follow(self, groups: Sequence[Group], rules: UpdateRules) -> None:
+        """Use param groups that a user or engine has edited, such as after a parameter was moved to another group.
+
+        ``rules`` has the transforms of each parameter, by name. Raise ValueError, before any change, if a tensor is of
+        no parameter, or if a group lacks hyperparameters.
+        """
+        if self._are_recorded(groups):  # not edited
+            return
+        # 1. Check all groups before any is changed.
+        names_per_group = self._parameters.names_of(groups)
+        for group, names in zip(groups, names_per_group, strict=True):
+            _require_all_hyperparams(group, names, rules)
+        # 2. Add the entries that a group of an optimizer must have.
+        for group, names in zip(groups, names_per_group, strict=True):
+            group["params"] = list(group["params"])
+            group["param_names"] = names
+            group.setdefault("label", label_of(distinct_rules(names, rules)))
+        # 3. Later steps read these groups.
+        self.record(groups, rules)
+
+    def read_new_keys(self, rules: UpdateRules) -> None:
+        """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay".
+
+        ``rules`` has the transforms and hyperparameters of each parameter, by name.
+        """
+        if self._count_keys() == self._key_counts:  # a step only counts the keys, which is faster than comparing them
+            return
+        # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
+        self.record([tracked.group for tracked in self.groups], rules)
+        self._key_counts = self._count_keys()  # again, because `record` may have removed keys
+        self._warn_of_unread_keys()
+
+    def _warn_of_unread_keys(self) -> None:
+        """Warn once of each key that no transform reads, with the key that was perhaps intended."""
+        all_keys: set[str] = set()
+        for tracked in self.groups:
+            all_keys.update(tracked.numbers.keys)
+        for tracked in self.groups:
+            first_name = tracked.names[0] if tracked.names else "no parameter"
+            # A scheduler may write a hyperparameter of some groups into all groups, as OneCycleLR does: do not warn.
+            reported_or_known = self._reported | all_keys
+            new_entries = {key: value for key, value in tracked.group.items() if key not in reported_or_known}
+            unread_keys = warn_of_unread_keys(new_entries, first_name, set(tracked.numbers.keys), all_keys)
+            self._reported.update(unread_keys)
+
+    def warn_of_unread_rate(self) -> None:
+        """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it.
+
+        For example, the rate is a schedule of the transform, and a scheduler of torch sets "lr" in vain.
+        """
+        # If a transform of one group reads "lr", a scheduler may write it into all groups.
+        if self._has_warned_of_rate or any("lr" in tracked.numbers.keys for tracked in self.groups):
+            return
+        for index, tracked in enumerate(self.groups):
+            rate = tracked.group["lr"]
+            is_set = not isinstance(rate, Tensor) and rate != 0.0  # 0.0 is the value for groups without a rate
+            has_scheduler = "initial_lr" in tracked.group  # which a scheduler adds
+            if is_set or has_scheduler:
+                self._has_warned_of_rate = True
+                warn_caller(
+                    f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
+                    "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
+                    "learning rate"
+                )
+                return
+
+    def note_rates(self) -> None:
+        """Record the learning rates of the groups at construction, for `warn_of_one_rate`."""
+        rates = self._rates()
+        if len(set(rates)) > 1:
+            self._requested_rates = rates
+
+    def warn_of_one_rate(self) -> None:
+        """Warn once if groups that were made with different learning rates have the same.
+
+        For example, the rates were 0.02 and 0.001, and a scheduler has written 0.001 into both. A rate below all of
+        them is accepted for some steps: a warmup may start there, and CosineAnnealingLR ends all groups at ``eta_min``.
+        """
+        if not self._requested_rates:  # the groups were made with one rate, or a warning was given
+            return
+        rates = self._rates()
+        if len(rates) < 2:  # nothing to compare
+            return
+        if len(set(rates)) > 1:  # they differ, as they should
+            self._rates_have_differed = True
+            self._equal_steps = 0
+            return
+        rate = rates[0]
+        smallest = min(self._requested_rates)
+        if rate < smallest and not self._is_low_rate_kept(rate, smallest):
+            return
+        requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
+        self._requested_rates = []
+        warn_caller(
+            f"param_groups: all groups have the learning rate {rate:g}, expected different rates, because they were "
+            f"made with {requested}. A scheduler, a callback or a search for a rate may have written one number into "
+            "all groups: give it one number for each group, in the order of param_groups"
+        )
+
+    def _is_low_rate_kept(self, rate: float, smallest: float) -> bool:
+        """Count a step at which all groups have one rate below all requested rates; return True if there were enough.
+
+        For example, SWALR brings all groups to one ``swa_lr``, and keeps them there. ``smallest`` is the smallest
+        requested rate.
+        """
+        if rate < _NEGLIGIBLE * smallest:
+            return False
+        # A warmup that changes once an epoch has one rate in the whole first epoch. So before the rates have differed,
+        # only new values count.
+        is_new_rate = rate != self._last_equal_rate
+        self._last_equal_rate = rate
+        if self._rates_have_differed or is_new_rate:
+            self._equal_steps += 1
+        return self._equal_steps >= _EQUAL_STEPS
+
+    def _rates(self) -> list[float]:
+        """Return the learning rates that transforms read, such as ``[0.02, 0.001]`` for two groups.
+
+        Groups without parameters are left out, and so are tensors on other devices than CPUs, which reading would sync.
+        """
+        rates: list[float] = []
+        for tracked in self.groups:
+            if "lr" not in tracked.numbers.keys or not tracked.names:
+                continue
+            rate = tracked.group.get("lr")
+            if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.is_cpu):
+                rates.append(float(rate))
+        return rates
+
+    def _count_keys(self) -> list[int]:
+        """Return the number of keys in each group."""
+        return [len(tracked.group) for tracked in self.groups]
+
+
+def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
+    """Raise if parameters were moved into a group that lacks the hyperparameters of the transforms that update them.
+
+    For example, a parameter of AdamW was moved into a group of Muon, which has "momentum" and no "betas".
+
+    Args:
+        group: the param group.
+        names: the names of the parameters that it has now.
+        rules: the transforms and hyperparameters of each parameter, by name.
+    """
+    distinct = distinct_rules(names, rules)  # without repetitions, such as the rules of "muon" and "adamw"
+    if len(distinct) < 2:  # a key that is missing gets a message of its own when the numbers of the group are read
+        return
+    required_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, group)}
+    if required_keys <= group.keys():
+        return
+    # The message shows two parameters that different transforms update.
+    first = names[0]
+    first_rule = rules[first]
+    others = [name for name in names if rules[name] != first_rule]
+    other = others[0]
+    raise ValueError(
+        f"param_groups: {first!r} (label {first_rule.label!r}) and {other!r} (label {rules[other].label!r}) are in one "
+        "group, but different transforms update them, and the group lacks hyperparameters of one: recreate the "
+        "optimizer to change a label, or add_param_group to add parameters"
+    )
