@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -93,6 +93,9 @@ def _are_on_all_ranks(params: Any) -> bool:
 
     A mesh is the set of ranks over which a DTensor is sharded. In a pipeline, a stage has a mesh of some ranks only.
     """
-    tensors = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
-    mesh_sizes = {tensor.device_mesh.size() for tensor in tensors if is_dtensor(tensor)}
+    tensors: Iterable[Any] = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
+    mesh_sizes: set[int] = set()
+    for tensor in tensors:
+        if is_dtensor(tensor):
+            mesh_sizes.add(tensor.device_mesh.size())
     return mesh_sizes == {dist.get_world_size()}

@@ -287,8 +287,11 @@ def _uses_of_tensors(groups: Sequence[TrackedGroup]) -> Counter[int]:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in the value of a hyperparameter, which is a number or a tuple of numbers."""
-    values = value if isinstance(value, tuple | list) else (value,)
-    return [number for number in values if isinstance(number, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    if not isinstance(value, tuple | list):  # a float
+        return []
+    return [number for number in value if isinstance(number, Tensor)]
 
 
 def scalar(name: str, value: Any) -> Any:

@@ -98,7 +98,10 @@ def _for_parameter(chain: Transform, name: str) -> Transform:
     chain_for_one = chain.replace(**changes) if changes else chain
     # Schedules are compared and reported with the numbers of groups. Their replacement is not checked, because its
     # values fit no argument: momentum would refuse a decay of 1.
-    parts = [any_schedule() if isinstance(part, Schedule) else part for part in chain_for_one.parts]
+    parts: list[Any] = list(chain_for_one.parts)
+    for index, part in enumerate(parts):
+        if isinstance(part, Schedule):
+            parts[index] = any_schedule()
     return chain_for_one.with_parts(parts)
 
 

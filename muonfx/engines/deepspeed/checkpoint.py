@@ -211,8 +211,10 @@ def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None
     """
     # A fingerprint is a text by which transforms of two ranks are compared.
     identities = gather_objects((tx.fingerprint, has_own_names))
-    is_common = all(identity == (tx.fingerprint, False) for identity in identities)
-    return tx if is_common else None
+    for fingerprint, has_other_names in identities:  # of each rank
+        if has_other_names or fingerprint != tx.fingerprint:
+            return None
+    return tx
 
 
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
