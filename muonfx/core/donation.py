@@ -146,9 +146,10 @@ def check_writable(tree_name: str, params: PyTree) -> None:
     Traceback (most recent call last):
     ValueError: params: 'w' has shape (3,) and strides (0,), so several elements share memory (as after expand()), ...
     """
-    for index, leaf in enumerate(tree.leaves(params)):
-        if type(leaf) in PLAIN and leaf.is_contiguous():  # the usual case, which needs no search
-            continue
+    leaves = tree.leaves(params)
+    if PLAIN.issuperset(map(type, leaves)) and all(map(Tensor.is_contiguous, leaves)):  # the usual case, in few calls
+        return
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and overlaps_itself(_plain_tensor(leaf)):
             name = tree.names(params)[index]
             raise ValueError(
