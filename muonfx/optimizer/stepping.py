@@ -1,6 +1,8 @@
-"""Steps of an optimizer in one process: read the groups, check the gradients, run the placed transform, show the state.
+"""Steps of an optimizer in one process: create a state, run the placed transform on it, and show and load its leaves.
 
-If groups have different numbers for a transform, the transform runs once for each set of numbers (`by_groups`).
+A `Stepping` has the transform and its current numbers, and no state: `TransformOptimizer` owns the state, and passes it
+to each method. `SteppingOverRanks` has the same methods for sharded parameters. If groups have different numbers for a
+transform, the transform runs once for each set of numbers (`by_groups`).
 """
 
 from __future__ import annotations
@@ -337,10 +339,15 @@ class Stepping:
 
 def add_in_place(params: NamedTensors, updates: Mapping[str, Tensor | None]) -> None:
     """Add updates to parameters in place; raise ValueError if the shapes differ. An update of None changes nothing."""
-    dense_updates = {name: update for name, update in updates.items() if update is not None}
-    updated_params = [params[name] for name in dense_updates]
-    for param, update in zip(updated_params, dense_updates.values(), strict=True):
+    updated_params: list[Tensor] = []
+    present_updates: list[Tensor] = []
+    for name, update in updates.items():
+        if update is None:
+            continue
+        param = params[name]
         if update.shape != param.shape:  # the addition would broadcast the update
             check_updates_fit(params, updates)  # raises, with the name of the parameter
+        updated_params.append(param)
+        present_updates.append(update)
     if updated_params:
-        torch._foreach_add_(updated_params, list(dense_updates.values()))
+        torch._foreach_add_(updated_params, present_updates)

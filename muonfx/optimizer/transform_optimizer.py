@@ -2,9 +2,16 @@
 
 Terms of this file: the *update rule* of a parameter is the list of transforms that update it, for example those under
 its label. Parameters of one update rule form a *group*, unless the caller passes groups. A *hyperparameter* is a
-numeric argument of the transform. Each group holds the hyperparameters of its rule, and every step reads them. A
-`Stepping` creates the state and runs the steps, in one process or over ranks. `TrackedParameters` finds tensors that
-were replaced, and `TrackedGroups` finds groups that were edited.
+numeric argument of the transform. Each group holds the hyperparameters of its rule, and every step reads them.
+
+Who has what:
+
+- The optimizer owns the state of the transform, and decides when it is created, moved to new tensors, or loaded.
+- Its `Stepping` has the transform with the current numbers. It computes states and steps, in one process or over ranks,
+  and keeps none of them. It is replaced when parameters are added or moved.
+- `StateEntries` has the position of each leaf of the state in ``optimizer.state``, and finds what a caller has edited.
+- `TrackedParameters` has the tensors that the state belongs to, and finds those that were replaced.
+- `TrackedGroups` has the groups that the steps read, and finds those that were edited.
 """
 
 from __future__ import annotations
