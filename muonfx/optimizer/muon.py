@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -323,25 +323,36 @@ def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
     """Warn if AdamW trains all parameters, because none has the label "muon", or "hidden" where labels are roles."""
     if not named or "muon" in labels.values() or "hidden" in labels.values():  # Muon trains some
         return
-    # The advice depends on the likely cause: LoRA, frozen matrices, or others.
     trained = [name for name, label in labels.items() if label is not None]
-    advice = "Give labels=, or use TransformOptimizer(params, muonfx.adamw())"
-    frozen_matrices = [name for name, param in named.items() if is_frozen(param) and param.ndim >= 2]
+    warn_caller(
+        f"Muon: found no parameter with the label 'muon' or 'hidden' ({_reason_of_labels(labels, named)}), expected at "
+        f"least one; AdamW trains {len(trained)} of {len(named)} parameters, and none is orthogonalized. "
+        f"{_advice_without_matrices(trained, named)}"
+    )
+
+
+def _reason_of_labels(labels: Labels, named: NamedTensors) -> str:
+    """Return why no parameter has the label of Muon: the labels of five parameters with their reasons.
+
+    For example, "'wte' is 'adamw': embedding; 'bias' is 'adamw': 1-D". If there is no matrix, this is the reason.
+    """
+    if all(param.ndim < 2 for param in named.values()):
+        return "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
+    trained_first = sorted(labels, key=lambda name: labels[name] is None)
+    return "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in trained_first[:5]])
+
+
+def _advice_without_matrices(trained: Sequence[str], named: NamedTensors) -> str:
+    """Return what to use in place of `Muon` if it would train no matrix, by the likely cause: LoRA, or frozen matrices.
+
+    ``trained`` are the names of the parameters that AdamW would train, and ``named`` are all parameters.
+    """
     if any("lora_" in name for name in trained):
-        advice = "To train only factors of LoRA, use torch.optim.AdamW with its own rate"
-    elif frozen_matrices:
-        advice = (
+        return "To train only factors of LoRA, use torch.optim.AdamW with its own rate"
+    frozen_matrices = [name for name, param in named.items() if is_frozen(param) and param.ndim >= 2]
+    if frozen_matrices:
+        return (
             f"{len(frozen_matrices)} matrices are frozen, such as {frozen_matrices[0]!r}: if add_param_group adds them "
             "later, as Lightning's BackboneFinetuning does, this is right. Else use torch.optim.AdamW"
         )
-    # The reason: the labels, or that there are no matrices.
-    if any(param.ndim >= 2 for param in named.values()):
-        # Show the labels of five parameters with their reasons, trained parameters first.
-        names = sorted(labels, key=lambda name: labels[name] is None)
-        reason = "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in names[:5]])
-    else:
-        reason = "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
-    warn_caller(
-        f"Muon: found no parameter with the label 'muon' or 'hidden' ({reason}), expected at least one; AdamW trains "
-        f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. {advice}"
-    )
+    return "Give labels=, or use TransformOptimizer(params, muonfx.adamw())"

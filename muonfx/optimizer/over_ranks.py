@@ -70,11 +70,18 @@ def stepping_for(
         if bucket_bytes is not None:
             settings = settings._replace(bucket_bytes=bucket_bytes)
         return SteppingOverRanks(tx, layout.meta(list(params)), layout, settings)
-    if bucket_bytes is None:  # the largest parameter, but at least 8 MiB, or 512 MiB on CUDA
-        is_on_cuda = any(param.is_cuda for param in params.values())
-        smallest = SMALL_BUCKET_ON_CUDA if is_on_cuda else SMALL_BUCKET
-        bucket_bytes = max([smallest, *[param.nbytes for param in params.values()]])
+    if bucket_bytes is None:
+        bucket_bytes = _default_bucket_bytes(params)
     return Stepping(tx, meta_like(dict(params)), bucket_bytes)
+
+
+def _default_bucket_bytes(params: NamedTensors) -> int:
+    """Return the bytes of parameters to update at a time: of the largest, but at least 8 MiB, or 512 MiB on CUDA."""
+    bucket_bytes = SMALL_BUCKET
+    for param in params.values():
+        smallest = SMALL_BUCKET_ON_CUDA if param.is_cuda else SMALL_BUCKET
+        bucket_bytes = max(bucket_bytes, smallest, param.nbytes)
+    return bucket_bytes
 
 
 def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedTensors) -> Layout | None:
