@@ -108,6 +108,8 @@ class MatrixView:
 
     def of(self, names: Sequence[str]) -> list[Pattern | None]:
         """Return a list with the parsed pattern that applies to each parameter name; None if no pattern applies."""
+        if not isinstance(self.pattern, Mapping):  # one for all names
+            return [self._parsed.get(self.pattern)] * len(names)
         return [self._parsed.get(self.text(name)) for name in names]
 
     def text(self, name: str) -> str | None:
@@ -230,7 +232,8 @@ class Matrices:
 
     def _are_matrices(self, leaves: list[Tensor]) -> bool:
         """Return True if each tensor is one matrix as it is."""
-        return self._view.pattern is None and all(leaf.ndim == 2 for leaf in leaves)
+        numbers_of_dims = {leaf.ndim for leaf in leaves}
+        return self._view.pattern is None and numbers_of_dims <= {2}
 
     def grouped(self, stacks: list[Tensor]) -> list[list[Tensor]]:
         """Turn a flat list of the stacks of all tensors into a list with the stacks of each tensor.
