@@ -12,8 +12,9 @@ from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.value import prepared
-from muonfx.engines.deepspeed.flat_params import FlatParams, NamedTensors
+from muonfx.engines.deepspeed.flat_params import FlatParams
 from muonfx.optimizer.group_numbers import fitted
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.state_entries import path_of
 from muonfx.optimizer.stepping import add_in_place
 from muonfx.sharding.communication.agree import agree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,12 @@ from muonfx.engines.deepspeed.parallel import (
     tensor_shards_of,
     whole_shape_of,
 )
+from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.cut import Cut, Intervals, Listed, Whole
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.position import ShardPosition
 from muonfx.tree import Spec
-
-NamedTensors: TypeAlias = Mapping[str, Tensor]
-"""Parameters, or tensors for them, by name."""
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
