@@ -35,7 +35,7 @@ class InitialState:
     """The tensors of the state that still have their initial values, and the parameters from which these were made.
 
     Args:
-        params: the parameters by name, from whose values the state was made; empty if these are unknown.
+        params: the parameters by name, from whose values the state was made.
         state: the state after ``init``.
         paths: the paths of the leaves of ``state`` that have initial values; None for all.
     """
@@ -46,6 +46,12 @@ class InitialState:
             leaves = {path: leaf for path, leaf in leaves.items() if path in paths}
         self._leaves = _recorded(leaves)
         self._params = _checksums(params)
+
+    @classmethod
+    def of_unknown_params(cls, state: PyTree, paths: Set[Path]) -> InitialState:
+        """Return a record of leaves that were made from several weights. It is of none, so a step makes them again."""
+        no_params: NamedTensors = {}
+        return cls(no_params, state, paths)
 
     def is_of(self, params: NamedTensors) -> bool:
         """Return True if the parameters have the values from which the state was made. Syncs with the device."""

@@ -9,17 +9,11 @@ from operator import is_
 from torch import Tensor
 
 from muonfx.core.checks import warn_caller
-from muonfx.optimizer.group_numbers import Group, GroupNumbers, Hyperparam, TrackedGroup
+from muonfx.optimizer.group_numbers import Group, GroupNumbers, Hyperparam, TrackedGroup, read_numbers
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.param_groups import warn_of_unread_keys
 from muonfx.optimizer.tracked_parameters import TrackedParameters
 from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, group_hyperparams, keys_by_label, label_of
-
-_EQUAL_STEPS = 10
-"""After this many steps at one rate below all requested rates, it is no longer the first or last step of a schedule."""
-
-_NEGLIGIBLE = 0.01
-"""Rates below this part of the requested ones are minima, such as ``min_lr`` of ReduceLROnPlateau, and hardly train."""
 
 
 class TrackedGroups:
@@ -40,14 +34,6 @@ class TrackedGroups:
         """The keys of which a warning was given."""
         self._has_warned_of_rate = False
         """True after the warning of an "lr" that no transform reads."""
-        self._requested_rates: list[float] = []
-        """The learning rates of the groups at construction, if these differ, until the warning of one rate."""
-        self._rates_have_differed = False
-        """True after a step with different learning rates."""
-        self._equal_steps = 0
-        """How many steps in succession had one rate in all groups, as `_is_low_rate_kept` counts them."""
-        self._last_equal_rate: float | None = None
-        """The rate that all groups had in the last of these steps."""
 
     @property
     def named(self) -> NamedTensors:
@@ -183,56 +169,7 @@ class TrackedGroups:
                 )
                 return
 
-    def note_rates(self) -> None:
-        """Record the learning rates of the groups at construction, for `warn_of_one_rate`."""
-        rates = self._rates()
-        if len(set(rates)) > 1:
-            self._requested_rates = rates
-
-    def warn_of_one_rate(self) -> None:
-        """Warn once if groups that were made with different learning rates have the same.
-
-        For example, the rates were 0.02 and 0.001, and a scheduler has written 0.001 into both. A rate below all of
-        them is accepted for some steps: a warmup may start there, and CosineAnnealingLR ends all groups at ``eta_min``.
-        """
-        if not self._requested_rates:  # the groups were made with one rate, or a warning was given
-            return
-        rates = self._rates()
-        if len(rates) < 2:  # nothing to compare
-            return
-        if len(set(rates)) > 1:  # they differ, as they should
-            self._rates_have_differed = True
-            self._equal_steps = 0
-            return
-        rate = rates[0]
-        smallest = min(self._requested_rates)
-        if rate < smallest and not self._is_low_rate_kept(rate, smallest):
-            return
-        requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
-        self._requested_rates = []
-        warn_caller(
-            f"param_groups: all groups have the learning rate {rate:g}, expected different rates, because they were "
-            f"made with {requested}. A scheduler, a callback or a search for a rate may have written one number into "
-            "all groups: give it one number for each group, in the order of param_groups"
-        )
-
-    def _is_low_rate_kept(self, rate: float, smallest: float) -> bool:
-        """Count a step at which all groups have one rate below all requested rates; return True if there were enough.
-
-        For example, SWALR brings all groups to one ``swa_lr``, and keeps them there. ``smallest`` is the smallest
-        requested rate.
-        """
-        if rate < _NEGLIGIBLE * smallest:
-            return False
-        # A warmup that changes once an epoch has one rate in the whole first epoch. So before the rates have differed,
-        # only new values count.
-        is_new_rate = rate != self._last_equal_rate
-        self._last_equal_rate = rate
-        if self._rates_have_differed or is_new_rate:
-            self._equal_steps += 1
-        return self._equal_steps >= _EQUAL_STEPS
-
-    def _rates(self) -> list[float]:
+    def rates(self) -> list[float]:
         """Return the learning rates that transforms read, such as ``[0.02, 0.001]`` for two groups.
 
         Groups without parameters are left out, and so are tensors on other devices than CPUs, which reading would sync.
@@ -245,6 +182,10 @@ class TrackedGroups:
             if isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.is_cpu):
                 rates.append(float(rate))
         return rates
+
+    def synchronize(self) -> None:
+        """Write current numbers into all keys of each group: if "momentum" was changed, "betas" follows."""
+        read_numbers(self.groups)
 
     def _count_keys(self) -> list[int]:
         """Return the number of keys in each group."""
@@ -277,3 +218,72 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
         "group, but different transforms update them, and the group lacks hyperparameters of one: recreate the "
         "optimizer to change a label, or add_param_group to add parameters"
     )
+
+
+_EQUAL_STEPS = 10
+"""After this many steps at one rate below all requested rates, it is no longer the first or last step of a schedule."""
+
+_NEGLIGIBLE = 0.01
+"""Rates below this part of the requested ones are minima, such as ``min_lr`` of ReduceLROnPlateau, and hardly train."""
+
+
+class OneRateCheck:
+    """Warns once if groups that were made with different learning rates have the same.
+
+    For example, the rates were 0.02 and 0.001, and a scheduler has written 0.001 into both.
+    """
+
+    def __init__(self, requested_rates: Sequence[float]) -> None:
+        """Record the learning rates of the groups at construction, such as ``[0.02, 0.001]``."""
+        self._requested_rates = requested_rates
+        self._is_needed = len(set(requested_rates)) > 1
+        """False if the groups were made with one rate, or a warning was given."""
+        self._rates_have_differed = False
+        """True after a step with different learning rates."""
+        self._equal_steps = 0
+        """How many steps in succession had one rate in all groups, as `_is_low_rate_kept` counts them."""
+        self._last_equal_rate: float | None = None
+        """The rate that all groups had in the last of these steps."""
+
+    def check(self, groups: TrackedGroups) -> None:
+        """Warn if all groups have one rate in this step.
+
+        A rate below all requested ones is accepted for some steps: a warmup may start there, and CosineAnnealingLR ends
+        all groups at ``eta_min``.
+        """
+        if not self._is_needed:
+            return
+        rates = groups.rates()
+        if len(rates) < 2:  # nothing to compare
+            return
+        if len(set(rates)) > 1:  # they differ, as they should
+            self._rates_have_differed = True
+            self._equal_steps = 0
+            return
+        rate = rates[0]
+        smallest = min(self._requested_rates)
+        if rate < smallest and not self._is_low_rate_kept(rate, smallest):
+            return
+        self._is_needed = False
+        requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
+        warn_caller(
+            f"param_groups: all groups have the learning rate {rate:g}, expected different rates, because they were "
+            f"made with {requested}. A scheduler, a callback or a search for a rate may have written one number into "
+            "all groups: give it one number for each group, in the order of param_groups"
+        )
+
+    def _is_low_rate_kept(self, rate: float, smallest: float) -> bool:
+        """Count a step at which all groups have one rate below all requested rates; return True if there were enough.
+
+        For example, SWALR brings all groups to one ``swa_lr``, and keeps them there. ``smallest`` is the smallest
+        requested rate.
+        """
+        if rate < _NEGLIGIBLE * smallest:
+            return False
+        # A warmup that changes once an epoch has one rate in the whole first epoch. So before the rates have differed,
+        # only new values count.
+        is_new_rate = rate != self._last_equal_rate
+        self._last_equal_rate = rate
+        if self._rates_have_differed or is_new_rate:
+            self._equal_steps += 1
+        return self._equal_steps >= _EQUAL_STEPS

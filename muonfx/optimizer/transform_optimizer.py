@@ -74,7 +74,7 @@ from muonfx.optimizer.state_entries import (
     warn_of_shared,
 )
 from muonfx.optimizer.stepping import FormerState, Stepping
-from muonfx.optimizer.tracked_groups import TrackedGroups
+from muonfx.optimizer.tracked_groups import OneRateCheck, TrackedGroups
 from muonfx.optimizer.tracked_parameters import TrackedParameters, check_real, check_usable, models_of
 from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
@@ -184,6 +184,7 @@ class TransformOptimizer(Optimizer):
     _parameters: TrackedParameters  # the tensors that have state, and their positions in the models
     _tracked_groups: TrackedGroups  # the param groups, from which each step reads the hyperparameters
     _gradient_check: GradientCheck
+    _rate_check: OneRateCheck  # warns if a scheduler has given all groups one rate
     _callers_tensors: CallersTensors  # the tensors that were hyperparameters in arguments
     _groups: list[Group]  # the list that the property `param_groups` returns
 
@@ -229,7 +230,7 @@ class TransformOptimizer(Optimizer):
         # up which transforms update its parameters, so it needs the attributes above.
         super().__init__(groups, {})
         self._create_state()
-        self._tracked_groups.note_rates()
+        self._rate_check = OneRateCheck(self._tracked_groups.rates())
         warn_of_rounding(self._stepping, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
@@ -253,7 +254,7 @@ class TransformOptimizer(Optimizer):
         self._adopt_state()
         self._update_initial_state()
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # sets "param_names", which a copy reads
-        read_numbers(self._tracked_groups.groups)  # if "momentum" was changed, "betas" follows
+        self._tracked_groups.synchronize()
         attributes: dict[str, Any] = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
@@ -282,10 +283,9 @@ class TransformOptimizer(Optimizer):
         self._stepping = self._stepping_for(tx, named, not_trained={})
         self._track(TrackedParameters([], None, trained=named, frozen={}, left_out={}))
         self._tracked_groups.record(self._groups, self._stepping.rules)
-        self._tracked_groups.note_rates()
+        self._rate_check = OneRateCheck(self._tracked_groups.rates())
         if initial_paths is not None:
-            no_params: NamedTensors = {}  # as in `_record_initial`
-            self._current["initial"] = InitialState(no_params, self._current["state"], initial_paths)
+            self._current["initial"] = InitialState.of_unknown_params(self._current["state"], initial_paths)
         # A step does this, too, but torch.compile may trace the first one.
         self._stepping.refresh(named, self._tracked_groups.groups)
         own_groups(self)
@@ -544,10 +544,9 @@ class TransformOptimizer(Optimizer):
         former_initial = self._current["initial"]
         if former_initial is not None:
             # Before the first step, other leaves have initial values, too, perhaps from weights that were replaced
-            # since. A record without parameters fits no weights, so that the next step initializes all of them again.
-            no_params: NamedTensors = {}
+            # since. The next step initializes all of them again.
             paths = new_paths | former_initial.unwritten(former_state)
-            self._current["initial"] = InitialState(no_params, state, paths)
+            self._current["initial"] = InitialState.of_unknown_params(state, paths)
         elif new_paths:  # a step was made: other leaves do not have their initial values
             self._current["initial"] = InitialState(named, state, new_paths)
 
@@ -850,7 +849,7 @@ class TransformOptimizer(Optimizer):
             self._use_replacements(at_step=True)
             self._tracked_groups.read_new_keys(self._stepping.rules)
             self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
-            self._tracked_groups.warn_of_one_rate()
+            self._rate_check.check(self._tracked_groups)
         # 2. The gradients.
         params = self._named_params()
         gradients = _gradients_of(params)
@@ -879,7 +878,7 @@ class TransformOptimizer(Optimizer):
             ShardingError: all ranks must call this together, and a rank did not.
         """
         self._use_replacements()  # the state may have to move to new tensors
-        read_numbers(self._tracked_groups.groups)  # if "momentum" was changed, "betas" follows
+        self._tracked_groups.synchronize()
         saved = super().state_dict()
         plain_name_of = unwrapped(self._tracked_groups.named)
         for tracked, saved_group in zip(self._tracked_groups.groups, saved["param_groups"], strict=True):
@@ -980,7 +979,7 @@ class TransformOptimizer(Optimizer):
         (0.1, ['w'])
         """
         self._use_replacements()
-        read_numbers(self._tracked_groups.groups)  # if "momentum" was changed, "betas" follows
+        self._tracked_groups.synchronize()
         saved_groups: list[Group] = []
         for tracked in self._tracked_groups.groups:
             saved_group = {key: value for key, value in tracked.group.items() if key != "params"}
