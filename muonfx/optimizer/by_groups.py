@@ -78,7 +78,10 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         old_leaves, treedef = tree.flatten(state)
         merged_leaves = list(old_leaves)
         for version, names in zip(versions, members_of_version, strict=True):
-            group_updates = {name: update if name in names else None for name, update in updates.items()}
+            group_updates: Gradients = dict.fromkeys(updates)  # None for each parameter
+            for name in names:
+                if name in updates:
+                    group_updates[name] = updates[name]
             new_updates, new_state = version.run(group_updates, state, params, donate=donate, **extras)
             # Keep the updates of the members.
             for name in names:

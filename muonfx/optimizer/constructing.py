@@ -93,7 +93,9 @@ def _are_on_all_ranks(params: Any) -> bool:
 
     A mesh is the set of ranks over which a DTensor is sharded. In a pipeline, a stage has a mesh of some ranks only.
     """
-    tensors: Iterable[Any] = params.parameters() if isinstance(params, torch.nn.Module) else tree.leaves(params)
+    tensors: Iterable[Any] = tree.leaves(params)
+    if isinstance(params, torch.nn.Module):
+        tensors = params.parameters()
     mesh_sizes: set[int] = set()
     for tensor in tensors:
         if is_dtensor(tensor):

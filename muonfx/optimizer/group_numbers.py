@@ -83,7 +83,9 @@ class GroupNumbers:
         """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""
         self.mirrors = frozenset([hyperparam.key for hyperparam in hyperparams if hyperparam.is_mirror])
         """The keys that repeat numbers of other keys, such as "momentum"."""
-        names = [name for hyperparam in hyperparams for name in hyperparam.names]
+        names: list[str] = []
+        for hyperparam in hyperparams:
+            names += hyperparam.names
         self._has_common_numbers = len(set(names)) < len(names)
         """True if two keys set one number, such as "betas" and "momentum"."""
         self._last_numbers: dict[str, Number] = {}

@@ -290,7 +290,9 @@ def _labels_for(
 
 def _no_labels(labels: object, result: object) -> TypeError:
     """Return an error for the argument ``labels`` of `Muon`, or for its ``result`` if it is a function."""
-    found = f"a function that returns {result!r}" if callable(labels) else repr(labels)
+    found = repr(labels)
+    if callable(labels):
+        found = f"a function that returns {result!r}"
     return TypeError(
         "Muon: labels must be a mapping from names to labels, or a function of the model that returns one, such as "
         f"labels=lambda model: muonfx.default_labels(model, rules); found {found}"

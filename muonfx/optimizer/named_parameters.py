@@ -28,7 +28,11 @@ NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
 
 def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
     """Return a dict from each parameter of the models to its name."""
-    return {param: name for model in models for name, param in model.named_parameters()}
+    name_of: dict[Tensor, str] = {}
+    for model in models:
+        for name, param in model.named_parameters():
+            name_of[param] = name
+    return name_of
 
 
 def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
@@ -41,7 +45,8 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     require_parameters(params)
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    name_of = {} if model is None else names_in([model])
+    models = [] if model is None else [model]
+    name_of = names_in(models)
     groups: list[Group] = [{"params": params}]  # one group, unless `params` is a list of groups
     if not isinstance(params, nn.Module | Mapping):
         items: list[Any] = list(params)
@@ -150,8 +155,9 @@ def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> Named
         return list(params.named_parameters())
     if isinstance(params, Mapping):
         return list(params.items())
-    items: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    return [_named_pair(item, known) for item in items]
+    if isinstance(params, Tensor):
+        return [_named_pair(params, known)]
+    return [_named_pair(item, known) for item in params]
 
 
 def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:

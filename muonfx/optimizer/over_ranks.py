@@ -94,8 +94,10 @@ def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedT
     """
     all_params = {**params, **others}
     dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
-    if layout is None:  # only DTensors have a layout then
-        return from_dtensors(all_params) if dtensor_names else None
+    if layout is None and not dtensor_names:
+        return None
+    if layout is None:
+        return from_dtensors(all_params)
     if dtensor_names and not layout.dtensors:  # a layout for plain tensors
         raise TypeError(
             f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
@@ -248,7 +250,9 @@ class SteppingOverRanks(Stepping):
             return dtensor
         # The parameter is a plain tensor, or an interval of a flattened one.
         piece = global_leaf(self.binding, self._device, placement, leaf)
-        return FlatShardTensor.of(piece) if isinstance(piece, FlatShard) else piece
+        if isinstance(piece, FlatShard):
+            return FlatShardTensor.of(piece)
+        return piece
 
     def shown(self, state: PyTree) -> PyTree:
         """Return the state in the form that the sharded ``update`` takes: DTensors if the parameters are DTensors."""
@@ -360,7 +364,9 @@ class SteppingOverRanks(Stepping):
         this rank may load alone.
         """
         leaves = tree.leaves(state)
-        gathered = {} if self._gathering is None else self._gathering.wait()  # full tensors by index
+        gathered: dict[int, Tensor] = {}  # full tensors by index
+        if self._gathering is not None:
+            gathered = self._gathering.wait()
         # A value may share memory with a tensor that an earlier load overwrites: clone it first.
         for load in apart_from([*leaves, *gathered.values()], loads):
             index = load.leaf_index

@@ -80,7 +80,9 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
         elif not is_divided:  # keep the number of inner transforms, which `with_children` needs
             inner_chains.append(identity())
     if is_divided:  # the chain of its label takes the place of the partition
-        return inner_chains[0] if inner_chains else identity()
+        if not inner_chains:
+            return identity()
+        return inner_chains[0]
     return _for_parameter(tx.with_children(inner_chains), name)
 
 
@@ -95,14 +97,15 @@ def _for_parameter(chain: Transform, name: str) -> Transform:
             changes[argument] = MatrixView(value.text(name))
         elif isinstance(value, Mapping) and name in value:
             changes[argument] = {"parameter": value[name]}  # a dict, as the transform requires
-    chain_for_one = chain.replace(**changes) if changes else chain
+    if changes:
+        chain = chain.replace(**changes)
     # Schedules are compared and reported with the numbers of groups. Their replacement is not checked, because its
     # values fit no argument: momentum would refuse a decay of 1.
-    parts: list[Any] = list(chain_for_one.parts)
+    parts: list[Any] = list(chain.parts)
     for index, part in enumerate(parts):
         if isinstance(part, Schedule):
             parts[index] = any_schedule()
-    return chain_for_one.with_parts(parts)
+    return chain.with_parts(parts)
 
 
 @schedule

@@ -55,12 +55,18 @@ def _require_name_for_each(saved: Mapping[str, Any], number: int) -> None:
 
 def _names_in(groups: Iterable[TrackedGroup]) -> list[str]:
     """Return the names of the parameters in all groups of an optimizer."""
-    return [name for tracked in groups for name in tracked.names]
+    names: list[str] = []
+    for tracked in groups:
+        names += tracked.names
+    return names
 
 
 def _saved_names_in(saved_groups: SavedGroups) -> list[str]:
     """Return the names of the parameters in all groups of a state dict."""
-    return [name for saved in saved_groups for name in saved.get("param_names", ())]
+    names: list[str] = []
+    for saved in saved_groups:
+        names += saved.get("param_names", ())
+    return names
 
 
 def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) -> SavedGroups:

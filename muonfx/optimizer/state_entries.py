@@ -56,10 +56,11 @@ class StateEntries:
         """The position of each leaf of the state."""
         self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
         """For each parameter, the index of the leaf under each key: ``{"bias": {"momentum.trace": 0, "count": 1}}``."""
+        all_names = tuple(named)
         for index, (owner, path) in enumerate(ownership_of(state, named)):
             key = path_of(path)  # ("momentum", "trace") becomes "momentum.trace"
             # A leaf such as a step count belongs to no single parameter: it is an entry of each of them.
-            names = tuple(named) if owner is None else (owner,)
+            names = all_names if owner is None else (owner,)
             self.slots.append(StateSlot(names, key))
             for name in names:
                 self.indices[name][key] = index

@@ -184,7 +184,9 @@ class Stepping:
 
     def _local_part(self, index: int, leaf: Any, full_value: Tensor) -> Any:
         """Return this rank's part of a full state tensor to replace ``leaf``, or ``leaf`` if the shapes differ."""
-        return full_value.to(leaf.device) if full_value.shape == leaf.shape else leaf
+        if full_value.shape != leaf.shape:
+            return leaf
+        return full_value.to(leaf.device)
 
     def full_leaf(self, index: int, leaf: Any) -> Any:
         """Return a leaf of the state in full. Over several ranks, all of them gather it together."""

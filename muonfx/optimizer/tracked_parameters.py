@@ -424,7 +424,9 @@ class TrackedParameters:
         then have the weight of a layer that was frozen so far, and the result is ``{"0.weight": weight}``.
         """
         known_params = {tracked.param for tracked in self.tracked.values()}
-        unknown_params = [param for group in groups for param in group["params"] if param not in known_params]
+        unknown_params: list[Tensor] = []
+        for group in groups:
+            unknown_params += [param for param in group["params"] if param not in known_params]
         if not unknown_params:  # usually; to look up names takes time
             return {}
         name_of = self.names

@@ -236,7 +236,11 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
     """Return all keys such as "adamw.weight_decay" that a group of several labels may have."""
     if len(rules) < 2:
         return set()
-    return {f"{label}.{key}" for key, holders in holders_of(rules).items() for label in holders}
+    keys: set[str] = set()
+    for key, hyperparam_of_label in holders_of(rules).items():
+        for label in hyperparam_of_label:
+            keys.add(f"{label}.{key}")
+    return keys
 
 
 def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
