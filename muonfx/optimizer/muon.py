@@ -341,7 +341,10 @@ def _reason_of_labels(labels: Labels, named: NamedTensors) -> str:
     if all(param.ndim < 2 for param in named.values()):
         return "all have fewer than two dims: if they were flattened, give the model, or use fully_shard (FSDP2)"
     trained_first = sorted(labels, key=lambda name: labels[name] is None)
-    return "; ".join([f"{name!r} is {labels[name]!r}: {labels.reason(name)}" for name in trained_first[:5]])
+    sentences: list[str] = []
+    for name in trained_first[:5]:
+        sentences.append(f"{name!r} is {labels[name]!r}: {labels.reason(name)}")
+    return "; ".join(sentences)
 
 
 def _advice_without_matrices(trained: Sequence[str], named: NamedTensors) -> str:

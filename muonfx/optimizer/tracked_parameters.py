@@ -413,8 +413,11 @@ class TrackedParameters:
         for module in self._modules():
             # `fully_shard` adds FSDPModule to the bases of a module's class. Found by name, to import no FSDP here.
             class_names = [base.__name__ for base in type(module).__mro__]
-            if "FSDPModule" in class_names:
-                gathered_ids.update([id(param) for param in module.parameters() if not is_dtensor(param)])
+            if "FSDPModule" not in class_names:
+                continue
+            for param in module.parameters():
+                if not is_dtensor(param):
+                    gathered_ids.add(id(param))
         return gathered_ids
 
     def added_in(self, groups: Iterable[Group]) -> NamedTensors:

@@ -61,13 +61,9 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     is_partitioned = is_marked or metadata
     if metadata.get("replicated") or not is_partitioned:
         return None
-    # 1. The partitioned dim, and the widths on each rank, for each part: [(2, 2), (1, 1), (1, 1)] if query, key and
-    # value are fused. A layer that is not fused is a single part.
+    # 1. The partitioned dim, and the widths of the shards along it.
     dim = metadata.get("partition_dim")
-    widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
-    sizes: Sequence[int] | None = metadata.get("partition_sizes")
-    if widths is None and sizes is not None:  # [2, 2] rows of the ranks become [[2, 2]]
-        widths = [sizes]
+    widths = _widths_of_parts(metadata)
     if dim is None or widths is None:
         raise _undescribed(name, metadata)
     # 2. The shards: some indices of this dim, and all indices of the others.
@@ -85,6 +81,25 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     if numel_of_shards != ShardPosition.whole(shape).numel or local_shape_of(param) not in shapes:
         raise _undescribed(name, metadata)
     return tuple(shards)
+
+
+def _widths_of_parts(metadata: dict[str, Any]) -> Sequence[Sequence[int]] | None:
+    """Return the widths of the shards along the partitioned dim, for each part of a layer: on each rank.
+
+    A layer that is not fused is a single part. The result is None if AutoTP has not described the widths.
+
+    >>> _widths_of_parts({"sub_param_shard_widths": [(2, 2), (1, 1), (1, 1)]})  # query, key and value are fused
+    [(2, 2), (1, 1), (1, 1)]
+    >>> _widths_of_parts({"partition_sizes": [2, 2]})
+    [[2, 2]]
+    """
+    widths: Sequence[Sequence[int]] | None = metadata.get("sub_param_shard_widths")
+    if widths is not None:
+        return widths
+    sizes: Sequence[int] | None = metadata.get("partition_sizes")
+    if sizes is not None:
+        return [sizes]
+    return None
 
 
 def _spans_of_rank(widths: Sequence[Sequence[int]], rank: int) -> list[Span]:
