@@ -314,7 +314,7 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
     def record(index: int, inner_params: PyTree) -> None:
         params_of[index] = inner_params
 
-    # Recorded without the checks of a factory, which would take longer than `init` itself.
+    # Not prepared, as by a call of the factory, because a recorder has no locality or extra arguments to find.
     factory: Any = _recorder
     recorders: list[Transform] = []
     for index, inner in enumerate(tx.children):
