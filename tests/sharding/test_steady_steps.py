@@ -152,12 +152,12 @@ def test_a_bucket_is_computed_while_the_next_is_gathered_and_the_one_before_retu
     events: list[str] = []
     exchange_init, exchange_arrived, compute = Exchange.__init__, Exchange.arrived, Step._compute
 
-    def started(exchange: Exchange, *args: Any, what: str, **options: Any) -> None:
-        events.append(f"start {what}")
-        exchange_init(exchange, *args, what=what, **options)
+    def started(exchange: Exchange, *args: Any, operation: str, **options: Any) -> None:
+        events.append(f"start {operation}")
+        exchange_init(exchange, *args, operation=operation, **options)
 
     def waited(exchange: Exchange, shapes: Any) -> Any:
-        events.append(f"wait for {exchange.what}")
+        events.append(f"wait for {exchange.operation}")
         return exchange_arrived(exchange, shapes)
 
     def computed(step: Step, *args: Any, **options: Any) -> Any:

@@ -58,7 +58,7 @@ class Agreement(NamedTuple):
 
 
 def agree(
-    what: str,
+    operation: str,
     group: dist.ProcessGroup,
     problem: BaseException | None = None,
     *,
@@ -72,7 +72,7 @@ def agree(
     If rank 0 compares ``["float32", 7]`` and rank 1 ``["bfloat16", 7]``, ``are_equal`` is ``[False, True]`` on both.
 
     Args:
-        what: the name of the call, such as "a step", which must be equal on all ranks.
+        operation: the name of the call, such as "a step", which must be equal on all ranks.
         group: all ranks of this process group make the call together.
         problem: an error that this rank already has.
         same: a value that must be equal on all ranks.
@@ -82,14 +82,14 @@ def agree(
     """
     # 1. One all-reduce of this rank's urgency, a hash of the call, and a hash of each value that may differ.
     urgency = [_urgency(problem, request=request)]
-    call = _signed_hash((what, same), _CALL_WORDS)
+    call = _signed_hash((operation, same), _CALL_WORDS)
     values = [_signed_hash(value, _VALUE_WORDS) for value in compared]
-    [largest_urgency], call_maxima, *value_maxima = _maxima_over_ranks([urgency, call, *values], group, what)
+    [largest_urgency], call_maxima, *value_maxima = _maxima_over_ranks([urgency, call, *values], group, operation)
     # 2. The maxima are the same on all ranks. So if one rank has an error, or makes another call, all ranks raise.
     if largest_urgency == _ERROR:
-        _raise_errors(what, problem, group)
+        _raise_errors(operation, problem, group)
     if not _are_equal(call_maxima):
-        _raise_difference({"calls": what, **explain()}, group)
+        _raise_difference({"calls": operation, **explain()}, group)
     are_equal = list(map(_are_equal, value_maxima))
     return Agreement(are_equal, is_requested=largest_urgency == _REQUEST)
 
@@ -103,7 +103,7 @@ def _urgency(problem: BaseException | None, *, request: bool) -> int:
     return 0
 
 
-def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, what: str) -> list[list[int]]:
+def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, operation: str) -> list[list[int]]:
     """Return, for each list of numbers, the largest of each number on any rank. This is one all-reduce.
 
     For ``[[0], [7, 5]]`` on rank 0 and ``[[1], [6, 8]]`` on rank 1, both get ``[[1], [7, 8]]``. In a call of `agree`
@@ -111,7 +111,7 @@ def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, wh
     """
     numbers = list(itertools.chain.from_iterable(values))
     message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
-    with collective(what):
+    with collective(operation):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     maxima = iter(message.cpu().tolist())
     return [list(itertools.islice(maxima, len(numbers_of_value))) for numbers_of_value in values]
@@ -137,10 +137,10 @@ def _are_equal(maxima: list[int]) -> bool:
     return maxima[:count] == least_words
 
 
-def _raise_errors(what: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
+def _raise_errors(operation: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
     """Raise this rank's error, or, if it has none, an error that shows the errors of other ranks."""
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    error_of_rank = all_objects(text, group, what)
+    error_of_rank = all_objects(text, group, operation)
     if problem is not None:
         raise problem
     raise ShardingError(f"nothing was changed on any rank:\n{errors_by_rank(error_of_rank)}")
@@ -228,7 +228,7 @@ class LeafAgreement(NamedTuple):
 
 
 def agree_on_leaves(
-    what: str,
+    operation: str,
     values: PyTree,
     layout: ShardTable,
     problem: Exception | None = None,
@@ -244,7 +244,7 @@ def agree_on_leaves(
     rank 0, and a tensor on rank 1, whose dtype is in the code.
 
     Args:
-        what: the name of the call, which must be equal on all ranks.
+        operation: the name of the call, which must be equal on all ranks.
         values: the tree on this rank. The names of its leaves must be equal on all ranks.
         layout: the layout of the parameters, which must be equal on all ranks.
         problem: an error that this rank already has; it is raised on all ranks.
@@ -263,7 +263,7 @@ def agree_on_leaves(
     group = require_group(layout)
     names = tree.names(values)
     agreement = agree(
-        what,
+        operation,
         group,
         problem,
         same=(_tree_digest(layout, tuple(names)), same),

@@ -100,7 +100,7 @@ def _local_shards(leaf_of: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def agree_on_shards(
-    what: str, values: PyTree, layout: ShardTable, problem: Exception | None, **options: Any
+    operation: str, values: PyTree, layout: ShardTable, problem: Exception | None, **options: Any
 ) -> LeafAgreement:
     """Raise on all ranks unless each leaf is None or the shard of its rank. Else return which leaves are missing.
 
@@ -112,14 +112,14 @@ def agree_on_shards(
             require_shards(layout, values)
         except Exception as error:
             problem = error
-    return agree_on_leaves(what, values, layout, problem, **options)
+    return agree_on_leaves(operation, values, layout, problem, **options)
 
 
-def all_reduce(layout: ShardTable, values: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> None:
-    """Reduce a tensor elementwise over all ranks, in place. `what` names the operation in errors."""
+def all_reduce(layout: ShardTable, values: Tensor, operation: str, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce a tensor elementwise over all ranks, in place. Errors name the `operation`."""
     if layout.group is None or layout.size == 1:
         return
-    with collective(what):
+    with collective(operation):
         dist.all_reduce(values, op=op, group=layout.group)
 
 
@@ -335,7 +335,9 @@ def _exchange_and_average(
     numel = sum(target.numel() for target in targets)
     shapes = [target.shape for target in targets]
     expected = [numel] * layout.size  # from each rank, itself included
-    messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what="reducing gradients")
+    messages = Exchange(
+        layout, outgoing, expected, dtype=wire.dtype, device=wire.device, operation="reducing gradients"
+    )
     tensors_of_rank = messages.arrived([shapes] * layout.size)
     for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
         _average(tensors, target)

@@ -312,7 +312,7 @@ class _Gather:
             self._bucket.expected,
             dtype=functools.reduce(torch.promote_types, wire_dtypes),  # it can represent all of them
             device=shards[0].device,
-            what="gathering matrices",
+            operation="gathering matrices",
         )
 
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -481,7 +481,7 @@ class _Scatter:
             self._bucket.expected_results,
             dtype=functools.reduce(torch.promote_types, wire_dtypes),  # it can represent all of them
             device=updates[0].device,
-            what="returning matrices",
+            operation="returning matrices",
         )
 
     def wait(self) -> None:

@@ -27,7 +27,7 @@ class Exchange:
         expected: for each rank, the number of elements that it sends to this rank.
         dtype: the dtype of the messages.
         device: the device of the messages.
-        what: the name of the operation in errors.
+        operation: its name in errors, such as "gathering matrices".
     """
 
     # The tensors, for P ranks. Sender and receiver list the tensors of a message in the same order.
@@ -44,10 +44,10 @@ class Exchange:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        what: str,
+        operation: str,
     ) -> None:
         """Pack the tensors for other ranks into the send buffer, and start the exchange without waiting for it."""
-        self.what = what
+        self.operation = operation
         self._layout = layout
         # A rank sends itself nothing: its own tensors stay as they are, and their messages have no elements.
         self._own_tensors = list(outgoing[layout.rank])
@@ -61,7 +61,7 @@ class Exchange:
         _pack(list(chain.from_iterable(tensors_to_send)), self._send_buffer)
         # The messages arrive here while the caller computes: `wait` or `arrived` completes them.
         self._receive_buffer = layout.buffers.take(sum(self._receive_sizes), dtype, device)
-        with collective(what):
+        with collective(operation):
             self._work: Any = dist.all_to_all_single(
                 self._receive_buffer,
                 self._send_buffer,
@@ -85,7 +85,7 @@ class Exchange:
 
         The tensors are views of the receive buffer. Call `end` when they are no longer needed.
         """
-        with collective(self.what):
+        with collective(self.operation):
             self._work.wait()
         self._layout.buffers.give_back(self._send_buffer)  # all of it is sent, so another exchange may use its memory
         del self._send_buffer
@@ -116,17 +116,17 @@ def exchange(
     outgoing: Sequence[Sequence[Tensor]],
     incoming: Sequence[Sequence[Tensor]],
     wire: Tensor,
-    what: str,
+    operation: str,
 ) -> None:
     """Send the tensors ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it in place. Wait for all messages.
 
     The tensors that a rank sends have the sizes of those that the receiver expects, in the same order. With two ranks,
     rank 0 may send ``outgoing[1] = [a, b]``. Rank 1 then receives these values in its ``incoming[0] = [c, d]``.
 
-    Messages are sent in the dtype of `wire`, on its device. `what` names the operation in errors.
+    Messages are sent in the dtype of `wire`, on its device. Errors name the `operation`.
     """
     expected = list(map(_numel, incoming))
-    messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, what=what)
+    messages = Exchange(layout, outgoing, expected, dtype=wire.dtype, device=wire.device, operation=operation)
     messages.wait(incoming)
 
 
@@ -182,18 +182,19 @@ def split_buffer(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor
 
 
 @contextmanager
-def collective(what: str) -> Generator[None]:
-    """Turn an error of the torch.distributed calls in a ``with`` block into a `ShardingError` that names `what`.
+def collective(operation: str) -> Generator[None]:
+    """Name an operation in the errors of the torch.distributed calls in a ``with`` block, and raise `ShardingError`.
 
-    torch's own error, such as "Connection closed by peer", does not name the operation and has no advice.
+    torch's error may be "Connection closed by peer". In the block ``with collective("gathering matrices"):``, it
+    becomes "gathering matrices failed: another rank has ended, ...".
     """
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, ShardingError):  # it is a RuntimeError too, and its text already says what failed
-            raise
+    except ShardingError:  # its text already names the operation
+        raise
+    except RuntimeError as error:  # also an error of torch.distributed, which is one
         raise ShardingError(
-            f"{what} failed: another rank has ended, or did not start the same call within the timeout of the "
+            f"{operation} failed: another rank has ended, or did not start the same call within the timeout of the "
             f"process group: {error}. See the error of that rank, or raise the timeout of the group"
         ) from error
 
@@ -208,9 +209,9 @@ def host_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device(device_types[0])
 
 
-def all_objects(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
-    """Gather one Python object per rank, in a list on every rank. `what` names the operation in errors."""
+def all_objects(value: Any, group: dist.ProcessGroup, operation: str) -> list[Any]:
+    """Gather one Python object per rank, in a list on every rank. Errors name the `operation`."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    with collective(what):
+    with collective(operation):
         dist.all_gather_object(gathered, value, group=group)
     return gathered

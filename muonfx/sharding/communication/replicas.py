@@ -144,7 +144,7 @@ def _replicas_of_leaf(layout: Layout, placement: LeafPlacement | None) -> Groups
 
 
 def _find_difference(
-    what: str,
+    operation: str,
     values: Mapping[str, Any],
     groups_of: Mapping[str, Groups],
     layout: Layout,
@@ -154,7 +154,7 @@ def _find_difference(
 ) -> _Difference | None:
     """Find the first leaf whose replicas differ. Return the same on each rank, or None.
 
-    `what` names the call for errors. `values` has the leaves on this rank by name, tensors or None, and `groups_of` the
+    Errors name the `operation`. `values` has the leaves on this rank by name, tensors or None, and `groups_of` the
     groups of ranks that must hold equal values of each leaf. The other arguments are as in `verify_params`.
     """
     group = layout.group
@@ -169,11 +169,11 @@ def _find_difference(
     compared = _checksums_by_group(groups_of, checksum_of, layout.rank)
     if not compared and not may_fail:
         return None
-    agreement = agree(what, group, problem, compared=compared or [""])  # a message has one value or more
+    agreement = agree(operation, group, problem, compared=compared or [""])  # a message has one value or more
     if all(agreement.are_equal):
         return None
     # Two digests differ: the ranks send all checksums, to find the leaf.
-    return _first_difference(groups_of, all_objects(checksum_of, group, what))
+    return _first_difference(groups_of, all_objects(checksum_of, group, operation))
 
 
 def _values_with_replicas(values: Mapping[str, Any], groups_of: Mapping[str, Groups], rank: int) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
         send_copies(sends, layout, "broadcasting parameters")
 
 
-def send_copies(sends: Sequence[Send], layout: Layout, what: str) -> None:
+def send_copies(sends: Sequence[Send], layout: Layout, operation: str) -> None:
     """Copy tensors of one dtype between ranks in place. All ranks call this with the same senders and receivers.
 
     For ``[Send(w, 0, [2]), Send(v, 1, [3])]``, rank 0 sends its `w` to rank 2, which overwrites its own `w`. At the
@@ -358,4 +358,4 @@ def send_copies(sends: Sequence[Send], layout: Layout, what: str) -> None:
                 outgoing[receiver].append(tensor)
         elif layout.rank in receivers:
             incoming[sender].append(tensor)
-    exchange(layout, outgoing, incoming, sends[0].tensor, what)
+    exchange(layout, outgoing, incoming, sends[0].tensor, operation)
