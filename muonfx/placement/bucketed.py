@@ -22,10 +22,10 @@ from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import (
     BucketedState,
     can_be_shared_out,
-    cut_into_buckets,
     init_in_store,
     moves,
     sizes_of,
+    split_into_buckets,
     store_away,
     stored_again,
 )
@@ -93,7 +93,7 @@ def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
     # The sort is stable: parameters of one shape stay in their order.
     leaf_of = _present(params)
     names = sorted(leaf_of, key=lambda name: tuple(leaf_of[name].shape))
-    return cut_into_buckets({name: leaf_of[name].nbytes for name in names}, limit)
+    return split_into_buckets({name: leaf_of[name].nbytes for name in names}, limit)
 
 
 @stand_in
@@ -117,7 +117,7 @@ def in_store(_cache: Memory, tx: Transform, store: Store):
         parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
         if can_be_shared_out(tree.leaves(state), parameters):
             sizes = sizes_of(_present(updates), state, parameters)
-            buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]  # a step without updates has one empty bucket
+            buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]  # without updates, one empty bucket
         else:  # a tensor without a parameter, such as a sum over all leaves, belongs to no bucket
             buckets = [tree.names(updates)]
         call = Arguments(updates, state, params, donate, extras)

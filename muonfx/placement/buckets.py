@@ -27,10 +27,10 @@ from muonfx.tree.members import parameters_of
 K = TypeVar("K")
 
 
-def cut_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
+def split_into_buckets(sizes: Mapping[K, int], limit: int) -> list[list[K]]:
     """Split the keys of a dict of sizes, in order, into lists of at most `limit` bytes. A larger item is alone.
 
-    >>> cut_into_buckets({"q": 4, "k": 4, "mlp": 20, "norm": 1}, limit=10)
+    >>> split_into_buckets({"q": 4, "k": 4, "mlp": 20, "norm": 1}, limit=10)
     [['q', 'k'], ['mlp'], ['norm']]
     """
     buckets: list[list[K]] = []
@@ -126,7 +126,7 @@ def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree
     sizes = sizes_of(tree.names(params), meta_state, parameters_of(meta_state, params))
     # 2. The state. Parameters of other buckets are meta tensors, so that decisions by names and shapes use the whole
     # tree.
-    buckets = cut_into_buckets(sizes, store.bucket_bytes) or [[]]
+    buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]
     return init_in_buckets(store, buckets, params, init, outside="meta")
 
 

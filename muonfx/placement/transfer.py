@@ -131,7 +131,7 @@ class BucketTransfer:
         Return views of the buffer, and the event after which they have the values; None if they have them already.
         """
         stored = self._buckets[bucket_index]
-        views = _cut(self._buffers[bucket_index % 2], stored)
+        views = _split(self._buffers[bucket_index % 2], stored)
         for tensor in stored:
             read_ahead(tensor)
         if self._stream is None:  # on a CPU
@@ -139,7 +139,7 @@ class BucketTransfer:
             return views, None
         sources = stored
         if self._staging:  # state on disk: a GPU reads from pinned host memory only
-            sources = _cut(self._staging[bucket_index % 2], stored)
+            sources = _split(self._staging[bucket_index % 2], stored)
             self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
             _copy_on_cpu(stored, sources)
         return views, _copy_to_gpu(self._stream, sources, views)
@@ -158,7 +158,7 @@ class BucketTransfer:
             _copy_from_gpu(self._stream, leaves, targets, computed)
             return
         # From a GPU to a disk, through pinned host memory.
-        staged = _cut(self._staging[bucket_index % 2], targets)
+        staged = _split(self._staging[bucket_index % 2], targets)
         _copy_from_gpu(self._stream, leaves, staged, computed)
         self._stream.synchronize()  # the staging buffer now has the values
         _copy_on_cpu(staged, targets)
@@ -197,7 +197,7 @@ def _copy_on_cpu(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         release(target)
 
 
-def _cut(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+def _split(memory: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Split a buffer into consecutive tensors, which are views with the shapes and dtypes of `leaves`."""
     # Each begins at a multiple of 256 bytes (`ALIGNED`): tensors of 100 and 8 bytes have the bytes 0:100 and 256:264.
     views: list[Tensor] = []

@@ -1,7 +1,8 @@
 """Run a transform on sharded parameters, with the same update under every layout.
 
-A `Layout` records which shard of each parameter each rank holds. `sharded` turns any transform into a transform that
-runs on these shards. See the page "Sharding" of the documentation.
+A *shard* is the part of a tensor that one rank holds. A *cut* is the partition of one tensor into the shards of all
+ranks, and a `Layout` has the cut of each parameter. `sharded` turns any transform into one that runs on these shards.
+See the page "Sharding" of the documentation.
 
 Its files are in three groups. `shards` (which rank holds what) and `plan` (which rank computes what) are values, which
 need no process group. All messages and collectives are in `communication`. The files above them join the two.

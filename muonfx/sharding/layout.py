@@ -1,5 +1,7 @@
 """`Layout`: which shard of every parameter each rank holds, with methods that shard and gather trees.
 
+A layout has a *cut* for each parameter: the partition of the parameter into the shards of all ranks.
+
 A *whole tree* contains the parameters as a single process would hold them. A *local tree* contains a rank's shards of
 these parameters instead. Leaves are identified by their dotted names, so a tree may have any structure. Gradients,
 updates and copies of the parameters, in any dtype, are sharded like the parameters. None stays None.
@@ -34,7 +36,7 @@ class Layout(ShardTable):
     Attributes:
         kind: the name of the function that built the layout.
         specs: a dict from the name of each parameter to its global shape and dtype.
-        cuts: a dict from the name of each parameter to its partition over all ranks. See also the method `position`.
+        cuts: a dict from the name of each parameter to its cut (its partition over all ranks). See also `position`.
         size: the number of ranks.
         rank: this process's rank in the group; 0 without a group.
         group: the process group; None for a layout built for a number of ranks, without processes.
@@ -51,7 +53,7 @@ class Layout(ShardTable):
     """
 
     def shard(self, whole: T, rank: int | None = None) -> T:
-        """Cut the shards of one rank out of a tree of whole tensors, without communication.
+        """Copy the shards of one rank out of a tree of whole tensors, without communication.
 
         Args:
             whole: a tree of whole tensors, with the names and global shapes of the parameters, in any dtype.

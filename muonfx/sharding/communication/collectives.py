@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
-from muonfx.placement.buckets import cut_into_buckets
+from muonfx.placement.buckets import split_into_buckets
 from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_leaves
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
@@ -392,4 +392,4 @@ def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     for index, tensor in enumerate(tensors):
         nbytes_of_dtype.setdefault(tensor.dtype, {})[index] = tensor.nbytes
     for nbytes in nbytes_of_dtype.values():
-        yield from cut_into_buckets(nbytes, limit)
+        yield from split_into_buckets(nbytes, limit)

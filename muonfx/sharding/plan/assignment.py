@@ -26,7 +26,7 @@ from muonfx.core.transform import patterns_in, require_transform
 from muonfx.core.value import strip_transparent
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import Report, Table
-from muonfx.placement.buckets import cut_into_buckets
+from muonfx.placement.buckets import split_into_buckets
 from muonfx.sharding.plan.balance import Item, assign
 from muonfx.sharding.plan.bucket import Bucket
 from muonfx.sharding.plan.cost import CostOf, Run, cost_of_run, runs_of
@@ -365,8 +365,8 @@ def _buckets_of_dtype(shards: Mapping[int, MatrixShard], limit: int) -> list[tup
         nbytes_on.setdefault(shard.owner, {})[index] = shard.nbytes
     # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
     nbytes_on_every_rank = nbytes_on.pop(None, {})
-    buckets = list(map(tuple, cut_into_buckets(nbytes_on_every_rank, limit)))
-    buckets_of_owners = [cut_into_buckets(nbytes, limit) for nbytes in nbytes_on.values()]
+    buckets = list(map(tuple, split_into_buckets(nbytes_on_every_rank, limit)))
+    buckets_of_owners = [split_into_buckets(nbytes, limit) for nbytes in nbytes_on.values()]
     return buckets + _one_of_each_owner(buckets_of_owners)
 
 

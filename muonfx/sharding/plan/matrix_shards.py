@@ -102,7 +102,7 @@ class MatrixShard:
     shape: tuple[int, ...]
     """The shape in which the owner computes: the parameter's own, or (count, rows, columns) for a stack of matrices."""
     cut: Cut = field(repr=False)
-    """The partition of the parameter over the ranks that hold it."""
+    """The partition of the parameter into the shards that the ranks hold, as in the layout."""
     candidates: tuple[int, ...]
     """The ranks of which one is chosen as the owner."""
     complete: bool
@@ -370,7 +370,7 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     Six matrices of 16 elements, of which rank 0 holds the first 40 elements (two matrices and half of the third):
 
     >>> from muonfx.sharding.shards.cut import Intervals
-    >>> ranges = _ranges(Intervals((6, 4, 4), start=0, cuts=(0, 40, 96)), 16)
+    >>> ranges = _ranges(Intervals((6, 4, 4), start=0, borders=(0, 40, 96)), 16)
     >>> [(matrices.first, matrices.stop, matrices.candidates) for matrices in ranges]
     [(0, 3, (0,)), (3, 6, (1,))]
     """
@@ -383,21 +383,28 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     for _, neighbours in itertools.groupby(matrices, lambda matrix: (matrix.ranks, matrix.complete)):
         divided += _divide(list(neighbours), num_matrices)
     ranges = _joined(divided)
-    if not _have_gaps(ranges):
+    if not _have_same_owner(ranges):
         return ranges
     # A single rank computes the whole stack.
-    candidates = set().union(*[part.candidates for part in ranges])
+    candidates = set(itertools.chain.from_iterable([matrices.candidates for matrices in ranges]))
     return [_Range(0, len(matrices), tuple(sorted(candidates)), complete=False)]
 
 
-def _have_gaps(ranges: Sequence[_Range]) -> bool:
-    """Return True if a rank would compute two ranges of a stack, with a gap between them.
+def _have_same_owner(ranges: Sequence[_Range]) -> bool:
+    """Return True if one rank would compute two ranges of a stack, such as matrices 0 to 1 and 4 to 5.
 
-    It must not, because it has one tensor of state for the stack.
+    It must not, because it has one tensor of state for the stack, of one range. The ranges are already joined, so
+    there is a gap between two ranges of a rank.
     """
-    # Parts with `one_each` all get different ranks later. Each other part has a single candidate here, its owner.
-    owners = [part.candidates[0] for part in ranges if not part.one_each]
-    return len(set(owners)) < len(owners)
+    owners: set[int] = set()
+    for matrices in ranges:
+        if matrices.one_each:  # its rank is chosen later, and computes no other range
+            continue
+        (owner,) = matrices.candidates
+        if owner in owners:
+            return True
+        owners.add(owner)
+    return False
 
 
 def _divide(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[_Range]:

@@ -1,4 +1,4 @@
-"""`Cut`: how one parameter is partitioned over all ranks.
+"""`Cut`: the partition of one parameter over all ranks, which says for each rank which shard it holds.
 
 A rank needs the position of its own shard of every parameter. It needs the positions of the other ranks' shards only
 for the few matrices that it computes. A cut therefore computes a shard on request, from coordinates on a mesh or from
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Cut:
-    """How one tensor is split over all ranks. ``cut[rank]`` is a `ShardPosition`: which elements the rank holds."""
+    """The partition of one tensor over all ranks. ``cut[rank]`` is a `ShardPosition`: which elements the rank holds."""
 
     def __init__(self, shape: Sequence[int], size: int) -> None:
         self.shape = tuple(shape)
@@ -123,16 +123,17 @@ class Whole(Cut):
 class Intervals(Cut):
     """The partition of a tensor within a flat buffer, as in ZeRO, when each rank holds one interval of the buffer.
 
-    The flattened tensor begins at `start`. Rank r holds the elements ``cuts[r]:cuts[r + 1]`` of the buffer.
+    The flattened tensor begins at `start` in the buffer. Rank r holds the elements ``borders[r]:borders[r + 1]`` of the
+    buffer, of which some may be in this tensor.
     """
 
-    def __init__(self, shape: Sequence[int], start: int, cuts: Sequence[int]) -> None:
-        super().__init__(shape, len(cuts) - 1)
+    def __init__(self, shape: Sequence[int], start: int, borders: Sequence[int]) -> None:
+        super().__init__(shape, len(borders) - 1)
         self.start = start
-        self.cuts = cuts
+        self.borders = borders
 
     def _at(self, rank: int) -> ShardPosition:
-        return ShardPosition.interval(self.shape, self._index(self.cuts[rank]), self._index(self.cuts[rank + 1]))
+        return ShardPosition.interval(self.shape, self._index(self.borders[rank]), self._index(self.borders[rank + 1]))
 
     def _index(self, position: int) -> int:
         """Convert a position in the buffer to an index in the flattened tensor, or to the nearer end of the tensor."""
@@ -140,23 +141,23 @@ class Intervals(Cut):
 
     def _key(self) -> tuple[object, ...]:
         first, stop = self._first_and_stop
-        # The cuts inside the tensor, counted from its first element. So two parameters that are split in the same way
-        # have equal keys, wherever they are in their buffers.
-        ends = tuple([cut - self.start for cut in self.cuts[first + 1 : stop]])
+        # The borders inside the tensor, counted from its first element. So two parameters that are split in the same
+        # way have equal keys, wherever they are in their buffers.
+        ends = tuple([border - self.start for border in self.borders[first + 1 : stop]])
         return "intervals", self.shape, self.size, first, stop, ends
 
     @cached_property
     def _first_and_stop(self) -> tuple[int, int]:
         """The first rank that holds elements of the tensor, and the rank after the last.
 
-        With the cuts ``(0, 4, 9, 10)``, a tensor of 4 elements that begins at 4 is on rank 1 alone: ``(1, 2)``.
+        With the borders ``(0, 4, 9, 10)``, a tensor of 4 elements that begins at 4 is on rank 1 alone: ``(1, 2)``.
         """
         end = self.start + prod(self.shape)
         # The last interval that begins at the first element or before. Others with the same start are empty.
-        first = bisect_right(self.cuts, self.start) - 1
+        first = bisect_right(self.borders, self.start) - 1
         # The first interval that begins at the end of the tensor or after it.
-        stop = bisect_left(self.cuts, end)
-        # A tensor that extends beyond the cuts has no such intervals: only ranks that exist are returned.
+        stop = bisect_left(self.borders, end)
+        # A tensor that extends beyond the borders has no such intervals: only ranks that exist are returned.
         return max(first, 0), min(stop, self.size)
 
     def _ranks(self) -> Iterable[int]:
@@ -354,14 +355,14 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     names_of: dict[torch.dtype, list[str]] = {}
     for name, spec in specs.items():
         names_of.setdefault(spec.dtype, []).append(name)
-    # 2. In each buffer, where its parameters begin, and where the intervals of the ranks end.
+    # 2. In each buffer, where its parameters begin, and the borders between the ranks.
     cut_of: dict[str, Cut] = {}
     for names in names_of.values():
         starts = one_behind_another(specs, names)
         numel_of_buffer = sum(prod(specs[name].shape) for name in names)
-        ends = _equal_cuts(numel_of_buffer, size)
+        borders = _equal_borders(numel_of_buffer, size)
         for name in names:
-            cut_of[name] = Intervals(specs[name].shape, starts[name], ends)
+            cut_of[name] = Intervals(specs[name].shape, starts[name], borders)
     return {name: cut_of[name] for name in specs}  # in the order of the parameters
 
 
@@ -370,15 +371,15 @@ def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
     @functools.cache  # parameters of one shape share a partition, with its remembered values
     def intervals(shape: tuple[int, ...]) -> Cut:
-        return Intervals(shape, 0, _equal_cuts(prod(shape), size))
+        return Intervals(shape, 0, _equal_borders(prod(shape), size))
 
     return {name: intervals(spec.shape) for name, spec in specs.items()}
 
 
-def _equal_cuts(numel: int, size: int) -> tuple[int, ...]:
-    """Return where to cut a buffer of `numel` elements into `size` equal intervals. The last may extend beyond the end.
+def _equal_borders(numel: int, size: int) -> tuple[int, ...]:
+    """Return the borders of `size` equal intervals of a buffer. The last may extend beyond its `numel` elements.
 
-    >>> _equal_cuts(10, 4)
+    >>> _equal_borders(10, 4)
     (0, 3, 6, 9, 12)
     """
     length = -(-numel // size)  # rounded up
