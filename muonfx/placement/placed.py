@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from muonfx import tree
 from muonfx.core import Donation, Locality, Transform
@@ -50,6 +50,8 @@ from muonfx.placement.bucketed import (
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.polar import Workspace
 from muonfx.tree import PyTree
+
+K = TypeVar("K")
 
 
 class Ranks(Protocol):
@@ -94,31 +96,74 @@ IN_ONE_PROCESS = Where()
 ApplyToParams = Callable[[PyTree, PyTree], None]
 """A function ``(params, updates)`` that adds updates to parameters."""
 
-Input = Literal["leaves", "matrices", "tree"]
-"""The parts of a tree that a transform requires together: any leaves or shards, whole matrices, or the whole tree.
-
-A chain or a wrapper counts as "tree" unless all of its inner transforms take less."""
-
-
-def _input_of(tx: Transform, where: Where) -> Input:
-    """Return what a transform must receive at a time: any leaves or shards, whole matrices, or the whole tree.
-
-    An elementwise transform such as `momentum` can receive any leaves or shards, and `orthogonalize` whole matrices,
-    which are leaves in one process. `clip_by_global_norm` needs the whole tree.
-    """
-    # The locality says how much of a tree a transform reads to compute one element: ELEMENT < MATRIX < LEAF < TREE.
-    if tx.locality is Locality.ELEMENT:
-        return "leaves"
-    if tx.locality <= Locality.LEAF and not where.is_sharded:  # each leaf is whole
-        return "leaves"
-    if needs_matrices(tx):  # over ranks, one of which may hold some rows of a matrix only
-        return "matrices"
-    return "tree"
+# ------------------------------------------------------------------------------------------------- how a transform runs
 
 
 def needs_matrices(tx: Transform) -> bool:
     """Return True if a transform needs whole matrices or leaves itself, not only a transform that it calls."""
     return tx.locality in (Locality.MATRIX, Locality.LEAF) and not delegates(tx)
+
+
+def execution_of(visited: Visit) -> str:
+    """Return how a transform runs on sharded parameters, such as "elementwise" or "matrix stage".
+
+    A wrapper (a transform that calls others) is a "route" if it passes only some parameters to an inner transform, as
+    `partition` does, else "around".
+    """
+    # 1. A transform that calls others.
+    tx = visited.tx
+    if chain_entries(tx) is not None:
+        return "chain"
+    if is_wrapper(tx):
+        passes_some_only = any(call.param_names != visited.param_names for call in visited.calls)
+        return "route" if passes_some_only else "around"
+    # 2. A transform that computes itself, by the parts of the tree that it needs.
+    if needs_matrices(tx):
+        return "matrix stage"
+    if tx.locality is Locality.ELEMENT:
+        return "elementwise"
+    runs_on_shards = can_run_on_shards(tx) and not tx.children
+    if not runs_on_shards:
+        return "whole tree"
+    if sums_over_leaves(tx):
+        return "sum over leaves"
+    return "on pieces"
+
+
+_LEAF_BY_LEAF = "leaf by leaf"
+
+
+def _execution_at(visited: Visit, where: Where) -> str:
+    """Return how a transform runs there: "leaf by leaf" if it can run on any leaves or shards, else as `execution_of`.
+
+    An elementwise transform such as `momentum` runs leaf by leaf everywhere. In one process, `orthogonalize` does too,
+    because each leaf is whole there, and so does a chain of it.
+    """
+    # The locality says how much of a tree a transform reads to compute one element: ELEMENT < MATRIX < LEAF < TREE.
+    locality = visited.tx.locality
+    if locality is Locality.ELEMENT:
+        return _LEAF_BY_LEAF
+    if locality <= Locality.LEAF and not where.is_sharded:
+        return _LEAF_BY_LEAF
+    return execution_of(visited)
+
+
+def _run_together(execution_of_member: Mapping[K, str]) -> list[list[K]]:
+    """Group neighbouring members of a chain that run together: leaf by leaf, or on the same gathered matrices.
+
+    >>> _run_together({"clip": "sum over leaves", "momentum": "leaf by leaf", "scale": "leaf by leaf"})
+    [['clip'], ['momentum', 'scale']]
+    """
+    groups: list[list[K]] = []
+    previous_execution = ""
+    for member, execution in execution_of_member.items():
+        can_run_together = execution in (_LEAF_BY_LEAF, "matrix stage")  # any other member is a group of its own
+        if can_run_together and execution == previous_execution:
+            groups[-1].append(member)
+        else:
+            groups.append([member])
+        previous_execution = execution
+    return groups
 
 
 # ------------------------------------------------------------------------------------------------------------ rewriting
@@ -196,15 +241,15 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     `visited` is the transform, with its parameters and the transforms that it calls. With ``applies``, the result takes
     the extra argument ``apply_to_params``, and adds its updates to the parameters.
     """
-    needed_input = _input_of(visited.tx, where)
-    if needed_input == "leaves":
+    execution = _execution_at(visited, where)
+    if execution == _LEAF_BY_LEAF:
         return _place_leaf_by_leaf(fixed(visited), visited.params, where, applies=applies)
-    if needed_input == "matrices":
+    if execution == "matrix stage":
         return _place_on_owners(fixed(visited), where, applies=applies)
-    # It needs the whole tree, or one of the transforms that it calls does: each of these is rewritten alone.
-    if chain_entries(visited.tx) is not None:
+    if execution == "chain":  # a member of it needs the whole tree or, over ranks, whole matrices
         return _place_chain(visited, where, applies=applies)
-    place = _place_wrapper if is_wrapper(visited.tx) else _place_whole_tree
+    # A "route" or "around" is a wrapper. The others are "sum over leaves", "on pieces" and "whole tree".
+    place = _place_wrapper if execution in ("route", "around") else _place_whole_tree
     result = place(visited, where)
     if applies:
         return applying(result)
@@ -241,8 +286,7 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
     all ranks, so nothing is gathered.
     """
     tx = visited.tx
-    runs_on_shards = can_run_on_shards(tx) and not tx.children
-    if where.is_sharded and not runs_on_shards:
+    if where.is_sharded and execution_of(visited) == "whole tree":
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
     if where.store == IN_MEMORY:
@@ -280,53 +324,33 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     """
     entries = chain_entries(visited.tx)  # the members by name
     assert entries is not None
-    groups = _groups(dict(zip(entries, visited.calls, strict=True)), where)
-    *earlier_groups, last_group = groups
-    rewritten: list[Transform] = []
-    for group in earlier_groups:
-        result = _place_group(group, visited.params, where, applies=False)
-        if applies and result.extras.takes_all:
+    visit_of = dict(zip(entries, visited.calls, strict=True))
+    names_of_groups = _run_together({name: _execution_at(member, where) for name, member in visit_of.items()})
+    rewritten: dict[str, Transform] = {}
+    for index, names in enumerate(names_of_groups):
+        members = {name: visit_of[name] for name in names}
+        is_last = index == len(names_of_groups) - 1
+        result = _place_group(members, visited.params, where, applies=applies and is_last)
+        if applies and not is_last and result.extras.takes_all:
             result = without_apply(result)  # else it would pass the argument on, to a transform that applies updates
-        rewritten.append(result)
-    rewritten.append(_place_group(last_group, visited.params, where, applies=applies))
-    by_number = {str(index): result for index, result in enumerate(rewritten)}
+        rewritten[str(index)] = result
     # The rewritten chain has groups as members, but the state keeps the names of the original members.
-    names_of_groups = tuple([list(group) for group in groups])
-    return in_groups(as_chain(by_number), names_of_groups)
+    return in_groups(as_chain(rewritten), tuple(names_of_groups))
 
 
 def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
     """Rewrite a group of neighbouring members of a chain, by name, that run together.
 
-    All of them need the same input: any leaves, or whole matrices. A group of one member may need the whole tree.
+    All of them run leaf by leaf, or on whole matrices. A group of one member may run in any way.
     """
     visits = list(members.values())
     if len(visits) == 1:  # it may be any transform, also a wrapper or a chain
         return _place(visits[0], where, applies=applies)
-    # Several members run as one chain. They need the same input, so the first one decides.
+    # Several members run as one chain. They run in the same way, so the first one decides.
     group = as_chain({name: fixed(visited) for name, visited in members.items()})
-    if _input_of(visits[0].tx, where) == "matrices":
+    if _execution_at(visits[0], where) == "matrix stage":
         return _place_on_owners(group, where, applies=applies)
     return _place_leaf_by_leaf(group, meta_params, where, applies=applies)
-
-
-def _groups(members: Mapping[str, Visit], where: Where) -> list[dict[str, Visit]]:
-    """Divide the members of a chain, by name, into groups of neighbours that need the same input, and so run together.
-
-    The inputs are "leaves", "matrices" and "tree". A member that needs the whole tree is a group of its own: the
-    members "clip", "momentum" and "scale" with the inputs "tree", "leaves" and "leaves" have the groups ("clip",) and
-    ("momentum", "scale").
-    """
-    groups: list[dict[str, Visit]] = []
-    previous_input: Input = "tree"  # so that the first member begins a group
-    for name, visited in members.items():
-        # A new group begins for a member that needs the whole tree, after such a member, and where the input changes.
-        needed_input = _input_of(visited.tx, where)
-        if needed_input == "tree" or needed_input != previous_input:
-            groups.append({})
-        groups[-1][name] = visited
-        previous_input = needed_input
-    return groups
 
 
 @stand_in
@@ -533,18 +557,11 @@ def grouped(outer: Visit) -> list[list[Visit]]:
     For a chain of `momentum`, `orthogonalize` and `normalize_neurons`, these are ``[[momentum], [orthogonalize,
     normalize_neurons]]``. The calls of any other transform than a chain are in lists of their own.
     """
-    is_chain = chain_entries(outer.tx) is not None
-    groups: list[list[Visit]] = []
-    for visited in outer.calls:
-        # In a chain, each member receives the result of the one before it: neighbours that need whole matrices can use
-        # matrices that were gathered once.
-        previous_needs_matrices = bool(groups) and needs_matrices(groups[-1][0].tx)
-        runs_with_previous = is_chain and previous_needs_matrices and needs_matrices(visited.tx)
-        if runs_with_previous:
-            groups[-1].append(visited)
-        else:
-            groups.append([visited])
-    return groups
+    if chain_entries(outer.tx) is None:
+        return [[visited] for visited in outer.calls]
+    # In a chain, each member receives the result of the one before it: neighbours that need whole matrices can use
+    # matrices that were gathered once.
+    return _run_together({visited: execution_of(visited) for visited in outer.calls})
 
 
 def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
@@ -562,29 +579,3 @@ def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
             yield group
         else:  # a group of one transform, which may be a chain or a wrapper
             yield from matrix_stages(group[0])
-
-
-def execution_of(visited: Visit) -> str:
-    """Return how a transform runs on sharded parameters, such as "elementwise" or "matrix stage".
-
-    A wrapper (a transform that calls others) is a "route" if it passes only some parameters to an inner transform, as
-    `partition` does, else "around".
-    """
-    # 1. A transform that calls others.
-    tx = visited.tx
-    if chain_entries(tx) is not None:
-        return "chain"
-    if is_wrapper(tx):
-        passes_some_only = any(call.param_names != visited.param_names for call in visited.calls)
-        return "route" if passes_some_only else "around"
-    # 2. A transform that computes itself, by the parts of the tree that it needs.
-    if needs_matrices(tx):
-        return "matrix stage"
-    if tx.locality is Locality.ELEMENT:
-        return "elementwise"
-    runs_on_shards = can_run_on_shards(tx) and not tx.children
-    if not runs_on_shards:
-        return "whole tree"
-    if sums_over_leaves(tx):
-        return "sum over leaves"
-    return "on pieces"
