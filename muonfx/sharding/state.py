@@ -3,6 +3,13 @@
 A leaf is sharded like its parameter, or each owner (the rank that computes a matrix) has it for its matrices, or it is
 equal on all ranks, such as a counter. This placement is found by running the `init` of each transform on meta tensors,
 never by the names of fields.
+
+A state has one of three forms. The momentum of a parameter of shape (4, 8), of which rank 1 of two has the last rows:
+
+- *local*, for updates: the tensor of shape (2, 8) on rank 1. `local_state` converts the other forms to it.
+- with *DTensors*, if the parameters are DTensors: a DTensor of shape (4, 8). `state_to_dtensors` builds it.
+- *global*, for checkpoints: a DTensor too or, for a layout without DTensors, a `FlatShard`, which has the values with
+  their position, "elements 16 to 32 of (4, 8)". `global_state` converts the local form to it.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from muonfx.sharding.plan.assignment import RunPlan
 from muonfx.sharding.plan.cost import run_of
 from muonfx.sharding.plan.matrix_shards import MatrixShard
 from muonfx.sharding.shards.dtensors import (
-    PLAIN,
+    are_plain,
     dtensor_of,
     global_shard,
     is_dtensor,
@@ -223,7 +230,7 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
     A leaf for a matrix that another rank computes is a DTensor or `FlatShard` without elements here. It becomes None.
     """
     leaves, treedef = tree.flatten(state)
-    if PLAIN.issuperset(map(type, leaves)):  # no leaf is a DTensor or `FlatShard`, as in most steps
+    if are_plain(leaves):  # no leaf is a DTensor or `FlatShard`, as in most steps
         return state
     placements = describe_state(binding, tx, params)
     if len(placements) != len(leaves):

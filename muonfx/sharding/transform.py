@@ -28,7 +28,7 @@ from muonfx.sharding.communication.replicas import verify_params
 from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Replicas, Settings
-from muonfx.sharding.shards.dtensors import PLAIN, local_tree, outside_transforms, to_dtensors
+from muonfx.sharding.shards.dtensors import are_plain, local_tree, outside_transforms, to_dtensors
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import require_layout
@@ -127,29 +127,11 @@ def sharded(
     store = store_of(tx)
 
     # A compiled graph cannot contain the collectives of these functions, so torch.compile skips them.
-    # A call inside a transform of torch.func, such as `grad`, is an error. All ranks raise it together, after their
-    # first collective: `outside_transforms` suspends these transforms, and the error is passed on as `problem`.
 
     @torch.compiler.disable
     def init(params: PyTree) -> PyTree:
         """Return this rank's initial state. If all parameters are meta tensors, it has shapes only."""
-        params = without_left_out(tx, params)
-        binding = bind(layout, settings, store)
-        # 1. Only the structure of the state, without communication.
-        local_params = local_tree(params)
-        are_meta = [tensor.is_meta for tensor in tree.tensors(local_params)]
-        if are_meta and all(are_meta):  # without any tensor, the ranks are compared below
-            binding.likes.setdefault(inner.treedef, local_params)  # for `to_global` and `from_global`
-            return binding.init(inner, local_params)
-        # 2. The state, after the ranks have compared their transforms and parameters.
-        progress = _memory.setdefault(_PROGRESS, Progress())
-        # An equal transform that is built again for a later step, without `init`, continues with this progress.
-        binding.progress_of[inner.treedef] = progress
-        with outside_transforms("init of a sharded transform", params) as problem:
-            state = init_sharded(binding, progress, inner, params, problem)
-        if layout.dtensors:
-            return state_to_dtensors(binding, inner, params, state)
-        return state
+        return _init(_memory, bind(layout, settings, store), inner, without_left_out(tx, params))
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -163,26 +145,59 @@ def sharded(
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's updates and its next state."""
-        params = without_left_out(tx, params)
-        binding = bind(layout, settings, store)
-        call = Arguments(updates, state, params, donate, extras)
-        # 1. The state of DTensors as local tensors. The step converts the other arguments.
-        if layout.dtensors:
-            call = call._replace(state=local_state(binding, inner, call.like, state))
-        # 2. The step on local tensors.
-        with outside_transforms("update of a sharded transform", call) as problem:
-            progress = _progress_of(_memory, binding, inner)
-            out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-        # 3. DTensors, if the caller uses them.
-        if layout.dtensors:
-            caller_leaves = [*tree.leaves(updates), *tree.leaves(params)]
-            are_plain = PLAIN.issuperset(map(type, caller_leaves))
-            if not are_plain:
-                out = to_dtensors(layout, out, updates)
-                new_state = state_to_dtensors(binding, inner, updates, new_state, state)
-        return out, new_state
+        call = Arguments(updates, state, without_left_out(tx, params), donate, extras)
+        return _update(_memory, bind(layout, settings, store), inner, call, check=check)
 
     return init, update
+
+
+# A call of these functions inside a transform of torch.func, such as `grad`, is an error. All ranks raise it together,
+# after their first collective: `outside_transforms` suspends these transforms, and the error is passed on as `problem`.
+
+
+def _init(memory: Memory, binding: Binding, inner: Transform, params: PyTree) -> PyTree:
+    """Return this rank's initial state of ``inner``, the transform that was passed to `sharded`, without offload.
+
+    `memory` is the memory of the sharded transform. The state has DTensors if the parameters are DTensors.
+    """
+    # 1. Only the structure of the state, without communication.
+    local_params = local_tree(params)
+    are_meta = [tensor.is_meta for tensor in tree.tensors(local_params)]
+    if are_meta and all(are_meta):  # without any tensor, the ranks are compared below
+        binding.likes.setdefault(inner.treedef, local_params)  # for `to_global` and `from_global`
+        return binding.init(inner, local_params)
+    # 2. The state, after the ranks have compared their transforms and parameters.
+    progress = memory.setdefault(_PROGRESS, Progress())
+    # An equal transform that is built again for a later step, without `init`, continues with this progress.
+    binding.progress_of[inner.treedef] = progress
+    with outside_transforms("init of a sharded transform", params) as problem:
+        state = init_sharded(binding, progress, inner, params, problem)
+    if binding.layout.dtensors:
+        return state_to_dtensors(binding, inner, params, state)
+    return state
+
+
+def _update(
+    memory: Memory, binding: Binding, inner: Transform, call: Arguments, *, check: bool
+) -> tuple[PyTree, PyTree]:
+    """Return this rank's updates and its next state, as DTensors if the caller uses DTensors.
+
+    The arguments are as in `_init`; `call` has the arguments of `update`, and `check` is one of `step_sharded`.
+    """
+    layout = binding.layout
+    # 1. The state of DTensors as local tensors. The step converts the other arguments.
+    local_call = call
+    if layout.dtensors:
+        local_call = call._replace(state=local_state(binding, inner, call.like, call.state))
+    # 2. The step on local tensors.
+    with outside_transforms("update of a sharded transform", local_call) as problem:
+        progress = _progress_of(memory, binding, inner)
+        out, new_state = step_sharded(binding, progress, inner, local_call, check=check, problem=problem)
+    # 3. DTensors, if the caller uses them.
+    if not layout.dtensors or are_plain([*tree.leaves(call.updates), *tree.leaves(call.params)]):
+        return out, new_state
+    out_as_dtensors = to_dtensors(layout, out, call.updates)
+    return out_as_dtensors, state_to_dtensors(binding, inner, call.updates, new_state, call.state)
 
 
 _PROGRESS = "progress"

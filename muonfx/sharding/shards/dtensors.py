@@ -6,7 +6,7 @@ DTensor that this rank holds. Updates run on local tensors only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -43,10 +43,15 @@ def local_of(leaf: Any) -> Any:
     return getattr(leaf, "_local_tensor", leaf)
 
 
+def are_plain(leaves: Iterable[object]) -> bool:
+    """Return True if each leaf is a plain tensor, a `Parameter` or None, so that no leaf is a DTensor."""
+    return PLAIN.issuperset(map(type, leaves))
+
+
 def local_tree(values: PyTree) -> PyTree:
     """Replace each DTensor in a tree by its local tensor. Return the same tree if it has no DTensor."""
     leaves, treedef = tree.flatten(values)
-    if PLAIN.issuperset(map(type, leaves)):
+    if are_plain(leaves):
         return values
     return tree.unflatten(treedef, map(local_of, leaves))
 
