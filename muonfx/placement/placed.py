@@ -430,8 +430,7 @@ def applying(tx: Transform):
             return updates, state
         # This adds the updates to the parameters. None is returned in their place, so that their memory can be freed.
         apply_to_params(params, updates)
-        _, treedef = tree.flatten(updates)
-        no_updates = tree.unflatten(treedef, [None] * treedef.num_leaves)
+        no_updates = tree.map(lambda _: None, updates)
         return no_updates, state
 
     return tx.functions.init, update

@@ -167,15 +167,15 @@ class Binding:
         `run` has the transforms as pairs such as ``("orthogonalize", orthogonalize(...))``. Plans are cached by
         structure, because they do not depend on hyperparameters.
         """
-        run = tuple([(name, _without_groups(tx)) for name, tx in run])
         names = [name for name in tree.names(params) if name in self.layout.specs]
         device = tree.device_of(params)
         if device.type == "meta":  # the speed of a device is estimated, and meta has none
             device = torch.device("cpu")
-        structures = tuple([(name, tx.treedef) for name, tx in run])
-        key = tuple(names), structures, str(device)
+        members = [(name, _without_groups(tx)) for name, tx in run]
+        structures = [(name, tx.treedef) for name, tx in members]
+        key = tuple(names), tuple(structures), str(device)
         if key not in self.plans:
-            self.plans[key] = plan_run(run, names, self.layout, device, self.settings)
+            self.plans[key] = plan_run(tuple(members), names, self.layout, device, self.settings)
         return self.plans[key]
 
     def global_like(self, params: PyTree) -> PyTree:
@@ -318,13 +318,15 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
     A matrix stage runs neighbouring transforms on whole matrices. The plan has the rank that computes each matrix (its
     owner).
     """
-    entries = chain_entries(tx)  # None unless it is a chain
-    members = {tx.name: tx} if entries is None else entries
+    is_chain = chain_entries(tx) is not None
+    members = chain_entries(tx) or {tx.name: tx}
     plan = binding.plan(tuple(members.items()), params)
-    if plan.stacks:  # an owner may compute some matrices of a stack, so the transforms must accept any number of them
+    # An owner may compute some matrices of a stack, so the transforms must accept any number of them. `plan.run` does
+    # too, but it may have the numbers of another transform of the same structure.
+    if plan.stacks:
         shapes = {name: plan.specs[name].shape for name in plan.stacks}
         members = dict(on_stacks(tuple(members.items()), shapes))
-        tx = members[tx.name] if entries is None else as_chain(members)
+        tx = as_chain(members) if is_chain else members[tx.name]
     reads_params = any(member.reads_params for member in members.values())
     return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
 

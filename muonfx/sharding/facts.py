@@ -24,7 +24,7 @@ from muonfx.core.transform import within
 from muonfx.core.value import Recorded, parts_of
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.placed import execution_of
-from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress, by_structure
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.digests import digest
@@ -178,6 +178,7 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     "parameters". `local` has this rank's parameters.
     """
     layout = binding.layout
+    store = binding.store
     device = tree.device_of(local)
     dtypes = [tensor.dtype for tensor in tree.tensors(local)]
     names_of_none = [name for name, leaf in tree.named_leaves(local) if leaf is None]
@@ -192,7 +193,12 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         **facts_of_transforms(binding, tx, local),
         _NUMBERS: _comparable_numbers(tx),
         "settings": repr(binding.settings),
-        "stores of the state": _facts_of_store(binding.store),
+        # Ranks may have folders with different names.
+        "stores of the state": {
+            "offloaded": store != IN_MEMORY,
+            "on disk": store.on_disk,
+            "bucket_bytes": store.bucket_bytes,
+        },
         "settings of torch": _settings_of_torch(),
         # Machines may resolve "auto" differently; an explicit dtype or choice of products is the same everywhere.
         _AUTO_DTYPES: product_dtypes(tx, dtypes, device),
@@ -249,11 +255,6 @@ def _texts_of_state(binding: Binding, tx: Transform, local: PyTree) -> dict[str,
 def _versions() -> dict[str, str]:
     package = sys.modules[__name__.partition(".")[0]]  # modules inside the package must not import it
     return {"muonfx": str(getattr(package, "__version__", "unknown")), "torch": str(torch.__version__)}
-
-
-def _facts_of_store(store: Store) -> dict[str, object]:
-    """Return where the state is between steps. Ranks may have folders with different names."""
-    return {"offloaded": store != IN_MEMORY, "on disk": store.on_disk, "bucket_bytes": store.bucket_bytes}
 
 
 def _settings_of_torch() -> dict[str, str]:

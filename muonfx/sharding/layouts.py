@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
@@ -30,6 +31,7 @@ from muonfx.sharding.shards.cut import (
     one_behind_another,
 )
 from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.position import ShardPosition
 from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
@@ -218,15 +220,19 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     specs = specs_of(params)
     cuts, on_several_meshes = cuts_on_meshes(specs, dtensors, ranks_of, group)
     for name, leaf in leaves.items():
-        position = cuts[name][rank]
-        if not position.fits(leaf._local_tensor):
-            raise ShardingError(
-                f"{name!r} has a local shape {tuple(leaf._local_tensor.shape)}, expected {position.shape} from its "
-                "placements and full shape: create it with distribute_tensor or fully_shard"
-            )
+        _require_local_shape(name, leaf._local_tensor, cuts[name][rank])
     return Layout(
         "from_dtensors", specs, cuts, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several_meshes
     )
+
+
+def _require_local_shape(name: str, local: Tensor, position: ShardPosition) -> None:
+    """Raise ShardingError unless the local tensor of a DTensor has the shape of this rank's shard."""
+    if not position.fits(local):
+        raise ShardingError(
+            f"{name!r} has a local shape {tuple(local.shape)}, expected {position.shape} from its placements and full "
+            "shape: create it with distribute_tensor or fully_shard"
+        )
 
 
 def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:

@@ -126,8 +126,10 @@ def _signed_hash(value: object, count: int) -> list[int]:
     if value is NO_VALUE:
         return [_BELOW_ALL_WORDS] * (2 * count)  # changes no maximum, so only the values of the other ranks count
     hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
-    words = [number & _LARGEST_WORD for number in struct.unpack(f">{count}I", hashed)]
-    return words + [-word for word in words]
+    numbers = struct.unpack(f">{count}I", hashed)  # of 32 bits each
+    words = [number & _LARGEST_WORD for number in numbers]
+    negative_words = [-word for word in words]
+    return words + negative_words
 
 
 def _are_equal(maxima: list[int]) -> bool:

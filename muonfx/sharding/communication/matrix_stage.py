@@ -120,10 +120,10 @@ class MatrixStage:
         All ranks must have the same structure, but `init` may leave out a parameter that is None: it may return
         ``{"w": ...}`` where another rank has ``{"v": ...}``. Both then get ``{"v": ..., "w": ...}``.
         """
+        leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
         full_state = self._init_on_meta(params)
         _, full_treedef = tree.flatten(full_state)
-        leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
-        return tree.unflatten(full_treedef, [leaf_at.get(path) for path in tree.paths(full_state)])
+        return tree.unflatten(full_treedef, map(leaf_at.get, tree.paths(full_state)))
 
     def _init_on_meta(self, params: PyTree) -> PyTree:
         """Return the initial state for all matrices of all ranks, as meta tensors: shapes without values."""
@@ -236,7 +236,8 @@ class Step:
         The trees have whole matrices for the parameters of this bucket, and None for all others. With `may_write`, the
         transforms may overwrite the updates.
         """
-        out = self._state.run(index, self._stage.tx.run, updates, params, self._call.extras, may_write=may_write)
+        update = self._stage.tx.run
+        out = self._state.run(index, update, updates, params, self._call.extras, may_write=may_write)
         return dict(zip(self._local_updates, tree.leaves(out), strict=True))
 
 

@@ -333,7 +333,9 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
     # Buckets must be equal on all ranks, but shards may have different sizes: the sizes of whole tensors are used.
     wholes = [torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta") for name in names]
     # A rank sends a tensor to all other ranks of a group, so together these copies have the size of a bucket.
-    largest_group = max([max(map(len, layout.cuts[name].copies)) for name in names], default=1)
+    largest_group = 1
+    for name in names:
+        largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
     for indices in in_buckets(wholes, BUCKET // largest_group):
         sends: list[Send] = []
         for index in indices:

@@ -433,12 +433,13 @@ class Plan:
 
     def explain(self) -> Report:
         """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank."""
-        tables: list[str | Table] = [*map(_table_of_run, self.runs)]
+        tables_of_runs = map(_table_of_run, self.runs)
         rows: list[tuple[str, ...]] = []
         for rank, (flops, sent) in enumerate(zip(self.flops, self.sent, strict=True)):
             rows.append((str(rank), f"{flops / 1e9:.4g}", f"{sent / 1024:.4g}"))
-        tables.append(Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2)))
-        return Report((*tables, f"balance: the busiest rank computes {self.balance:.3f} times the mean"))
+        table_of_ranks = Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2))
+        balance = f"balance: the busiest rank computes {self.balance:.3f} times the mean"
+        return Report((*tables_of_runs, table_of_ranks, balance))
 
     def __repr__(self) -> str:
         return f"<plan of {len(self.owners())} parameters on {self.size} ranks, balance {self.balance:.3f}>"

@@ -52,16 +52,29 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
         else:
             with_choice[index] = item
     by_cost = _descending(with_choice)
+    # The loads are updated by each assignment.
     owner_of = _assign_to_least_loaded(without_choice, loads)
-    costs_before = [load.cost for load in loads]
+    loads_before = list(loads)
     owner_of |= _assign_to_least_loaded(by_cost, loads)
-    # If all of these have the same candidates, a better assignment may exist; `_packed` returns {} if it finds none.
-    candidates_of_items = {item.candidates for item in with_choice.values()}
-    if len(candidates_of_items) == 1:
-        (candidates,) = candidates_of_items
-        largest_cost = max(loads[rank].cost for rank in candidates)
-        owner_of |= _packed(by_cost, {rank: costs_before[rank] for rank in candidates}, largest_cost)
+    owner_of |= _better_assignment(by_cost, loads_before, loads)
     return [owner_of[index] for index in range(len(items))]
+
+
+def _better_assignment(
+    items: Mapping[int, Item], loads_before: Sequence[_Load], loads: Sequence[_Load]
+) -> dict[int, int]:
+    """Return the rank of each item, by index, in an assignment with a lower largest cost; no item if none is found.
+
+    `loads_before` are the loads of all ranks without these items, and `loads` with them, as they are assigned so far.
+    One is searched for only if all items have the same candidates.
+    """
+    candidates_of_items = {item.candidates for item in items.values()}
+    if len(candidates_of_items) != 1:
+        return {}
+    (candidates,) = candidates_of_items
+    costs_before = {rank: loads_before[rank].cost for rank in candidates}
+    costs = [loads[rank].cost for rank in candidates]
+    return _packed(items, costs_before, largest_cost=max(costs))
 
 
 def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> dict[int, int]:

@@ -242,7 +242,10 @@ class OnMesh(Cut):
         Replicas have the same coordinates along these mesh dims, and share the shard. For a matrix of which one mesh
         dim splits the rows, the coordinates ``((1,), ())`` have the second part of the rows, and all columns.
         """
-        return ShardPosition.grid(list(map(self._spans_of, range(len(self.shape)), coordinates_of_dims)))
+        spans_of_dims: list[tuple[Span, ...]] = []
+        for dim, coordinates in enumerate(coordinates_of_dims):
+            spans_of_dims.append(self._spans_of(dim, coordinates))
+        return ShardPosition.grid(spans_of_dims)
 
     def _ranks(self) -> Iterable[int]:
         return self.mesh.ranks

@@ -197,9 +197,11 @@ class FlatShardTensor(Tensor):
         torch calls this for each operation on a tensor of this class, such as ``tensor.to(torch.bfloat16)``.
         """
         first = args[0]
-        tensors = [argument for argument in args if isinstance(argument, Tensor)]
-        if func not in _ON_VALUES or not all(_are_same_elements(first, tensor) for tensor in tensors):
+        if func not in _ON_VALUES:
             raise _not_possible(func, first)
+        for argument in args:
+            if isinstance(argument, Tensor) and not _are_same_elements(first, argument):
+                raise _not_possible(func, first)
         values = func(*map(_values_of, args), **kwargs or {})
         if values is first.shard.data:  # the operation was in place
             return first
