@@ -81,18 +81,11 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     Nothing is computed or sent: this is found from states on meta tensors, of each transform alone and of this rank's
     shards.
     """
-    # 1. The placement of each leaf, by its path in the state.
     state_on_rank = binding.init(tx, binding.local_like(params))
-    placement_at: dict[Path, LeafPlacement] = {}
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
-        # Not `binding.visits`: its paths may be of another tree with the same names, such as nested and flat dicts.
-        visits = tuple(visit(tx, binding.global_like(params)))
-        plan_of = _plans_of(binding, visits[0])
-        # Outer transforms come first: the state of an inner transform is a part of theirs, and is described again.
-        for visited in visits:
-            placement_at |= _placements(binding, visited, plan_of.get(visited))
-    # 2. With the name and the shape of the leaf on this rank.
+        placement_at = _placements_of_all(binding, tx, params)
+    # A placement has no name yet, and no shape of the leaf on this rank.
     described: list[LeafPlacement | None] = []
     for path, (name, leaf) in zip(tree.paths(state_on_rank), tree.named_leaves(state_on_rank), strict=True):
         placement = placement_at.get(path)
@@ -101,6 +94,18 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
             placement = replace(placement, local=local_shape, path=name)
         described.append(placement)
     return described
+
+
+def _placements_of_all(binding: Binding, tx: Transform, params: PyTree) -> dict[Path, LeafPlacement]:
+    """Return the placement of each tensor in the state of a transform, by its path in the state."""
+    # Not `binding.visits`: its paths may be of another tree with the same names, such as nested and flat dicts.
+    visits = visit(tx, binding.global_like(params))
+    plan_of = _plans_of(binding, visits[0])
+    # Outer transforms come first: the state of an inner transform is a part of theirs, and is described again.
+    placement_at: dict[Path, LeafPlacement] = {}
+    for visited in visits:
+        placement_at |= _placements(binding, visited, plan_of.get(visited))
+    return placement_at
 
 
 def _plans_of(binding: Binding, root: Visit) -> dict[Visit, RunPlan]:
@@ -242,18 +247,15 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
 def _local_leaf(placement: LeafPlacement | None, leaf: Any) -> Any:
     """Return a leaf of a state as `update` uses it on this rank: a local tensor, or None if other ranks compute it."""
     if isinstance(leaf, FlatShard):
-        return _in_local_shape(placement, leaf.data)
-    local = local_of(leaf)
-    if is_dtensor(leaf) and placement is not None and placement.owned:  # else it has the shape of this rank's shard
-        return _in_local_shape(placement, local)
-    return local
-
-
-def _in_local_shape(placement: LeafPlacement | None, values: Tensor) -> Tensor | None:
-    """Return a leaf of the state in the shape in which this rank computes; None if other ranks compute it."""
+        values = leaf.data
+    elif is_dtensor(leaf) and placement is not None and placement.owned:
+        values = local_of(leaf)
+    else:  # a local tensor, or a DTensor whose local tensor has the shape of this rank's shard
+        return local_of(leaf)
+    # The values have one dim, or the dims of the whole leaf. This rank may compute them in another shape.
     if placement is None:
         return values
-    if placement.local is None:
+    if placement.local is None:  # other ranks compute this leaf
         return None
     return values.view(placement.local)
 

@@ -35,7 +35,7 @@ from muonfx.sharding.plan.matrix_shards import (
     MatrixShard,
     matrices_of,
     on_stacks,
-    unassigned_shards,
+    shards_of_parameter,
     with_ranks_of_their_own,
 )
 from muonfx.sharding.shards.remembered import remembered
@@ -252,7 +252,7 @@ def _unassigned_shards(
     """
     shards: list[MatrixShard] = []
     for name, spec in specs.items():
-        for shard in unassigned_shards(matrices.get(name), name, layout):
+        for shard in shards_of_parameter(matrices.get(name), name, layout):
             cost = cost_of(name, shard.shape, spec.dtype)
             shards.append(replace(shard, cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
     return with_ranks_of_their_own(shards, layout.size)
@@ -347,14 +347,12 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
     The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another, so that
     a rank can compute them in batches. The groups ``[(0, 2), (1,)]`` send shards 0 and 2 first, and then shard 1.
     """
-    by_shape = sorted(range(len(shards)), key=lambda index: (sorted(shards[index].shape[-2:]), index))
-    shards_of_dtype: dict[torch.dtype, dict[int, MatrixShard]] = {specs[shard.name].dtype: {} for shard in shards}
-    for index in by_shape:
-        shard = shards[index]
-        shards_of_dtype[specs[shard.name].dtype][index] = shard
+    by_shape = sorted(range(len(shards)), key=lambda index: sorted(shards[index].shape[-2:]))
+    dtypes = [specs[shard.name].dtype for shard in shards]
     buckets: list[tuple[int, ...]] = []
-    for shards_of_one_dtype in shards_of_dtype.values():
-        buckets += _buckets_of_dtype(shards_of_one_dtype, limit)
+    for dtype in dict.fromkeys(dtypes):  # each once, in the order of the shards
+        shards_of_dtype = {index: shards[index] for index in by_shape if dtypes[index] == dtype}
+        buckets += _buckets_of_dtype(shards_of_dtype, limit)
     return buckets
 
 

@@ -160,6 +160,7 @@ class MatrixShard:
         return self._transfer(held_position, self.cut.holders[held_position])
 
     def _transfer(self, held_position: ShardPosition, ranks: tuple[int, ...]) -> Transfer:
+        """Return the overlap of these matrices with the shard at `held_position`, which some `ranks` hold."""
         boxes = held_position.boxes
         if self.numel != prod(self.whole):
             boxes = tuple(held_position.overlaps(self._boxes))
@@ -264,7 +265,7 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
     return tuple([(name, stacked(tx, shapes)[0]) for name, tx in run])
 
 
-def unassigned_shards(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[MatrixShard]:
+def shards_of_parameter(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[MatrixShard]:
     """Return the shards of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter.
 
     `matrix` is the shape of each matrix of the stack, such as (4, 4) for a parameter of shape (6, 4, 4); None for a

@@ -191,7 +191,9 @@ class MeshCoordinates:
     def of(cls, mesh: DeviceMesh, ranks: Sequence[int]) -> MeshCoordinates:
         """Return the coordinates on a mesh of some global ranks, in the order of `ranks`."""
         shape = tuple(mesh.shape)
-        coordinates_of = dict(zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, shape)), strict=True))
+        ranks_on_mesh = mesh.mesh.flatten().tolist()
+        coordinates = itertools.product(*map(range, shape))  # of these ranks, since the last dim varies fastest in both
+        coordinates_of = dict(zip(ranks_on_mesh, coordinates, strict=True))
         return cls(shape, [coordinates_of.get(rank) for rank in ranks])
 
     @cached_property

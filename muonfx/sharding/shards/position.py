@@ -206,12 +206,11 @@ class ShardPosition(NamedTuple):
         """
         start = 0  # the index in a 1-d shard at which the elements of the current `shard_box` begin
         for shard_box in self.boxes:
-            if not shard_box.contains(box):
-                start += shard_box.numel
-            elif self.spans:
-                return _view_in_grid(box, self.spans, self.shape)
-            else:
+            if shard_box.contains(box):
+                if self.spans:  # an n-d shard
+                    return _view_in_grid(box, self.spans, self.shape)
                 return _view_in_interval(box, shard_box, start)
+            start += shard_box.numel
         raise ValueError(f"found {box}, expected a box that is within one box of {self}")
 
 
