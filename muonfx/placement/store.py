@@ -31,13 +31,15 @@ SMALLEST = PAGE
 """The size in bytes from which a tensor is stored in a file; a smaller tensor would take a whole page there."""
 
 
-class _Where(NamedTuple):
+class _MappedRange(NamedTuple):
+    """The addresses ``start`` to ``start + length`` of memory that is mapped to a file in a folder."""
+
     folder: str
     start: int
     length: int
 
 
-_MAPPED: WeakKeyDictionary[Any, _Where] = WeakKeyDictionary()
+_MAPPED: WeakKeyDictionary[Any, _MappedRange] = WeakKeyDictionary()
 """The folder and the address range of each mapped file that some tensor still uses."""
 
 
@@ -57,7 +59,8 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     for spec, start in zip(specs, starts, strict=True):
         numel = torch.Size(spec.shape).numel()
         tensors.append(torch.frombuffer(mapped, dtype=spec.dtype, count=numel, offset=start).view(spec.shape))
-    _MAPPED[mapped] = _Where(folder, tensors[0].data_ptr(), length)  # by which `folder_of` finds the file of a tensor
+    # By its address, `folder_of` finds the file of a tensor.
+    _MAPPED[mapped] = _MappedRange(folder, tensors[0].data_ptr(), length)
     return tensors
 
 
@@ -71,7 +74,7 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
 
     The file has no name, so its space is freed when the process ends, even by a crash.
     """
-    require_room(folder, length)
+    _require_space(folder, length)
     try:
         with tempfile.TemporaryFile(prefix="muonfx-state-", dir=folder) as file:  # the mapping keeps it open
             # Reserve the space: a file that is only extended could run out of it during a step.
@@ -84,7 +87,7 @@ def _mapped(folder: str, length: int) -> mmap.mmap:
         raise _explained(error, folder, length) from error
 
 
-def require_room(folder: str, nbytes: int) -> None:
+def _require_space(folder: str, nbytes: int) -> None:
     """Create a folder if necessary. Raise OSError unless it is writable and its disk has `nbytes` bytes free.
 
     This is checked before a state is written, because memory that is mapped to a full disk kills the process.
@@ -110,13 +113,13 @@ def _explained(error: OSError, folder: str, nbytes: int) -> OSError:
     return type(error)(error.errno, f"offload: to={folder!r} cannot take {nbytes / 2**20:.1f} MiB of state: {why}")
 
 
-def _mapping_of(tensor: Tensor) -> tuple[Any, _Where] | None:
-    """Return the mapped file in which a tensor is stored, and where it is; None for tensors in memory."""
+def _mapping_of(tensor: Tensor) -> tuple[Any, _MappedRange] | None:
+    """Return the mapped file in which a tensor is stored, and its address range; None for tensors in memory."""
     # A tensor does not store its file, but its address is within the memory to which the file is mapped.
     address = tensor.data_ptr()
-    for mapped, where in _MAPPED.items():
-        if where.start <= address < where.start + where.length:
-            return mapped, where
+    for mapped, mapped_range in _MAPPED.items():
+        if mapped_range.start <= address < mapped_range.start + mapped_range.length:
+            return mapped, mapped_range
     return None
 
 
@@ -125,7 +128,8 @@ def folder_of(tensor: Tensor) -> str | None:
     mapping = _mapping_of(tensor)
     if mapping is None:
         return None
-    return mapping[1].folder
+    _, mapped_range = mapping
+    return mapped_range.folder
 
 
 def release(tensor: Tensor) -> None:
@@ -142,9 +146,9 @@ def _advise(tensor: Tensor, advice: str) -> None:
     mapping = _mapping_of(tensor)
     if mapping is None or not hasattr(mmap, advice):
         return
-    mapped, where = mapping
+    mapped, mapped_range = mapping
     storage = tensor.untyped_storage()
-    mapped.madvise(getattr(mmap, advice), storage.data_ptr() - where.start, rounded_up(storage.nbytes(), PAGE))
+    mapped.madvise(getattr(mmap, advice), storage.data_ptr() - mapped_range.start, rounded_up(storage.nbytes(), PAGE))
 
 
 class Store(NamedTuple):
@@ -193,7 +197,7 @@ class Store(NamedTuple):
     def require(self, specs: Sequence[Spec]) -> None:
         """Raise OSError if the store is on a disk without room for tensors of the given shapes and dtypes."""
         if self.to is not None and self.on_disk and specs:
-            require_room(self.to, sum(spec.nbytes for spec in specs if self._in_file(spec)))
+            _require_space(self.to, sum(spec.nbytes for spec in specs if self._in_file(spec)))
 
     def _in_file(self, spec: Spec) -> bool:
         return self.on_disk and spec.nbytes >= SMALLEST

@@ -303,8 +303,8 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
         return stage_for(params).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        stage = stage_for(updates if params is None else params)
         call = Arguments(updates, state, params, donate, extras)
+        stage = stage_for(call.like)
         # The stage calls this if it divides the state; the result is remembered in `_memory` for the next steps.
         find_parameters = functools.partial(remembered_parameters, _memory, state, updates)
         return Step(stage, call, find_parameters).run()

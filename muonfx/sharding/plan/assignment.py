@@ -61,7 +61,8 @@ class Machine(NamedTuple):
         # On a CPU the ranks are processes of one host that exchange by gloo.
         if device == "cuda":
             return cls(4e14, 5e10, latency=5e-5, overhead=1e-5)
-        return cls(6e11 if compute == torch.bfloat16 else 1e11, 7e8, latency=3.5e-4, overhead=5e-5)
+        flops = 6e11 if compute == torch.bfloat16 else 1e11
+        return cls(flops, 7e8, latency=3.5e-4, overhead=5e-5)
 
     def computing(self, cost: float, matrices: int = 1) -> float:
         """Estimate the seconds to compute ``matrices`` matrices that need ``cost`` floating-point operations in all."""

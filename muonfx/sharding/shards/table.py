@@ -49,8 +49,8 @@ class ShardTable:
 
     def __repr__(self) -> str:
         stage = "" if self.stage is None else f", stage {self.stage}"
-        ranks = f"{self.size} rank{'s' * (self.size != 1)}"
-        return f"<{self.kind} of {len(self.specs)} parameters over {ranks}{stage}>"
+        ranks = "rank" if self.size == 1 else "ranks"
+        return f"<{self.kind} of {len(self.specs)} parameters over {self.size} {ranks}{stage}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
