@@ -225,7 +225,11 @@ class Placed(Transform):
         return str(self.tree())
 
 
-@functools.partial(make_factory, Placed, declaration=Declaration(), transparent=True)
+_returns_placed = functools.partial(make_factory, Placed, declaration=Declaration(), transparent=True)
+"""A decorator like `stand_in`, for a function that returns a `Placed` transform."""
+
+
+@_returns_placed
 def _with_extras(tx: Transform, extras: Mapping[str, Any], report: Callable[[], Report]):
     """Run a transform with extra arguments. An extra argument of the call takes precedence."""
 

@@ -281,7 +281,8 @@ class OnMesh(Cut):
         # A placement such as `_StridedShard` may put indices with gaps in one part, so it splits all single indices.
         indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
         mesh_dim = self._mesh_dims_of[dim][len(outer)]
-        parts_of_indices = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+        count = self.mesh.shape[mesh_dim]
+        parts_of_indices = _split(self.placements[mesh_dim], indices, count)
         return list(map(_spans, parts_of_indices))
 
     def _key(self) -> tuple[object, ...]:
@@ -291,7 +292,11 @@ class OnMesh(Cut):
 
 
 def _split(placement: Placement, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Split the indices of one tensor dim among `count` ranks, exactly as the DTensor placement does."""
+    """Split the indices of one tensor dim among `count` ranks, exactly as the DTensor placement does.
+
+    ``Shard(1)`` of a matrix with five columns splits the indices 0 to 4 into 0, 1, 2 and 3, 4 for two ranks.
+    """
+    # The indices have one dim, so the placement is built again for dim 0.
     kind: Any = type(placement)
     split_factor = getattr(placement, "split_factor", None)
     along_first_dim = kind(0) if split_factor is None else kind(0, split_factor=split_factor)
