@@ -328,9 +328,9 @@ def _call_for_each(
     """
     results: list[Tensor] = []
     for tensors_of_leaf in zip(*lists, strict=True):
-        leaf_args = [*flat_args]  # a copy, in which the tensors of this leaf replace None: [mask_1, 0.0, u_1]
+        leaf_args = [_as_number(argument, tensors_of_leaf) for argument in flat_args]
         for position, tensor in zip(positions, tensors_of_leaf, strict=True):
-            leaf_args[position] = tensor
+            leaf_args[position] = tensor  # in place of None: [mask_1, 0.0, u_1]
         # Nested as they were in the recorded call.
         positional, named = tree.unflatten(treedef, leaf_args)
         result = function(*positional, **named)
@@ -338,6 +338,19 @@ def _call_for_each(
             raise _not_a_tensor(function, result)
         results.append(result)
     return results
+
+
+def _as_number(argument: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return an argument; a 0-d tensor beside 0-d tensors of a leaf has their dtype, as a Python number would.
+
+    Torch computes ``u / number`` in the dtype of ``u`` if ``u`` has dims. If ``u`` is 0-d in fp32 and the number a 0-d
+    tensor in fp64, it would compute in fp64, so that a leaf of shape () had other bits than one of shape (1,).
+    """
+    is_number = isinstance(argument, Tensor) and argument.ndim == 0 and argument.is_floating_point()
+    if not is_number or any(tensor.ndim > 0 for tensor in tensors):
+        return argument
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return argument.to(dtype) if dtype.is_floating_point else argument
 
 
 def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:

@@ -542,3 +542,26 @@ def test_another_shape_or_complex_numbers_are_an_error(error: Any, message: str,
     tx, params = wrong(), {"a": None, "b": torch.ones(3)}
     with pytest.raises(error, match=f"wrong: the step returns an? {message}"):
         tx.update(params, tx.init(params), params, donate=donate)
+
+
+# ------------------------------------------------------------------------------------------- numbers beside 0-d leaves
+
+
+@mfx.leafwise
+def tanh_of_quotient(temperature: float = 2.0):
+    def step(u: mfx.Leaf, s: Any):
+        return torch.tanh(u / temperature), s
+
+    return mfx.core.EmptyState(), step
+
+
+@given(value=st.floats(-3, 3, width=32), temperature=st.floats(0.125, 3))
+def test_a_0d_leaf_has_the_bits_of_a_vector_beside_a_number_in_a_tensor(value: float, temperature: float) -> None:
+    # Torch would compute a 0-d fp32 leaf beside a 0-d fp64 number in fp64.
+    leaf = torch.tensor(value)
+    results: list[float] = []
+    for number in (temperature, torch.tensor(temperature, dtype=torch.float64)):
+        for grad in (leaf, leaf[None]):
+            update, _ = tanh_of_quotient(number).update({"w": grad}, mfx.core.EmptyState())
+            results.append(update["w"].item())
+    assert len(set(results)) == 1
