@@ -14,7 +14,6 @@ from muonfx.core import Combinator, Donation, Locality, Transform, checks, trans
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import require_transform
 from muonfx.internal.tracing import is_traced, is_wrapped, uncompiled
-from muonfx.transforms.formulas import select
 from muonfx.transforms.leafwise import WideStateDtype, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
@@ -180,7 +179,11 @@ class _Accumulation:
         if torch.compiler.is_compiling():
             return _cond(is_last, step, wait, accumulated, updates)
         # Both are computed. Under `vmap` over several states, the choice differs between them.
-        return tree.map(functools.partial(select, is_last), step(accumulated), wait(accumulated))
+        return tree.map(
+            lambda after_step, after_wait: torch.where(is_last.to(after_step.device), after_step, after_wait),
+            step(accumulated),
+            wait(accumulated),
+        )
 
     def _step(
         self,
