@@ -86,12 +86,8 @@ class StateEntries:
             # This leaf is a new tensor object: write it into the entries of its parameter, or of all for a step count.
             self.shown[index] = show(index, leaf)
             slot = self.slots[index]  # the parameters that have this entry, and its key
-            if len(slot.names) == len(self.named):  # all of them, without a look-up: the hash of a tensor is slow
-                entries_of_params = entries.values()
-            else:
-                entries_of_params = [entries[self.named[name]] for name in slot.names]
-            for entries_of_param in entries_of_params:
-                entries_of_param[slot.key] = self.shown[index]
+            for name in slot.names:
+                entries[self.named[name]][slot.key] = self.shown[index]
         self._leaves = leaves
 
     def is_edited(self, state: Mapping[Tensor, Group | None]) -> bool:

@@ -351,7 +351,7 @@ def _row(info: ParamInfo, route: Route, divided_labels: Collection[Label]) -> li
     # Empty cells keep the columns aligned, for example for the bias of a hidden layer.
     matrices: list[str] = []
     if info.ndim > 1 and route.label in divided_labels:
-        matrices = [_matrices_text(route.shape or info.shape, route.view), _order_text(route.view)]
+        matrices = [_matrices_text(info.name, route.shape or info.shape, route.view), _order_text(route.view)]
     elif divided_labels:
         matrices = ["", ""]
     return [info.name, format_shape(info.shape), _shown(route.label), *matrices, route.reason]
@@ -369,18 +369,20 @@ def _order_text(view: MatrixView) -> str:
     return "out, in"
 
 
-def _matrices_text(shape: tuple[int, ...], view: MatrixView) -> str:
+def _matrices_text(name: str, shape: tuple[int, ...], view: MatrixView) -> str:
     """Return the number and sides of the matrices of a parameter of this shape.
 
-    >>> _matrices_text((16, 8), MatrixView()), _matrices_text((4, 16, 8), MatrixView("... out in -> ... out in"))
-    ('16 x 8', '4 of 16 x 8')
-    >>> _matrices_text((20, 8), MatrixView("(q=16 + k=4) in -> q in, k in"))
+    >>> _matrices_text("w", (16, 8), MatrixView())
+    '16 x 8'
+    >>> _matrices_text("w", (4, 16, 8), MatrixView("... out in -> ... out in"))
+    '4 of 16 x 8'
+    >>> _matrices_text("w", (20, 8), MatrixView("(q=16 + k=4) in -> q in, k in"))
     '16 x 8 + 4 x 8'
     """
-    (pattern,) = view.of([""])  # the view of one parameter: its pattern applies to any name
+    (pattern,) = view.of([name])
     # The view divides a tensor without memory: the shapes of the parts are all that is needed.
     texts: list[str] = []
-    for stack in split(pattern, torch.empty(shape, device="meta"), ""):
+    for stack in split(pattern, torch.empty(shape, device="meta"), name):
         *batch, rows, columns = stack.shape
         text = f"{rows} x {columns}"
         if prod(batch) > 1:

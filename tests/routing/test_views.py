@@ -661,6 +661,20 @@ def test_a_stack_of_convolutions_is_refused_though_its_pattern_fits_more_dims(co
         mfx.muon_with_adamw(labels=labels).init(stack)
 
 
+class XLNetRelativeAttention(nn.Module):
+    """A layer with the name of one of transformers, whose weight has the dims (in, heads, dim), and another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("action", [mfx.Muon, lambda model: str(mfx.describe(model))], ids=["Muon", "describe"])
+def test_a_shape_that_does_not_fit_the_storage_of_its_layer_is_reported_with_the_name(action: Any):
+    with pytest.raises(ValueError, match=r"'body.q' has shape \(4, 4\).*expected 3"):
+        action(held(body=XLNetRelativeAttention(), head=nn.Linear(4, 4)))
+
+
 def test_labels_remember_the_shapes_that_they_were_chosen_for():
     module = model()
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
