@@ -136,7 +136,9 @@ def normuon(
         weight_decay: decoupled weight decay, as in `muon`.
         mask: the parameters that decay, as in `add_decayed_weights`. Default: all.
 
-    Follows NorMuon (arXiv 2510.05491).
+    Follows NorMuon (arXiv 2510.05491), with two differences: the momentum is Nesterov's, and updates keep the norm that
+    ``orthogonalize`` returns, where the paper scales each update to a root mean square of 0.2. The exact formula is
+    ``paper_normuon`` in *Variants of Muon*.
 
     >>> list(normuon(0.001).init({"w": torch.zeros(4, 4)}))[:3]
     ['momentum', 'orthogonalize', 'normalize_neurons']

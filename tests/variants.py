@@ -33,6 +33,24 @@ def adamuon(
     )
 
 
+def paper_normuon(
+    rate: Any,
+    *,
+    decay: float = 0.95,
+    neuron_decay: float = 0.95,
+    weight_decay: float = 0.0,
+    orthogonalize: mfx.Transform = ORTHOGONALIZE,
+) -> mfx.Transform:
+    return mfx.chain(
+        mfx.momentum(decay, nesterov=False),
+        orthogonalize,
+        mfx.normalize_neurons(neuron_decay),
+        contrib.normalize_matrices(),
+        mfx.scale(0.2),
+        *ending(rate, weight_decay),
+    )
+
+
 def polargrad(
     rate: Any, *, decay: float = 0.95, weight_decay: float = 0.0, orthogonalize: mfx.Transform = ORTHOGONALIZE
 ) -> mfx.Transform:
@@ -120,5 +138,5 @@ def prodigy(**options: Any) -> mfx.Transform:
     return mfx.chain(contrib.scale_by_prodigy(**options), mfx.scale(-1.0))
 
 
-SIMPLE = (adamuon, dion, dion2, muon_hyperball, musgd, namo, polargrad, shampoo, soap, soap_muon)
+SIMPLE = (adamuon, dion, dion2, muon_hyperball, musgd, namo, paper_normuon, polargrad, shampoo, soap, soap_muon)
 """The chains for matrices, each a function of the learning rate."""

@@ -56,8 +56,9 @@ def normalize_neurons(
         ValueError: an argument is out of range, or a dtype is a string other than "auto"; at `init`, a leaf is
             not a matrix.
 
-    Follows NorMuon (arXiv 2510.05491). If the input is orthogonal, ``scale_by_shape("match_rms_adamw")`` after
-    this transform applies the paper's factor $0.2\sqrt{mn} / \|U\|_F$.
+    Follows NorMuon (arXiv 2510.05491). `muonfx.contrib.normalize_matrices` and ``scale(0.2)`` after this transform
+    apply the paper's factor $0.2\sqrt{mn} / \|U\|_F$. ``scale_by_shape("match_rms_adamw")`` applies it if the input is
+    orthogonal, which Newton-Schulz returns approximately.
 
     Example:
         >>> import muonfx as mfx

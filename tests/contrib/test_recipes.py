@@ -96,6 +96,42 @@ def test_adamuon():
     assert_follows(variants.adamuon(RATE, orthogonalize=EXACT, **settings), step, rtol=1e-7)
 
 
+@pytest.mark.parametrize("coefficients", ["keller", "exact"])
+def test_normuon(coefficients: str):
+    """Algorithm 1, whose updates have the same size if Newton-Schulz is not exact."""
+    orthogonalize = EXACT
+    if coefficients == "keller":
+        orthogonalize = mfx.orthogonalize(coefficients="keller", dtype=torch.float64)
+
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        m = average(memory, "m", g)
+        o, _ = orthogonalize.update({"o": m}, orthogonalize.init({"o": m}))
+        v = average(memory, "v", o["o"].square().mean(dim=1, keepdim=True), 0.8)
+        normalized = o["o"] / (v.sqrt() + 1e-8)
+        return x - RATE * DECAY * x - RATE * 0.2 * x.numel() ** 0.5 * normed(normalized)
+
+    settings: dict[str, Any] = {"decay": BETA, "neuron_decay": 0.8, "weight_decay": DECAY}
+    assert_follows(variants.paper_normuon(RATE, orthogonalize=orthogonalize, **settings), step)
+
+
+def test_the_recipe_of_normuon_keeps_the_norm_that_newton_schulz_returns():
+    """Its updates have the size of the paper's, times the norm of O over that of an orthogonal matrix."""
+    orthogonalize = mfx.orthogonalize(coefficients="keller", dtype=torch.float64)
+    params, (grads,) = kit.Example.of(SHAPES, steps=1, dtype=torch.float64)
+
+    def first_updates(tx: mfx.Transform) -> dict[str, Tensor]:
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return updates
+
+    factors = first_updates(orthogonalize)
+    updates = first_updates(mfx.normuon(RATE, orthogonalize=orthogonalize))
+    of_paper = first_updates(variants.paper_normuon(RATE, orthogonalize=orthogonalize))
+    for name, update in updates.items():
+        relative_norm = torch.linalg.matrix_norm(factors[name]) / min(update.shape) ** 0.5
+        assert not 0.99 < relative_norm < 1.01
+        torch.testing.assert_close(update, relative_norm * of_paper[name])
+
+
 def test_polargrad():
     def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
         m = average(memory, "m", g)

@@ -25,6 +25,7 @@ VARIANTS: dict[str, mfx.Transform] = {
     "musgd": variants.musgd(0.1, orthogonalize=TWO_STEPS),
     "muon_hyperball": variants.muon_hyperball(0.1, orthogonalize=TWO_STEPS),
     "namo": variants.namo(0.1, orthogonalize=TWO_STEPS),
+    "paper_normuon": variants.paper_normuon(0.1, orthogonalize=TWO_STEPS),
     "polargrad": variants.polargrad(0.1, orthogonalize=TWO_STEPS),
     "prodigy": variants.prodigy(estim_lr0=0.1),
     "scion": mfx.contrib.scion(0.1, **BY_NAME),
