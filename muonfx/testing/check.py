@@ -158,8 +158,9 @@ def check_transform(
         params: a hypothesis strategy that draws `Example` values, such as ``params_and_grads(ranks=(2, 2))``, or
             ``st.just(Example.of({"layer.weight": (4, 3)}))`` for a transform of named parameters. None:
             `suitable_params`, and `standard_examples`.
-        max_examples: the number of examples for each law. Slow laws, such as compilation, use a part of them. None:
-            the number in the hypothesis profile.
+        max_examples: the number of examples that are made. Each law is checked on a part of them: from a half, for fast
+            laws, to a hundredth, such as compilation; at least one. `LawReport` has the numbers. None: the number in
+            the hypothesis profile.
         seed: the seed of the examples. None: the hypothesis profile decides whether examples are reproducible.
         updates_dtype: the documented dtype of the updates, if it is not the dtype of the gradients; or a function from
             the dtype of a parameter to the dtype of its update.

@@ -451,3 +451,15 @@ def table_of_laws() -> str:
 def test_the_page_lists_every_law():
     assert FAMILIES.keys() == {law.family for law in kit.LAWS.values()}
     assert table_of_laws() in PAGE.read_text(), f"docs/check-your-own.md should have this table:\n{table_of_laws()}"
+
+
+def test_the_page_shows_the_number_of_examples_of_a_law():
+    shown = dict(re.findall(r"^  ([a-z_]+) \((\d+) examples\)$", PAGE.read_text(), re.MULTILINE))
+    assert len(shown) == 2
+    report = kit.check_transform(mfx.momentum(0.9), laws=list(shown), max_examples=25, progress=False)
+    assert report.held == {name: int(number) for name, number in shown.items()}
+
+
+def test_a_law_runs_on_a_hundredth_to_a_half_of_the_examples():
+    shares = [law.share for law in kit.LAWS.values()]
+    assert (min(shares), max(shares)) == (0.01, 0.5)
