@@ -100,6 +100,9 @@ def _check_one(function: LawFunction, tx: Transform, example: Example, options: 
         # Tracers append pages of advice, so only the first paragraph is shown; the cause has the whole message.
         paragraph = str(error).split("\n\n")[0]
         message = " ".join(paragraph.split())
+        # A law that changes the gradients of the example notes the change, which the example does not show.
+        for change in getattr(error, "__notes__", ()):
+            message += f" ({change})"
         raise LawViolation(name, tx, None, f"raised {type(error).__name__}: {message}", example) from error
 
 

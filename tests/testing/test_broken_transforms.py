@@ -4,7 +4,9 @@ import io
 import pickle
 import re
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -419,6 +421,40 @@ def test_a_leaf_keeps_its_strides_in_company():
         generator = torch.Generator().manual_seed(seed)
         transposed = {"w": torch.randn(4, 4, generator=generator).T}
         kit.laws.a_leaf_has_the_same_bits_in_any_company(divide_by_norm(), transposed, [transposed])
+
+
+FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nan": torch.isnan,
+    "zero": lambda leaf: leaf == 0,
+    "large": lambda leaf: leaf.abs() > 1e15,
+}
+
+
+@mfx.transform(locality=mfx.Locality.LEAF)
+def raises_on(fault: str):
+    """Raise an error for a fault in a gradient, as ``torch.linalg.eigh`` does for NaN."""
+
+    def update(updates: Any, state: Any, params: Any = None):
+        if any(FAULTS[fault](leaf).any() for leaf in mfx.tree.tensors(updates)):
+            raise ArithmeticError("no such decomposition")
+        return updates, state
+
+    return lambda params: mfx.core.EmptyState(), update
+
+
+@pytest.mark.parametrize(
+    ("fault", "law", "change"),
+    [
+        ("nan", "a_nonfinite_gradient_changes_no_other_leaf", r"after nan in the gradients of \['w'\] at step 0"),
+        ("nan", "a_nonfinite_gradient_stays_visible", r"after nan in the gradients of \['w'\] at step 0"),
+        ("zero", "zero_gradients_give_finite_updates", "for zero gradients"),
+        ("large", "large_and_small_gradients_give_finite_updates", r"for gradients of 1e\+18"),
+    ],
+)
+def test_an_error_on_gradients_that_a_law_has_changed_names_the_change(fault: str, law: str, change: str):
+    example = kit.Example.of({"w": (3, 2)}, steps=2)
+    with pytest.raises(kit.LawViolation, match=rf"raised ArithmeticError: no such decomposition \({change}.*\)"):
+        kit.LAWS[law].check(raises_on(fault), *example)
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check-your-own.md"

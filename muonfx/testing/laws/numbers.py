@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -115,9 +116,20 @@ def _check_fault_stays(
     expected = [independent(updates) for updates in usual_updates]
     tolerance = tolerance_of(tx, usual_updates, params)
     for element in (math.nan, math.inf):
-        results = updates_of(tx, params, _with_first_elements(element, faulty_leaves, steps))
+        with _noted(f"after {element} in the gradients of {faulty_names} at step 0, which the law puts in"):
+            results = updates_of(tx, params, _with_first_elements(element, faulty_leaves, steps))
         what = f"after {element} in the gradients of {faulty_names}, updates by step"
         require_close(what, [independent(updates) for updates in results], expected, "without it", tolerance)
+
+
+@contextmanager
+def _noted(change: str) -> Generator[None]:
+    """Add a note to an error in the block: how the law has changed the example, which the message shows unchanged."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(change)
+        raise
 
 
 def _with_first_elements(element: float, numbers: Collection[int], steps: list[PyTree]) -> list[PyTree]:
@@ -158,12 +170,16 @@ def _check_faults(
     ``faulty_leaves`` are the numbers of these leaves in the tree; ``usual_updates`` are the updates without a fault.
     """
     # Four runs. In each, an element of the first gradient of each of these leaves is replaced.
-    with_another = updates_of(tx, params, [map_some(_with_another_element, faulty_leaves, steps[0]), *steps[1:]])
-    with_nan = updates_of(tx, params, _with_first_elements(math.nan, faulty_leaves, steps))
-    with_infinity = updates_of(tx, params, _with_first_elements(math.inf, faulty_leaves, steps))
-    with_large = updates_of(tx, params, [_with_large_elements(faulty_leaves, steps[0], params), *steps[1:]])
-    tolerance = tolerance_of(tx, usual_updates, params)
     names = tree.names(params)
+    where = f"in the gradients of {[names[number] for number in faulty_leaves]} at step 0, which the law puts in"
+    with_another = updates_of(tx, params, [map_some(_with_another_element, faulty_leaves, steps[0]), *steps[1:]])
+    with _noted(f"after nan {where}"):
+        with_nan = updates_of(tx, params, _with_first_elements(math.nan, faulty_leaves, steps))
+    with _noted(f"after inf {where}"):
+        with_infinity = updates_of(tx, params, _with_first_elements(math.inf, faulty_leaves, steps))
+    with _noted(f"after a large element {where}"):
+        with_large = updates_of(tx, params, [_with_large_elements(faulty_leaves, steps[0], params), *steps[1:]])
+    tolerance = tolerance_of(tx, usual_updates, params)
     for number in faulty_leaves:
         usual = _of_leaf(number, usual_updates)
         if _all_close(_of_leaf(number, with_another), usual, tolerance):
@@ -247,7 +263,9 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
         "zero gradients for every other leaf": (params, [map_some(torch.zeros_like, odd, grads) for grads in steps]),
     }
     for when, (case_params, case_steps) in cases.items():
-        _require_finite(when, history(tx, case_params, case_steps))
+        with _noted(f"for {when}"):
+            results = history(tx, case_params, case_steps)
+        _require_finite(when, results)
 
 
 def _require_finite(when: str, results: History) -> None:
@@ -279,10 +297,13 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     for magnitude in MAGNITUDES:
         when = f"gradients of {magnitude:g}"
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
-        _require_finite(when, history(tx, params, scaled_steps))
+        with _noted(f"for {when}"):
+            results = history(tx, params, scaled_steps)
+        _require_finite(when, results)
         # Parameters are never large, because adding a normalized update to them would round it away.
         scaled_params = _of_magnitude(params, min(1.0, magnitude))
-        results = history(tx, scaled_params, scaled_steps)
+        with _noted(f"for {when}, and parameters of {min(1.0, magnitude):g}"):
+            results = history(tx, scaled_params, scaled_steps)
         _require_finite(when, results)
         _require_nonzero(when, [updates for updates, _ in results], usual_updates)
 
