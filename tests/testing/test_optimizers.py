@@ -112,6 +112,17 @@ def test_an_infinite_update_is_close_to_none(value: float, expected: float):
         require_close({"w": torch.tensor(value)}, {"w": torch.tensor(expected)}, {"w": torch.tensor(0.0)}, 0.1, "a run")
 
 
+def test_a_class_that_does_not_accept_a_model_is_named():
+    with pytest.raises(
+        TypeError, match=r"found the class SGD, which raised(?s:.*)return SGD\(model.parameters\(\), lr"
+    ):
+        check_optimizer(torch.optim.SGD)
+
+
+def test_a_class_that_accepts_a_model_is_a_function_of_a_model():
+    assert check_optimizer(mfx.Muon, laws=["frozen_parameters_stay"], progress=False).optimizer == "Muon"
+
+
 def test_an_unknown_law_is_an_error():
     with pytest.raises(ValueError, match=r"resumes.*expected names of laws: steps_are_repeatable"):
         check_optimizer(muon, laws=["resumes"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from torch.optim import Optimizer
+
 from muonfx.internal.display import Report, Shown, Table
 from muonfx.internal.progress import reporting
 from muonfx.testing.law import select
@@ -79,6 +81,7 @@ def check_optimizer(
         ``raise_failures()``.
 
     Raises:
+        TypeError: ``build`` is a class that does not accept a model.
         ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
 
     >>> import torch
@@ -92,7 +95,7 @@ def check_optimizer(
     frozen_parameters_stay      holds  A parameter that is frozen after some steps stays, and trains again once ...
     """
     checked, left_out = select(OPTIMIZER_LAWS, laws, skip)
-    optimizer = type(build(seeded())).__name__
+    optimizer = type(_built(build)).__name__
     held: list[str] = []
     failures: dict[str, str] = {}
     with reporting(progress) as report:
@@ -106,3 +109,17 @@ def check_optimizer(
             else:
                 held.append(law.name)
     return OptimizerReport(optimizer, failures, tuple(held), left_out)
+
+
+def _built(build: Build) -> Optimizer:
+    """Return an optimizer that ``build`` returns. Raise TypeError for a class that accepts parameters, but no model."""
+    try:
+        return build(seeded())
+    except Exception as error:
+        if not isinstance(build, type):
+            raise
+        raise TypeError(
+            f"build: found the class {build.__name__}, which raised {type(error).__name__} for a model ({error}); "
+            "expected a function of a model that returns an optimizer, such as\n  def build(model):\n"
+            f"      return {build.__name__}(model.parameters(), lr=0.01)"
+        ) from error
