@@ -84,7 +84,9 @@ def scale_by_prodigy(
     The square of a gradient beyond 1.8e19, times the squared estimate, overflows fp32. The parameter then no longer
     changes. `clip_by_global_norm` in front keeps squares finite.
 
-    Follows Mishchenko and Defazio (arXiv 2306.06101) and Optax's ``contrib.prodigy``.
+    Follows Mishchenko and Defazio (arXiv 2306.06101) and Optax's ``contrib.prodigy``: Adam's bias correction is
+    applied, as in Optax. The authors' package ``prodigyopt`` applies it only with ``use_bias_correction=True``; without
+    it, the first update is $(1 - \beta_1) / \sqrt{1 - \beta_2}$ times as large.
 
     Example:
         >>> import muonfx as mfx
