@@ -36,6 +36,7 @@ NAMES_HERE = {
         "polar.orthogonalize": "newton_schulz newtonschulz5 zeropower_via_newtonschulz5",
         "join_schedules": "piecewise_constant_schedule piecewise_interpolate_schedule cosine_onecycle_schedule "
         "linear_onecycle_schedule sgdr_schedule",
+        "cosine_decay_schedule": "cosine_schedule",
         "schedule": "polynomial_schedule",
         "warmup_stable_decay_schedule": "warmup_exponential_decay_schedule",
         "tree": "tree_utils",
