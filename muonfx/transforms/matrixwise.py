@@ -219,10 +219,11 @@ def matrixwise(
 ) -> Any:
     """Turn a function into a factory of transforms that apply one computation to every matrix.
 
-    The decorated function, called the constructor, has an argument ``view``, a `MatrixView`, which divides each
-    parameter into matrices. It returns a pair (state, step). The state is a NamedTuple, dict or tuple, and declares the
-    parts of the transform's state: a `Slot` is one tensor for each parameter, which the step receives as matrices, and
-    a `MatrixSlot` is a tensor of another shape for each matrix. A transform without state has ``EmptyState()``.
+    The decorated function, called the constructor, has a keyword-only argument ``view``, a `MatrixView`, which divides
+    each parameter into matrices. It returns a pair (state, step). The state is a NamedTuple, dict or tuple, and
+    declares the parts of the transform's state: a `Slot` is one tensor for each parameter, which the step receives as
+    matrices, and a `MatrixSlot` is a tensor of another shape for each matrix. A transform without state has
+    ``EmptyState()``.
 
     The step is ``step(u, s) -> (u, s)``, or ``step(u, s, p)`` with ``reads_params=True``. It receives the updates of a
     stack of matrices (..., rows, columns), their state as it was declared, and their parameters. It returns new
@@ -250,7 +251,8 @@ def matrixwise(
         takes matrices from the last two dims, else LEAF.
 
     Raises:
-        TypeError: the constructor has no argument ``view``, or does not return a state of slots and a step.
+        TypeError: the constructor has no argument ``view``, or one that is not keyword-only, or does not return a state
+            of slots and a step.
         ValueError: at `init`, a leaf is not a matrix or does not fit the view; at `update`, ``params`` is missing
             although the step reads the parameters, or the step returns an update with another shape.
 
@@ -315,6 +317,11 @@ def _default_view(constructor: Callable[..., StateAndMatrixStep]) -> MatrixView:
         raise TypeError(
             f"matrixwise: {constructor.__name__} has no argument view; give it a keyword argument "
             "view: MatrixView = MatrixView(), by which callers choose the matrices of a parameter"
+        )
+    if parameters["view"].kind is not inspect.Parameter.KEYWORD_ONLY:
+        raise TypeError(
+            f"matrixwise: found an argument view of {constructor.__name__} that may be passed by position, expected a "
+            "keyword-only argument: write *, view: MatrixView = MatrixView()"
         )
     return parameters["view"].default
 

@@ -219,6 +219,16 @@ def test_a_constructor_or_step_of_another_form_is_refused(returned: Any, error: 
         odd().update({"w": torch.ones(2, 2)}, odd().init({"w": torch.ones(2, 2)}))
 
 
+def test_a_view_that_may_be_passed_by_position_is_refused():
+    whole = mfx.MatrixView()
+
+    def centered(view: mfx.MatrixView = whole) -> Any:
+        return mfx.core.EmptyState(), lambda u, s: (u, s)
+
+    with pytest.raises(TypeError, match=r"argument view of centered .*by position, expected .*: write \*, view: Mat"):
+        mfx.matrixwise(centered)
+
+
 def test_a_constructor_without_a_view_is_refused():
     with pytest.raises(TypeError, match="no argument view; give it a keyword argument view: MatrixView"):
 
