@@ -170,8 +170,10 @@ def _sweep(
     try:
         return Sweep(task, transforms, [run.seed for run in runs], eval_params)
     except ValueError as error:
-        message = f"optimizers[{name!r}]: its transforms of {len(runs)} runs cannot train as one batch; pass vmap=False"
-        raise ValueError(message) from error
+        raise ValueError(
+            f"optimizers[{name!r}]: its transforms of {len(runs)} runs cannot train as one batch; pass vmap=False "
+            f"({error})"
+        ) from error
 
 
 def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, report: Report, name: str) -> Tensor:
@@ -257,6 +259,7 @@ class _Saves:
             "seeds": list(dict.fromkeys(run.seed for run in runs)),
             "reports": report_steps,
         }
+        self.names_of_numbers: list[str] = []
 
     def describe(self, sweep: Sweep, start: Progress) -> None:
         """Add the transform, and the losses before the first step and averages of batches, which differ between tasks.
@@ -265,7 +268,11 @@ class _Saves:
         batches if the last layer begins with zeros, and the first batch does not show later differences.
         """
         self.description["transform"] = sweep.tx.fingerprint
-        self.description["numbers"] = [torch.as_tensor(number).tolist() for number in tree.leaves(sweep.tx)]
+        self.names_of_numbers = tree.names(sweep.tx)  # such as "scale_by_adam.b2"
+        numbers: list[Any] = []
+        for number in tree.leaves(sweep.tx):
+            numbers.append(torch.as_tensor(number, dtype=torch.float64).tolist())  # not rounded to float32
+        self.description["numbers"] = numbers
         self.description["first losses"] = sweep.first_losses(start).tolist()
         steps = self.description["reports"][-1]
         for step in sorted({0, steps // 2, steps - 1}):
@@ -307,8 +314,23 @@ class _Saves:
             is_computed = key == "first losses" or key.startswith(AVERAGES)
             if is_computed and saved_value is not None:  # another machine rounds otherwise
                 is_same = are_same_losses(saved_value, value)
-            if not is_same:
-                raise self._another_study(key, saved_value, value)
+            if is_same:
+                continue
+            if key == "numbers" and saved_value is not None:
+                raise self._another_study(self._different_numbers(saved_value))
+            raise self._another_study(_difference(key, saved_value, value))
+
+    def _different_numbers(self, saved_numbers: list[Any]) -> str:
+        """Return the numbers of the transform that differ as text: ``scale_by_adam.b2 was 0.95, and is now 0.9``.
+
+        Each number is a list of its values in all runs, or the value of a run alone.
+        """
+        numbers = self.description["numbers"]
+        differences: list[str] = []
+        for name, saved_number, number in zip(self.names_of_numbers, saved_numbers, numbers, strict=True):
+            if saved_number != number:
+                differences.append(_difference(name, _shown_number(saved_number), _shown_number(number)))
+        return "; ".join(differences)
 
     def require_same_validation(self, step: int, saved_losses: Tensor, losses: Tensor) -> None:
         """Raise an error if another validation batch, or another loss on it, gave the saved losses of a step.
@@ -316,13 +338,28 @@ class _Saves:
         Losses before the first step would not show it: with a last layer of zeros, they are equal for all batches.
         """
         if not are_same_losses(saved_losses.tolist(), losses.tolist()):
-            raise self._another_study(f"validation losses at step {step}", saved_losses.tolist(), losses.tolist())
+            key = f"validation losses at step {step}"
+            raise self._another_study(_difference(key, saved_losses.tolist(), losses.tolist()))
 
-    def _another_study(self, key: str, saved_value: object, value: object) -> ValueError:
+    def _another_study(self, difference: str) -> ValueError:
         return ValueError(
-            f"folder: {self.path} has runs of another study: {key} was {saved_value!r}, and is now {value!r}; "
-            "pass another folder, or remove this one"
+            f"folder: {self.path} has runs of another study: {difference}; pass another folder, or remove this one"
         )
+
+
+def _difference(key: str, saved_value: object, value: object) -> str:
+    return f"{key} was {saved_value!r}, and is now {value!r}"
+
+
+def _shown_number(number: Any) -> Any:
+    """Return a number of a transform for a message: 0.9 for the values [0.9, 0.9] of two runs, or values that differ.
+
+    >>> _shown_number([0.9, 0.9]), _shown_number([0.1, 0.3]), _shown_number(0.9)
+    (0.9, [0.1, 0.3], 0.9)
+    """
+    if isinstance(number, list) and all(value == number[0] for value in number):
+        return number[0]
+    return number
 
 
 def _file_name(name: str, runs: list[Run]) -> str:

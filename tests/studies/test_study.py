@@ -426,7 +426,7 @@ def other_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
         ({"task": TASK._replace(validation_loss=lambda params, batch: 2 * loss(params, batch))}, "validation losses"),
         ({"optimizers": {"muon": lambda rate: mfx.chain(mfx.clip_by_global_norm(1.0), muon(rate))}}, "transform"),
         ({"optimizers": {"muon": lambda rate: mfx.adamw(rate)}}, "transform"),
-        ({"optimizers": {"muon": lambda rate: muon(rate + 1e-9)}}, "numbers"),
+        ({"optimizers": {"muon": lambda rate: muon(rate + 1e-9)}}, r"[a-z_.]*learning_rate[a-z_.]*"),
         ({"rates": [0.1, 0.3]}, "rates"),
         ({"seeds": [0, 2]}, "seeds"),
         ({"seeds": [0, 1, 2]}, "seeds"),
@@ -448,6 +448,22 @@ def test_a_folder_of_another_study_is_refused(changes: dict[str, Any], named: st
     with pytest.raises(ValueError, match=f"folder: .*another study: {named}.* was"):
         mfx.study(**arguments | changes)
     assert mfx.study(**arguments) == rows
+
+
+@pytest.mark.parametrize("vmap", [True, False])
+def test_numbers_of_another_study_are_named(vmap: bool, tmp_path: Path) -> None:
+    arguments = {"rates": [0.1, 0.2], "seeds": [0], "steps": 2, "folder": tmp_path, "vmap": vmap, "progress": False}
+    mfx.study(TASK, {"adamw": lambda rate: mfx.adamw(rate, b2=0.95)}, **arguments)
+    with pytest.raises(ValueError, match=r"study: scale_by_adam.b2 was 0.95, and is now 0.9; [a-z_.]*weight_decay was"):
+        mfx.study(TASK, {"adamw": lambda rate: mfx.adamw(rate, b2=0.9, weight_decay=0.1)}, **arguments)
+
+
+def test_transforms_of_other_structures_are_shown() -> None:
+    def one_or_the_other(rate: float) -> mfx.Transform:
+        return mfx.adamw(rate) if rate < 0.15 else mfx.scale(-rate)
+
+    with pytest.raises(ValueError, match=r"'a'\]: its transforms of 2 runs .*vmap=False \(.*is scale\(.*chain\("):
+        mfx.study(TASK, {"a": one_or_the_other}, rates=[0.1, 0.2], seeds=[0], steps=2, progress=False)
 
 
 def test_a_folder_with_validation_losses_of_other_parameters_is_refused(tmp_path: Path) -> None:
