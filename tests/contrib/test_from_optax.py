@@ -49,6 +49,14 @@ def test_no_gradient_and_no_rate_leave_the_estimate_of_prodigy_as_it_is():
         assert all(u is None or u.isfinite().all() for u in updates.values())
 
 
+def test_the_first_update_of_prodigy_is_bias_corrected():
+    """It has the size of the estimate, where it would be 3.16 times as large without the correction."""
+    params = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64)}
+    tx = mfx.contrib.scale_by_prodigy(estim_lr0=1e-3)
+    updates, _ = tx.update(params, tx.init(params), params)
+    torch.testing.assert_close(updates["w"], 1e-3 * params["w"].sign())
+
+
 def test_the_estimate_of_prodigy_does_not_jump_when_a_leaf_has_no_gradient():
     tx = variants.prodigy(estim_lr0=1e-2)
     state, params = tx.init(PARAMS), PARAMS
