@@ -72,6 +72,9 @@ def default_labels(
     Module types are known if a model is given. For named tensors, as when ``partition`` calls this function, names and
     shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn.
 
+    A module that holds several networks, such as a generator and a discriminator, is read as one network: the output
+    layer of one is hidden if another reads as many features. Give its head a rule, or label each network alone.
+
     A layer called ``gate``, ``moe_gate`` or ``expert_gate`` may be a router or a part of a gated MLP. It is taken for a
     router, unless it is inside an expert, or next to an ``up`` or ``down`` matrix with the same number of dims.
 

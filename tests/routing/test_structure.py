@@ -397,6 +397,20 @@ def test_a_model_without_a_recognized_head_is_warned_of_with_the_line_that_label
     assert [group["label"] for group in optimizer.param_groups if name in group["param_names"]] == ["adamw"]
 
 
+def test_networks_in_one_module_are_read_as_one_network():
+    networks = nn.ModuleDict(
+        {
+            "generator": nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)),
+            "discriminator": nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1)),
+        }
+    )
+    assert default_labels(networks)["generator.2.weight"] == "muon"  # as the discriminator reads 2 features
+    with pytest.warns(UserWarning, match=r"no output head.*'2.weight' \(2, 32\)"):
+        default_labels(networks["generator"])
+    rule = (mfx.routing.path("generator.2.*"), "adamw")
+    assert default_labels(networks, [rule])["generator.2.weight"] == "adamw"
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("options", "hidden", "head"),
