@@ -146,9 +146,10 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
     if ROWS in argument:
         placeholders = f"Replace each {ROWS} by the number of rows of that part. "
     warn_caller(
-        "partition: these parameters may hold several matrices each, by their names or by the widths of the layers "
+        "labels: these parameters may hold several matrices each, by their names or by the widths of the layers "
         f"beside them, and each is treated as one matrix: {format_list(list(suggested))}. If their parts have equal "
-        f"numbers of rows, and are stored one after another, split them by this argument of Muon:\n  {argument}\n"
+        "numbers of rows, and are stored one after another, split them by this argument of Muon or of a recipe:\n"
+        f"  {argument}\n"
         f"{placeholders}A transform of your own takes the same view=. "
         "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
         "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. To "

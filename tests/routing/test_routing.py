@@ -717,7 +717,7 @@ def test_an_optimizer_of_named_groups_can_be_told_the_labels():
     assert not ruled.param_groups[0].get("label")
 
 
-@pytest.mark.filterwarnings("ignore:partition. these parameters may hold")
+@pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
 def test_an_optimizer_is_described_by_its_groups():
     model = gpt2(2)
     optimizer = muonfx.Muon(model, lr=0.02, adamw_lr=1e-3)
@@ -732,7 +732,7 @@ def test_an_optimizer_is_described_by_its_groups():
     assert ["lr", "0.5", "0.001"] in [line.split() for line in str(describe(optimizer)).splitlines()]
 
 
-@pytest.mark.filterwarnings("ignore:partition. these parameters may hold")
+@pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
 def test_an_optimizer_is_described_with_the_patterns_of_its_transform():
     model = nn.ModuleDict({"wqkv": nn.Linear(4, 12, bias=False), "up": nn.Linear(4, 8, bias=False)})
     assert "maybe fused, not split" in describe(muonfx.Muon(model)).labels.reason("wqkv.weight")

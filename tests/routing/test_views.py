@@ -72,7 +72,7 @@ def as_matrices(model: nn.Module, parts: dict[str, list[torch.Tensor]], **settin
     return {name: [flat[f"{name}/{at}"].detach() for at in range(len(held))] for name, held in parts.items()}
 
 
-@pytest.mark.filterwarnings("ignore:partition. these parameters may hold")
+@pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_each_expert_of_a_stack_is_a_matrix_of_its_own(transposed):
     model = held(experts=Experts(transposed))
@@ -245,7 +245,7 @@ def test_the_view_for_a_parameter_of_three_dims_changes_no_other_parameter():
     assert after == before.views
 
 
-@pytest.mark.filterwarnings("ignore:partition. these parameters may hold")
+@pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
 def test_a_partition_that_does_not_use_the_views_of_its_labels_is_warned_of():
     model = held(experts=Experts(), fc=nn.Linear(8, 8))
     params = {name: param.detach() for name, param in model.named_parameters()}
@@ -281,7 +281,7 @@ def test_an_optimizer_of_one_parameter_does_not_warn_of_the_views_of_the_others(
 
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="the compiler of torch 2.10 cannot trace the default of a field")
-@pytest.mark.filterwarnings("ignore:partition. these parameters may hold")
+@pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
 def test_labels_that_a_function_of_names_makes_are_the_same_while_compiling():
     params = {
         "h.up.weight": torch.ones(4, 4),
@@ -308,7 +308,7 @@ def test_the_report_says_which_matrices_there_are_and_how_they_are_stored():
     assert "8 x 8       muon   8 x 8        out, in  hidden matrix (2-D)" in lines[3]
 
 
-@pytest.mark.filterwarnings("ignore:partition. the labels have a view", "ignore:partition. these parameters may hold")
+@pytest.mark.filterwarnings("ignore:partition. the labels have a view", "ignore:labels. these parameters may hold")
 def test_the_report_of_an_optimizer_shows_the_matrices_of_its_transform():
     model = held(experts=Experts(True), up=nn.Linear(8, 8))
     labels = default_labels(model)
