@@ -10,15 +10,12 @@ from torch import nn
 
 from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
-from muonfx.routing.globs import patterns
 from muonfx.routing.params import ParamInfo, Params, module_path, plain_name, read_params
 from muonfx.routing.predicates import path
 from muonfx.routing.roles import ROLES, Role, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
 from muonfx.routing.structure import structure_of
-from muonfx.routing.views import is_convolution
-from muonfx.transforms.matrices import STACK
 
 
 def default_labels(
@@ -66,8 +63,9 @@ def default_labels(
 
     For each stack of experts, and each transposed or fused matrix, the result also has a `MatrixView`. It describes how
     the tensor divides into matrices. ``Muon`` and ``muon_with_adamw`` use these views by default. For other chains,
-    pass ``view=labels.view()`` to the transforms. The experts of code of your own are stacks (E, out, in), or (E, in,
-    out) if the width of a router next to them shows it; `describe` shows which.
+    pass ``view=labels.view()`` to the transforms. In your own code, a parameter of three dims is a stack of experts if
+    its name has the word ``expert``, ``experts`` or ``moe``, or the class of its module ends in ``Experts``. It is
+    (E, out, in), or (E, in, out) if the width of a router next to it shows it; `describe` shows which.
 
     Module types are known if a model is given. For named tensors, as when ``partition`` calls this function, names and
     shapes decide, and a warning lists the supposed hidden matrices; `default_labels_by_name` does not warn.
@@ -95,8 +93,9 @@ def default_labels(
 
     Warns:
         UserWarning: one of ``rules`` matches no parameter; named tensors without a model were labelled as hidden
-            matrices; it is unknown why a hidden parameter has three or more dims, which would be flattened; or the
-            model has no recognized head, and layers that may be heads were labelled as hidden matrices.
+            matrices; or the model has no recognized head, and layers that may be heads were labelled as hidden
+            matrices. `partition` and `Muon` warn of hidden parameters that may hold several matrices, such as those
+            that have three or more dims for an unknown reason, unless a view of yours divides them.
 
     Follows Keller Jordan's Muon (hidden layers; not the embedding, the head, the first convolution, gains and biases)
     and Moonlight, arXiv 2502.16982. To train routers with Muon, add the rule ``(path("*.gate.weight"), "muon")``.
@@ -117,7 +116,6 @@ def default_labels(
         return labels
     if hidden and not isinstance(model_or_params, nn.Module):
         _warn_of_unknown_module_types(hidden)
-    _warn_of_many_dims(hidden, labels)
     if possible_heads:
         _warn_of_no_head(possible_heads, label_of_role)
     return labels
@@ -130,30 +128,6 @@ def _warn_of_unknown_module_types(hidden: Sequence[ParamInfo]) -> None:
         "An embedding or a head with an unusual name would be among them. Pass the model, default_labels(model), or "
         "use default_labels_by_name if the names are reliable"
     )
-
-
-def _warn_of_many_dims(hidden: Sequence[ParamInfo], labels: Labels) -> None:
-    """Warn of hidden parameters of three or more dims for an unknown reason: a stack of matrices would be flattened.
-
-    A convolution explains the dims, and so does a view in the labels, such as "... out in -> ... out in" for experts.
-    The warning has the argument of `Muon` to write if the parameters are stacks.
-    """
-    views = labels.views
-    unexplained: list[ParamInfo] = []
-    for info in hidden:
-        is_explained = is_convolution(info) or info.name in views
-        if info.ndim > 2 and not is_explained:
-            unexplained.append(info)
-    if unexplained:
-        pattern_of_name = {info.name: STACK for info in unexplained}
-        pattern_of_glob = patterns(pattern_of_name, labels)  # globs that match no convolution and no fused matrix
-        warn_caller(
-            "default_labels: these have more than two dims for an unknown reason, and all dims after the first are "
-            f"flattened: {format_list(unexplained, _name_and_shape)}. Give Muon's orthogonalize, or each transform "
-            f"that takes a view, view=muonfx.MatrixView({pattern_of_glob}) for a stack of matrices (out, in), with "
-            "'... in out -> ... out in' if each is (in, out), 'out a b -> out (a b)' for one matrix whose "
-            "columns are two dims"
-        )
 
 
 def _name_and_shape(info: ParamInfo) -> str:

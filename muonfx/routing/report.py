@@ -20,7 +20,7 @@ from muonfx.routing.defaults import default_labels
 from muonfx.routing.params import ParamInfo, Params, read_params
 from muonfx.routing.route import NO_REASON, Label, Route
 from muonfx.routing.rules import Labels
-from muonfx.routing.views import MAYBE_FUSED
+from muonfx.routing.views import MAYBE_FUSED, MAYBE_STACK
 from muonfx.transforms.matrices import MatrixView, first_view, split
 
 
@@ -289,8 +289,8 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
         return route
     if pattern is None:  # the labels have a view, and the transform treats the parameter as one matrix
         return route._replace(reason=f"{route.reason}; the transform has no view for it", view=MatrixView())
-    # The transform has a pattern of its own, so a note that the parameter may be fused is out of date.
-    reason = route.reason.partition(f"; {MAYBE_FUSED}")[0]
+    # The transform has a pattern of its own, so a note that the parameter may hold several matrices is out of date.
+    reason = route.reason.partition(f"; {MAYBE_FUSED}")[0].partition(f"; {MAYBE_STACK}")[0]
     return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
 
 

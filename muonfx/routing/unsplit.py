@@ -145,12 +145,18 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
     placeholders = ""
     if ROWS in argument:
         placeholders = f"Replace each {ROWS} by the number of rows of that part. "
+    stacks = ""
+    if any(pattern.startswith("...") for pattern in suggested.values()):
+        stacks = (
+            "More than two dims are taken for a stack of matrices (out, in): exchange the last two dims of a pattern "
+            "if each is stored as (in, out), such as '... in (part=2 out) -> ... part out in'. "
+        )
     warn_caller(
-        "labels: these parameters may hold several matrices each, by their names or by the widths of the layers "
-        f"beside them, and each is treated as one matrix: {format_list(list(suggested))}. If their parts have equal "
-        "numbers of rows, and are stored one after another, split them by this argument of Muon or of a recipe:\n"
+        "labels: these parameters may hold several matrices each, by their names or dims, or by the widths of the "
+        f"layers beside them, and each is treated as one matrix: {format_list(list(suggested))}. If their parts have "
+        "equal numbers of rows, and are stored one after another, split them by this argument of Muon or of a recipe:\n"
         f"  {argument}\n"
-        f"{placeholders}A transform of your own takes the same view=. "
+        f"{placeholders}{stacks}A transform of your own takes the same view=. "
         "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
         "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. To "
         f"keep a parameter whole without this warning, write its pattern of these instead:\n  {whole_patterns!r}"

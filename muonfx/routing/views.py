@@ -56,6 +56,8 @@ ONE_MATRIX = Division(MatrixView())
 
 MAYBE_FUSED = "maybe fused, not split"
 """The beginning of the note about a parameter whose name suggests several matrices, in a layer of unknown code."""
+MAYBE_STACK = "maybe a stack, not split"
+"""The beginning of the note about a parameter of more than two dims, for an unknown reason."""
 ROWS = "<rows>"
 """A placeholder in a suggested pattern, for the number of rows of a part."""
 _KERNEL_SIDE = 32
@@ -122,6 +124,9 @@ def _division_of(
     if division is not None:
         return division
     # 3. A layer of unknown code is not split. A split that is only likely is left to the user.
+    if storage.pattern == CONVOLUTION and not is_convolution(info):  # nothing explains the dims after the second
+        stack = _likely_stack(info, owner, modules, shapes, layers)
+        return Division(MatrixView(), f"{MAYBE_STACK}: {stack}", stack)
     view = MatrixView(undivided(storage.pattern))
     split = (
         _split_by_name(info, storage.pattern, layers)
@@ -155,6 +160,38 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
             note = f"{fused.parts}, of sizes that do not fit {rows} rows: not split"
         return Division(MatrixView(pattern), _joined(storage.note, note))
     return None
+
+
+def _likely_stack(
+    info: ParamInfo,
+    owner: nn.Module | None,
+    modules: Mapping[str, nn.Module],
+    shapes: Shapes,
+    layers: Sequence[_Layer],
+) -> str:
+    """Return the pattern of a parameter of three or more dims, on the assumption that it is a stack of matrices.
+
+    A "w13" of shape (8, 96, 32) is 8 experts with two matrices each: "... (part=2 out) in -> ... part out in". A "qkv"
+    of shape (3, 32, 32) has its three matrices in the first dim, and is not split further: "... out in -> ... out in".
+
+    Args:
+        info: the parameter.
+        owner: the module of the parameter.
+        modules: the modules of the model by path.
+        shapes: the shapes of all parameters by name.
+        layers: its layer, and the wrappers around it.
+    """
+    stored = STACK
+    if has_transposed_experts(info, owner, modules, shapes):
+        stored = TRANSPOSED_STACK
+    part_names = _names_of_parts(layers)
+    if part_names is None:
+        return split_of_stack(info, stored, shapes) or stored.replace("{out}", "out")
+    count = len(part_names)
+    is_split_already = info.shape[0] == count
+    if is_split_already or number_of_rows(stored, info.shape) % count != 0:
+        return stored.replace("{out}", "out")
+    return in_equal_parts(stored, count)
 
 
 def _split_by_name(info: ParamInfo, stored: str, layers: Sequence[_Layer]) -> str | None:

@@ -29,9 +29,7 @@ from muonfx.routing import (
 )
 
 # Named tensors alone serve many laws; the test of the warning enables it.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:default_labels saw names:UserWarning", "ignore:default_labels. these have more than two dims:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:default_labels saw names:UserWarning")
 
 
 def is_tall(info: ParamInfo) -> bool:

@@ -220,29 +220,79 @@ def test_labels_without_views_see_each_parameter_as_before():
 
 def test_a_parameter_of_three_dims_that_nothing_explains_is_warned_of():
     model = held(odd=Holder(kernels=(4, 40, 64)))
-    said = r"more than two dims .* 'odd.kernels' \(4, 40, 64\)\. Give Muon's orthogonalize, .*'\.\.\. out in -> "
-    with pytest.warns(UserWarning, match=said) as caught:
-        default_labels(model)
-    assert caught[0].filename == __file__
-    default_labels_by_name(dict(model.named_parameters()))  # for who says that names are enough
-    with pytest.warns(UserWarning, match="saw names and shapes"), pytest.warns(UserWarning, match=said):
-        default_labels(dict(model.named_parameters()))
-    # A convolution is explained, and so is one with a rule of its own.
-    default_labels(held(conv=nn.Conv1d(8, 8, 3)))
-    default_labels(model, [(path("odd.*"), "adamw")])
+    assert default_labels(model).reason("odd.kernels").endswith(f"; maybe a stack, not split: {STACK}")
+    message = r"(?s)'odd.kernels'.*'\*odd.kernels': '\.\.\. out in -> \.\.\. out in'.*More than two dims"
+    with pytest.warns(UserWarning, match=message) as caught:
+        mfx.Muon(model)
+    assert [warning.filename for warning in caught] == [__file__]
+    # A convolution is explained, and so is a parameter with a rule of its own.
+    mfx.Muon(held(conv=nn.Conv1d(8, 8, 3)))
+    assert default_labels(model, [(path("odd.*"), "adamw")]).reason("odd.kernels").startswith("user rule")
 
 
-def test_the_view_for_a_parameter_of_three_dims_changes_no_other_parameter():
+def test_the_view_for_a_parameter_of_three_dims_changes_no_other_parameter_and_ends_the_warning():
     model = held(odd=Holder(weight=(4, 8, 8)), conv=nn.Conv2d(8, 8, 3), attn=nn.MultiheadAttention(8, 2))
-    with pytest.warns(UserWarning, match="more than two dims") as caught:
-        before = default_labels(model)
-    text = str(caught[0].message)
-    code = text[text.index("muonfx.MatrixView(") :].partition(" for a stack")[0]
-    with pytest.warns(UserWarning, match="more than two dims"):  # the labels do not depend on the transform
-        optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=eval(code, {"muonfx": mfx})))
-    after = mfx.describe(optimizer).labels.views
-    assert after.pop("odd.weight") == mfx.MatrixView(STACK)
-    assert after == before.views
+    before = default_labels(model)
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        mfx.Muon(model)
+    for view in views_of(caught):  # the suggested one, and the one that keeps the parameter whole
+        optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=view))  # no warning
+        after = mfx.describe(optimizer).labels
+        assert after.reason("odd.weight") == "hidden matrix (3-D); view of the transform"
+        views = after.views
+        assert views.pop("odd.weight") == mfx.MatrixView(view.text("odd.weight"))
+        assert views == before.views
+
+
+@pytest.mark.parametrize("experts", [4, 5, 8])
+@pytest.mark.parametrize(
+    ("first", "first_shape", "second_shape", "suggested"),
+    [
+        ("w13", (96, 32), (32, 48), "... (part=2 out) in -> ... part out in"),
+        ("w13", (32, 96), (48, 32), "... in (part=2 out) -> ... part out in"),
+        ("gate_up_proj", (32, 96), (48, 32), "... in (part=2 out) -> ... part out in"),
+        ("fc1", (96, 32), (32, 48), "... (part=2 out) in -> ... part out in"),  # by its width
+        ("fc1", (32, 96), (48, 32), "... in (part=2 out) -> ... part out in"),
+        ("fc1", (48, 32), (32, 48), STACK),  # without a gate
+    ],
+)
+def test_a_stack_in_unknown_code_is_suggested_to_be_split_in_its_rows(
+    experts, first, first_shape, second_shape, suggested
+):
+    second = "down_proj" if first == "gate_up_proj" else "w2"
+    block = Holder(**{first: (experts, *first_shape), second: (experts, *second_shape)})
+    block.router = nn.Linear(32, experts, bias=False)
+    model = held(mlp=block)
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        mfx.Muon(model)
+    assert len(caught) == 1
+    split, _ = views_of(caught)
+    assert split.text(f"mlp.{first}") == suggested
+    optimizer = mfx.Muon(model, orthogonalize=mfx.orthogonalize(view=split))  # no warning
+    parts = suggested.count("part=2") + 1
+    assert f"{parts * experts} of {48} x 32" in str(mfx.describe(optimizer))
+    assert f"{experts} of 32 x 48" in str(mfx.describe(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("path", "class_name", "is_stack"),
+    [
+        ("moe", "Layer", True),
+        ("shared_experts", "Layer", True),
+        ("mlp", "GroupedExperts", True),
+        ("mlp", "Layer", False),
+    ],
+)
+def test_a_stack_is_of_experts_by_its_name_or_its_class(path, class_name, is_stack):
+    layer = type(class_name, (Holder,), {})(w1=(4, 8, 16))
+    reason = default_labels(held(**{path: layer})).reason(f"{path}.w1")
+    assert ("stack of 4 matrices" in reason) is is_stack
+
+
+def test_matrices_in_the_first_dim_of_a_fused_parameter_are_not_split_again():
+    with pytest.warns(UserWarning, match="several matrices each") as caught:
+        mfx.Muon(held(attn=Holder(qkv=(3, 24, 8))))
+    assert views_of(caught)[0].text("attn.qkv") == STACK
 
 
 @pytest.mark.filterwarnings("ignore:labels. these parameters may hold")
@@ -488,17 +538,17 @@ def test_a_transposed_matrix_of_unknown_code_is_kept_whole_as_it_is_stored():
     assert "attn.c_attn.weight  4 x 12  muon   12 x 4" in str(after)
 
 
-@pytest.mark.filterwarnings("ignore:default_labels. these have more than two dims")
 def test_the_line_that_splits_a_parameter_of_three_dims_fits_it():
-    model = held(odd=Holder(qkv=(12, 4, 5)))
+    model = held(odd=Holder(qkv=(4, 12, 5)))
     with pytest.warns(UserWarning, match="several matrices each") as caught:
         mfx.Muon(model)
     split, whole = views_of(caught)
     found, together = stepped(model, split), stepped(model, whole)
-    wanted = as_matrices(model, {"odd.qkv": [part.flatten(1) for part in model.odd.qkv.chunk(3)]})["odd.qkv"]
-    near({"odd.qkv": found["odd.qkv"]}, {"odd.qkv": torch.cat(wanted).reshape(12, 4, 5)})
+    parts = [part for matrix in model.odd.qkv for part in matrix.chunk(3)]
+    wanted = as_matrices(model, {"odd.qkv": parts})["odd.qkv"]
+    near({"odd.qkv": found["odd.qkv"]}, {"odd.qkv": torch.cat(wanted).reshape(4, 12, 5)})
     wanted = as_matrices(model, {"odd.qkv": [model.odd.qkv.flatten(1)]})["odd.qkv"][0]
-    near({"odd.qkv": together["odd.qkv"]}, {"odd.qkv": wanted.reshape(12, 4, 5)})
+    near({"odd.qkv": together["odd.qkv"]}, {"odd.qkv": wanted.reshape(4, 12, 5)})
 
 
 def test_the_line_that_splits_keeps_what_was_given_and_what_was_found():
