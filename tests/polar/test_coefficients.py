@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,3 +265,39 @@ def test_malformed_options_are_refused(x: torch.Tensor, options: dict, error: ty
 def test_other_malformed_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "the-default-coefficients.md"
+
+
+def root_mean_square(matrix: torch.Tensor, name: str) -> float:
+    """Return the root mean square of the singular values of a matrix that was orthogonalized by a set in fp32."""
+    orthogonal = orthogonalize(matrix, coefficients=name, dtype=torch.float32)
+    return orthogonal.norm().item() / math.sqrt(min(matrix.shape))
+
+
+@pytest.mark.parametrize(
+    ("rows", "ratios"), [((64, 128), (0.84, 0.88)), ((256,), (0.89, 0.94)), ((512,), (0.90, 0.96))], ids=str
+)
+def test_the_page_has_the_ratio_of_the_sizes_of_two_sets(rows: tuple[int, ...], ratios: tuple[float, float]):
+    least, largest = ratios
+    assert f"{least:.2f} to {largest:.2f} for {' and '.join(map(str, rows))}" in PAGE.read_text()
+    generator = torch.Generator().manual_seed(0)
+    for row_count in rows:
+        for columns in (row_count, 2 * row_count, 4 * row_count):
+            measured: list[float] = []
+            for _ in range(4):
+                matrix = torch.randn(row_count, columns, generator=generator)
+                measured.append(root_mean_square(matrix, "keller") / root_mean_square(matrix, "polar_express_5"))
+            assert least - 0.01 < sum(measured) / len(measured) < largest + 0.01
+
+
+def test_the_page_has_the_sizes_of_the_updates_of_the_study():
+    generator = torch.Generator().manual_seed(0)
+    ranges = {"polar_express_5": (1.00, 1.03), "quintic": (0.99, 1.00), "keller": (0.86, 0.89)}
+    for name, (least, largest) in ranges.items():
+        for columns in (128, 512):
+            size = root_mean_square(torch.randn(128, columns, generator=generator), name)
+            assert least - 0.005 < size < largest + 0.005
+        end = f"{least:.2f} to {largest:.2f} after "
+        assert end in PAGE.read_text()
