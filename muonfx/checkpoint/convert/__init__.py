@@ -7,7 +7,7 @@ Muon), "moonlight", or "dion" (``dion.Muon``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ FormatName = Literal["torch", "keller", "moonlight", "dion"]
 """The name of another optimizer, from and to which states can be converted."""
 
 
+Names: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
+"""The names of an optimizer's parameters, in its order; for several optimizers, a list with such a list for each."""
+
+
 def __dir__() -> list[str]:
     return sorted(__all__)
 
@@ -37,20 +41,21 @@ def read(
     tx: Transform,
     params: PyTree,
     *,
-    names: Sequence[str] | None = None,
+    names: Names = None,
     step: int | None = None,
 ) -> PyTree:
     """Convert the state of another optimizer to the state of a transform.
 
     Args:
         format: the name of the other optimizer.
-        source: an optimizer, its ``state_dict()``, or a list of these if several optimizers train one model. Gather
-            sharded state first: replace each DTensor by its ``full_tensor()``, and collect the momenta of Keller
-            Jordan's ``MuonWithAuxAdam``, which are distributed over ranks.
+        source: an optimizer, its ``state_dict()``, or a list of these if several optimizers train one model. DTensors,
+            as FSDP2 has, are converted where they are, if ``params`` have the same shards. Collect other distributed
+            state first, such as the momenta of Keller Jordan's ``MuonWithAuxAdam``.
         tx: the transform that will use the state. `recipe` makes one with the same updates as the other optimizer.
         params: the parameters by name, such as ``dict(model.named_parameters())``. If ``source`` is an optimizer of
             these tensors, its parameters get their names from here.
-        names: the names of the parameters in the order of the optimizer, for a state dict without names.
+        names: the names of the parameters in the order of the optimizer, for a state dict without names; a list of
+            such lists for several state dicts.
         step: the number of steps taken. Required if the transform counts steps, and the source has no step count or
             has different step counts for different parameters.
 
@@ -84,9 +89,7 @@ def read(
     return filled(tx, params, leaves, heavy_ball=form.heavy_ball, step=step)
 
 
-def write(
-    format: FormatName, state: PyTree, target: Any, params: PyTree, *, names: Sequence[str] | None = None
-) -> dict[str, Any]:
+def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, names: Names = None) -> dict[str, Any]:
     """Convert the state of a transform to a state dict for another optimizer.
 
     Args:
@@ -115,7 +118,7 @@ def write(
     form = _format(format)
     leaves = gathered(state)
     saved = target.state_dict() if isinstance(target, torch.optim.Optimizer) else target
-    states: dict[int, dict[str, Any]] = {}
+    states: dict[int | str, dict[str, Any]] = {}
     for entry in _entries(form, target, flat(params), names):
         leaf = _leaf_for(entry, leaves, form)
         new_values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
@@ -143,7 +146,7 @@ def recipe(
     source: Any,
     params: PyTree,
     *,
-    names: Sequence[str] | None = None,
+    names: Names = None,
     rate: Literal["lr", "initial_lr"] | None = None,
     **options: Any,
 ) -> Transform:
@@ -157,7 +160,7 @@ def recipe(
         format: the name of the other optimizer.
         source: the optimizer, its ``state_dict()``, or a list of these, as in `read`.
         params: the parameters by name, such as ``dict(model.named_parameters())``.
-        names: the names of the parameters in the order of the optimizer, for a state dict without names.
+        names: the names of the parameters in the order of the optimizer, as in `read`.
         rate: the entry of each group that is the learning rate of the chain. "initial_lr" is the rate that a scheduler
             of torch multiplies: pass it to create the scheduler again for the new optimizer. "lr" is the current rate.
             None: "lr", with a warning if "initial_lr" differs.
@@ -254,14 +257,15 @@ def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str
 
 
 class _Entry(NamedTuple):
-    """One parameter of the other optimizer: its group and state, and its number in the optimizer's ``state_dict()``."""
+    """One parameter of the other optimizer: its group and state, and its key in the optimizer's ``state_dict()``."""
 
     name: str
     kind: str
     """Which optimizer updates the parameter: "muon", "adamw" or "lion"."""
     group: Group
     values: Values
-    number: int
+    number: int | str
+    """The key of the parameter in ``state_dict()["state"]``: a number, or the name in torch's state dicts by name."""
 
 
 def _format(format: str) -> Format:
@@ -271,18 +275,19 @@ def _format(format: str) -> Format:
     return FORMATS[format]
 
 
-def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Sequence[str] | None) -> list[_Entry]:
+def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Names) -> list[_Entry]:
     """Return the name, parameter group and state of each parameter in ``source``, the optimizer or optimizers.
 
     The ``state_dict()`` of an optimizer of torch has numbers in place of names: ``{"state": {0: {"exp_avg": ...}},
-    "param_groups": [{"lr": 0.1, "params": [0]}]}``.
+    "param_groups": [{"lr": 0.1, "params": [0]}]}``. That of torch's ``get_optimizer_state_dict`` has the names.
     """
     optimizers: Sequence[Any] = source if isinstance(source, Sequence) else [source]
+    names_of_each = _names_of_each(form, names, len(optimizers))
     entries: dict[str, _Entry] = {}
-    for optimizer in optimizers:
+    for optimizer, own_names in zip(optimizers, names_of_each, strict=True):
         saved = _state_dict_of(form, optimizer)
         groups: list[Group] = saved["param_groups"]
-        ordered_names = _names_in_order(optimizer, groups, params, names)
+        ordered_names = _names_in_order(optimizer, groups, params, own_names)
         name_of = _names_by_number(form, groups, ordered_names, params)
         for group in groups:
             for number in group["params"]:
@@ -292,6 +297,24 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Seq
                 values = saved["state"].get(number, {})  # none before the first step
                 entries[name] = _Entry(name, form.kind_of(group, values), group, values, number)
     return list(entries.values())
+
+
+def _names_of_each(form: Format, names: Names, number_of_optimizers: int) -> Sequence[Sequence[str] | None]:
+    """Return the names from the caller for each optimizer; None for each if the caller gave none.
+
+    >>> _names_of_each(FORMATS["torch"], [["fc.weight"], ["fc.bias"]], 2)
+    [['fc.weight'], ['fc.bias']]
+    """
+    if names is None:
+        return [None] * number_of_optimizers
+    if any(isinstance(name, str) for name in names):  # one list, for one optimizer
+        return [cast("Sequence[str]", names)] * number_of_optimizers
+    if len(names) != number_of_optimizers:
+        raise ValueError(
+            f"{form.title}: found {len(names)} lists of names for {number_of_optimizers} optimizers or state dicts, "
+            "expected one for each: pass names= as a list of lists, in the order of the source"
+        )
+    return names
 
 
 def _state_dict_of(form: Format, optimizer: Any) -> Mapping[str, Any]:
@@ -309,7 +332,8 @@ def _names_in_order(
 ) -> Sequence[str]:
     """Return the names of the parameters of an optimizer or state dict, in its order; none if they are not known.
 
-    Names are from ``params`` if the optimizer has these tensors, else ``names``, else "param_names" of its groups.
+    Names are from ``params`` if the optimizer has these tensors, else ``names``, else those in its groups: "params",
+    or "param_names".
     """
     # 1. An optimizer, not a state dict, has the tensors.
     members: list[Tensor] = []
@@ -323,21 +347,22 @@ def _names_in_order(
     # 2. The names from the caller.
     if names is not None:
         return names
-    # 3. The names that some optimizers record in their groups.
+    # 3. The names in the groups: in place of numbers, or next to them.
     group_names: list[str] = []
     for group in groups:
-        group_names += group.get("param_names", [])
+        has_names = any(isinstance(number, str) for number in group["params"])
+        group_names += group["params"] if has_names else group.get("param_names", [])
     return group_names
 
 
 def _names_by_number(
     form: Format, groups: Sequence[Group], ordered_names: Sequence[str], params: Mapping[str, Tensor]
-) -> dict[int, str]:
+) -> dict[int | str, str]:
     """Return a dict from the number of a parameter in the state dict to its name: ``{0: "fc.weight", 1: "fc.bias"}``.
 
-    ``ordered_names`` has the order in which the optimizer has the parameters. Raise unless all are names of ``params``.
+    In a state dict of torch's ``get_optimizer_state_dict``, a name takes the place of the number. ``ordered_names`` has the order in which the optimizer has the parameters. Raise unless all are names of ``params``.
     """
-    numbers: list[int] = []
+    numbers: list[int | str] = []
     for group in groups:
         numbers += group["params"]
     _require_names(form, ordered_names, len(numbers), params)
@@ -350,7 +375,7 @@ def _require_names(form: Format, names: Sequence[str], count: int, params: Mappi
         number = len(names) or "no"
         raise ValueError(
             f"{form.title}: found {number} names for {count} parameters: pass names=, in the order of the "
-            "optimizer, or the optimizer itself together with the parameters that it holds"
+            "optimizer (for several, a list of such lists), or the optimizer itself with the parameters that it holds"
         )
     unknown = sorted({*names} - params.keys())
     if unknown:

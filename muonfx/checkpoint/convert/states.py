@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from muonfx import tree
 from muonfx.checkpoint.errors import first_of_each_kind
@@ -167,6 +168,11 @@ def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | Non
     moment = leaf.moments[number]
     if moment is None:  # before the first step
         return None
+    if isinstance(moment, DTensor) != isinstance(zeros, DTensor):
+        return (
+            f"found a {type(moment).__name__}, expected a {type(zeros).__name__}, as in params: pass parameters with "
+            "the same shards, or gather the state with full_tensor()"
+        )
     if moment.shape != zeros.shape:
         return f"shape {tuple(moment.shape)}, expected {tuple(zeros.shape)}"
     if not widens(moment.dtype, zeros.dtype):

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler
 
 import muonfx as mfx
 from muonfx.checkpoint import convert
+from tests.processes import Here, World
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -129,6 +132,84 @@ def test_a_state_dict_has_its_names_or_is_given_them():
     ):
         with pytest.raises(ValueError, match=message):
             convert.read("torch", unnamed.state_dict(), tx, params, names=names)
+
+
+def test_several_state_dicts_have_lists_of_names():
+    model = model_of()
+    params = dict(model.named_parameters())
+    optimizers = optimizers_of(model)
+    run_torch(model, optimizers, range(2))
+    tx = convert.recipe("torch", optimizers, params)
+    expected = mfx.tree.leaves(convert.read("torch", optimizers, tx, params))
+    saved = [optimizer.state_dict() for optimizer in optimizers]
+    names = [["up.weight", "down.weight"], ["up.bias", "down.bias"]]
+    assert convert.recipe("torch", saved, params, names=names) == tx
+    assert bits_equal(mfx.tree.leaves(convert.read("torch", saved, tx, params, names=names)), expected)
+    with pytest.raises(ValueError, match=r"found 4 names for 2 parameters: .*for several, a list of such lists"):
+        convert.read("torch", saved, tx, params, names=[*names[0], *names[1]])
+    with pytest.raises(ValueError, match="found 1 lists of names for 2 optimizers or state dicts"):
+        convert.read("torch", saved, tx, params, names=names[:1])
+
+
+def test_the_names_in_a_state_dict_of_torch_checkpoints_are_used():
+    model = model_of()
+    params = dict(model.named_parameters())
+    optimizers = optimizers_of(model)
+    run_torch(model, optimizers, range(2))
+    tx = convert.recipe("torch", optimizers, params)
+    expected = convert.read("torch", optimizers, tx, params)
+    by_name = get_optimizer_state_dict(model, optimizers)
+    assert convert.recipe("torch", by_name, params) == tx
+    assert bits_equal(mfx.tree.leaves(convert.read("torch", by_name, tx, params)), mfx.tree.leaves(expected))
+    written = convert.write("torch", expected, by_name, params)
+    assert torch.equal(
+        written["state"]["up.weight"]["momentum_buffer"], by_name["state"]["up.weight"]["momentum_buffer"]
+    )
+
+
+def bits_equal(leaves: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(leaf, other) for leaf, other in zip(leaves, others, strict=True))
+
+
+def continue_shards(here: Here) -> None:
+    """Convert live optimizers of a model under FSDP2, and compare further steps of both."""
+    model = model_of()
+    fully_shard(model.up, mesh=here.mesh)
+    fully_shard(model, mesh=here.mesh)
+    optimizers = optimizers_of(model)
+    train_shards(model, optimizers, range(3))
+    params = dict(model.named_parameters())
+    tx = convert.recipe("torch", optimizers, params, dtype=torch.float32)
+    state = convert.read("torch", optimizers, tx, params)
+    with pytest.raises(ValueError, match=r"found a DTensor, expected a Tensor, as in params: .*full_tensor"):
+        convert.read(
+            "torch", optimizers[1], mfx.adamw(0.01), dict(model_of().named_parameters()), names=["up.bias", "down.bias"]
+        )
+    copy_of_model = model_of()
+    fully_shard(copy_of_model.up, mesh=here.mesh)
+    fully_shard(copy_of_model, mesh=here.mesh)
+    for name, param in copy_of_model.named_parameters():
+        param.data.copy_(params[name].detach())
+    ours = mfx.TransformOptimizer(copy_of_model, tx)
+    ours.load_transform_state(state)
+    train_shards(model, optimizers, range(3, 6))
+    train_shards(copy_of_model, [ours], range(3, 6))
+    for name, param in copy_of_model.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), params[name].full_tensor(), rtol=2e-2, atol=2e-3)
+
+
+def train_shards(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        (model(x) - x[:, :4].sin()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.dist
+def test_live_optimizers_under_fsdp2_are_converted_without_gathering(pair: World):
+    pair.check(2, continue_shards)
 
 
 def test_a_wider_state_is_exact_and_a_narrower_one_refused():
