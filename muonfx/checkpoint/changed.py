@@ -411,6 +411,13 @@ class ChangedTarget(Target):
         advice = "to start the state again, do not call load_changed"
         if paths_of_state_dicts(index.objects):
             advice = "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
+        elif any(name.startswith("exp_avg/") for name in stored_shapes):
+            advice = (
+                "it has the moments of torch.optim.AdamW, 'exp_avg' and 'exp_avg_sq': load it into an AdamW, convert "
+                "that by muonfx.checkpoint.convert.recipe and read, save it, and call load_changed with that "
+                "checkpoint; or, "
+                "to start the state again, do not call load_changed"
+            )
         raise mismatch(
             self.where,
             [

@@ -197,7 +197,7 @@ def _why_no_checkpoint(path: Path) -> str:
     """Return the message of an error that there is no checkpoint at a path, with the most likely reason.
 
     For example "there is no checkpoint at runs/a: no such folder". Other reasons are that the path is a file of
-    torch.save, or a folder that contains checkpoints.
+    torch.save, a folder of torch's own storage, or a folder that contains checkpoints.
     """
     with suppress(OSError, CheckpointError):  # if the reason cannot be found out, the last message has none
         if not path.exists():
@@ -210,12 +210,20 @@ def _why_no_checkpoint(path: Path) -> str:
         inner = checkpoints(path)
         if inner:
             return f"{path} is a folder of checkpoints, not a checkpoint: latest() returns the newest, {inner[-1]}"
+        if (path / _TORCH_STORAGE_INDEX).is_file():
+            return f"there is no checkpoint in {path}: the folder is of torch's own storage{_TORCH_STORAGE_ADVICE}"
     return (
         f"there is no checkpoint in {path}: it has no {INDEX}, which a save writes last: pass the folder that save "
         "returned, and if that save was interrupted, an earlier checkpoint"
     )
 
 
+_TORCH_STORAGE_INDEX = ".metadata"  # the file that the FileSystemWriter of torch writes last
+_TORCH_STORAGE_ADVICE = (
+    ": load it by torch.distributed.checkpoint.load, without storage_reader, into an optimizer as it was saved from; "
+    "if this is an optimizer of torch, convert it by muonfx.checkpoint.convert.recipe and read. Then "
+    "muonfx.checkpoint.save(folder, optimizer) writes a checkpoint, which load_changed reads"
+)
 _TORCH_SAVE_ADVICE = (
     " of torch.save: read it by torch.load with weights_only=True. If it has the state dict of this optimizer, call "
     "optimizer.load_state_dict; of another optimizer, muonfx.checkpoint.convert.read. Then "

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
@@ -729,6 +730,15 @@ def test_what_is_not_there_is_said(tmp_path: Path, saved):
         for act in (ck.inspect, ck.verify, lambda path: ck.load(path, like={})):
             with pytest.raises(NotFoundError, match=message):
                 act(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch means that it saves in one process
+def test_a_folder_of_the_storage_of_torch_is_named_with_what_to_do(tmp_path: Path):
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    message = r"folder is of torch's own storage: load it by torch\.distributed\.checkpoint\.load.*convert\.recipe"
+    for function in (mfx.checkpoint.inspect, mfx.checkpoint.verify, mfx.checkpoint.read):
+        with pytest.raises(NotFoundError, match=message):
+            function(tmp_path)
 
 
 def test_a_file_of_torch_save_is_named_with_what_to_do(tmp_path: Path):

@@ -212,6 +212,41 @@ def test_live_optimizers_under_fsdp2_are_converted_without_gathering(pair: World
     pair.check(2, continue_shards)
 
 
+def switch_from_adamw(here: Here, path: Path) -> None:
+    """Continue AdamW by Muon: all that AdamW still trains keeps its moments, and the momentum of Muon is zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(up=nn.Linear(6, 9), mid=nn.Linear(9, 9), head=nn.Linear(9, 4)))
+    fully_shard(model, mesh=here.mesh)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
+    train_shards(model, [adamw], range(3))
+    params = dict(model.named_parameters())
+    tx = convert.recipe("torch", adamw, params)
+    same = mfx.TransformOptimizer(model, tx)
+    same.load_transform_state(convert.read("torch", adamw, tx, params))
+    saved = mfx.checkpoint.save(path / "adamw", same)
+    optimizer = mfx.Muon(model, lr=0.01, adamw_lr=0.02)
+    account = mfx.checkpoint.load_changed(saved, optimizer)
+    labels = mfx.describe(optimizer).labels
+    assert set(labels.values()) == {"muon", "adamw"}
+    for name, param in params.items():
+        if labels[name] == "muon":
+            assert f"muon/momentum/trace/{name}" in account.new
+            assert not optimizer.state[param]["muon.momentum.trace"].full_tensor().any()
+        else:
+            state = optimizer.state[param]
+            assert state["adamw.scale_by_adam.count"] == 3
+            for moment, key in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
+                found = state[f"adamw.scale_by_adam.{moment}"].full_tensor()
+                assert torch.equal(found, adamw.state[param][key].full_tensor())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
+    train_shards(model, [optimizer], range(3, 5))
+
+
+@pytest.mark.dist
+def test_adamw_continues_as_muon_and_the_rest_keeps_its_moments_on_ranks(pair: World, tmp_path: Path):
+    pair.check(2, switch_from_adamw, path=tmp_path)
+
+
 def test_a_wider_state_is_exact_and_a_narrower_one_refused():
     model = model_of(torch.bfloat16)
     params = dict(model.named_parameters())
