@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from muonfx.internal.display import format_list, shown_name
 from muonfx.internal.wrappers import unwrapped
 from muonfx.tree import PyTree
 
-__all__ = ["NamePatterns", "warn_of_unmatched"]
+__all__ = ["NamePatterns", "names_close_to", "warn_of_unmatched"]
 
 
 class NamePatterns(NamedTuple):
@@ -76,7 +76,7 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
         if not matches and group and pattern.optional.issuperset(group):  # an empty group is a mistake of an author
             continue
         if not matches:
-            _report(pattern, group, f"matches none of the {len(names)} parameters; {_advice(group, names)}")
+            _report(pattern, group, f"matches none of the {len(names)} parameters; {names_close_to(group, names)}")
         elif pattern.first_counts and matches <= matched_before:  # as for "head.weight" after "*.weight"
             shown = format_list(sorted(matches), shown_name)
             _report(
@@ -89,8 +89,12 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _advice(globs: tuple[str, ...], names: list[str]) -> str:
-    """Return the parameter names that are close to some globs, such as "close: 'h.qkv'"; if none is, list all."""
+def names_close_to(globs: Sequence[str], names: list[str]) -> str:
+    """Return the parameter names that are close to some globs, such as "close: 'h.qkv'"; if none is, list all.
+
+    >>> names_close_to(["*.qvk"], ["h.qkv", "h.out"])
+    "close: 'h.qkv'"
+    """
     close: dict[str, None] = {}  # each name once, in order
     for glob in globs:
         close |= dict.fromkeys(close_names(glob.strip("*."), names))

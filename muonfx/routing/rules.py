@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import EllipsisType, MappingProxyType
 from typing import TypeAlias, cast
 
@@ -11,6 +12,7 @@ import torch
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.partition import RoutedLabels
+from muonfx.core.patterns import names_close_to
 from muonfx.internal.display import format_list
 from muonfx.routing.globs import patterns
 from muonfx.routing.params import ParamInfo, Params, read_params
@@ -234,9 +236,11 @@ def _warn_of_unmatched_rule(title: str, rule: Rule, infos: Sequence[ParamInfo]) 
     A rule that only matches parameters of earlier rules is no mistake, and is not reported.
     """
     predicate, label = rule
+    names = [info.name for info in infos]
+    globs = chain.from_iterable(predicate.globs())  # of `path`; none if the rule has other predicates only
     warn_caller(
-        f"{title}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters "
-        f"({infos[0].name!r}, ...); correct or remove it"
+        f"{title}: {predicate!r} -> {label!r} matches none of the {len(infos)} parameters; "
+        f"{names_close_to([*globs], names)}; correct or remove it"
     )
 
 

@@ -17,6 +17,7 @@ import muonfx
 from muonfx.routing import (
     Labels,
     ParamInfo,
+    Predicate,
     Route,
     default_labels,
     default_labels_by_name,
@@ -236,6 +237,21 @@ def test_a_rule_that_matches_nothing_is_warned_of_where_it_is_written():
         with pytest.warns(UserWarning, match=rf"^{kind} 1: path\('typo.*'\) -> 'a' matches none of the 1") as caught:
             route({"w": torch.zeros(1)}, [(path("typo.*"), "a")])
         assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("predicate", "names"),
+    [
+        (path("*.qvk.weight"), "close: 'h.qkv.weight'"),
+        (ndim(2) & path("h.qvk.weight"), "close: 'h.qkv.weight'"),
+        (ndim(3), "they are 'h.qkv.weight', 'embedding'"),
+    ],
+    ids=str,
+)
+def test_a_rule_that_matches_nothing_lists_names_that_are_close(predicate: Predicate, names: str):
+    params = {"h.qkv.weight": torch.zeros(6, 2), "embedding": torch.zeros(2, 2)}
+    with pytest.warns(UserWarning, match=f"matches none of the 2 parameters; {names}; correct or remove it"):
+        labels(params, [(predicate, "a")], "x")
 
 
 class Conv1D(nn.Module):
