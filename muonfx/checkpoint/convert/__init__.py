@@ -360,7 +360,8 @@ def _names_by_number(
 ) -> dict[int | str, str]:
     """Return a dict from the number of a parameter in the state dict to its name: ``{0: "fc.weight", 1: "fc.bias"}``.
 
-    In a state dict of torch's ``get_optimizer_state_dict``, a name takes the place of the number. ``ordered_names`` has the order in which the optimizer has the parameters. Raise unless all are names of ``params``.
+    In a state dict of torch's ``get_optimizer_state_dict``, a name takes the place of the number. ``ordered_names`` has
+    the order in which the optimizer has the parameters. Raise unless all are names of ``params``.
     """
     numbers: list[int | str] = []
     for group in groups:
