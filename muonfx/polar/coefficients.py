@@ -141,11 +141,12 @@ def coefficients(value: CoefficientsLike) -> Coefficients:
     if isinstance(value, Coefficients):
         return value
     if isinstance(value, str):
-        if value not in PRESETS:
+        # Not from `PRESETS`: a compiler that has traced the writing to any dict refuses to read a mapping proxy.
+        if value not in _SETS:
             raise ValueError(
                 f"unknown coefficients {value!r}; known: {', '.join(PRESETS)}; or give a sequence of (a, b, c)"
             )
-        return PRESETS[value]
+        return _SETS[value]
     if not isinstance(value, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"coefficients: found {type(value).__name__}, expected a name ({', '.join(PRESETS)}), a Coefficients "
@@ -233,84 +234,84 @@ CANS_RAW = Coefficients(
 )
 """The published CANS table, for exact arithmetic only: it maps 1.0005, which is 1 with a rounding error, to 1e14."""
 
-PRESETS: Mapping[str, Coefficients] = MappingProxyType(
-    {
-        known.name: known
-        for known in (
-            Coefficients(
-                "keller",
-                (_KELLER,) * 5,
-                "Keller Jordan's Muon; also torch.optim.Muon and Moonlight",
-                restarts=(2, 4),
+_SETS: dict[str, Coefficients] = {
+    known.name: known
+    for known in (
+        Coefficients(
+            "keller",
+            (_KELLER,) * 5,
+            "Keller Jordan's Muon; also torch.optim.Muon and Moonlight",
+            restarts=(2, 4),
+        ),
+        Coefficients(
+            "quintic",
+            (
+                (4.0848, -6.8946, 2.9270),
+                (3.9505, -6.3029, 2.6377),
+                (3.7418, -5.5913, 2.3037),
+                (2.8769, -3.1427, 1.2046),
+                (2.8366, -3.0525, 1.2012),
             ),
-            Coefficients(
-                "quintic",
-                (
-                    (4.0848, -6.8946, 2.9270),
-                    (3.9505, -6.3029, 2.6377),
-                    (3.7418, -5.5913, 2.3037),
-                    (2.8769, -3.1427, 1.2046),
-                    (2.8366, -3.0525, 1.2012),
-                ),
-                "You Jiacheng, for modded-nanogpt; optax calls it dion",
+            "You Jiacheng, for modded-nanogpt; optax calls it dion",
+        ),
+        replace(
+            with_safety(POLAR_EXPRESS_RAW, 1.01),
+            name="polar_express",
+            source="Polar Express, arXiv 2505.16932, with its safety factor 1.01 on all but the last step",
+        ),
+        Coefficients(
+            "polar_express_5",
+            (
+                (8.156554524902461, -22.48329292557795, 15.878769915207462),
+                (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
             ),
-            replace(
-                with_safety(POLAR_EXPRESS_RAW, 1.01),
-                name="polar_express",
-                source="Polar Express, arXiv 2505.16932, with its safety factor 1.01 on all but the last step",
+            "Polar Express, arXiv 2505.16932, fitted for 5 steps with safety 2e-2; modded-nanogpt, Dion",
+            norm_safety=1.02,
+        ),
+        Coefficients(
+            "polar_express_4",
+            (
+                (8.137723867174653, -22.71370863518154, 16.325437555605063),
+                (3.966694238491836, -2.836751630723559, 0.5224029000745853),
+                (3.500323222317591, -2.570502106448555, 0.502553025036824),
+                (2.53473791812954, -1.8720452097333415, 0.44099034325234854),
             ),
-            Coefficients(
-                "polar_express_5",
-                (
-                    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-                    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-                    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-                    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-                    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-                ),
-                "Polar Express, arXiv 2505.16932, fitted for 5 steps with safety 2e-2; modded-nanogpt, Dion",
-                norm_safety=1.02,
+            "fit_coefficients(4, 0.003, safety=1.01), after Polar Express, arXiv 2505.16932",
+            restarts=(1, 2, 3),  # with two steps in the last stage, the Gram form rounds up to 2.4 times as much
+        ),
+        replace(
+            with_safety(CANS_RAW, 1.01),
+            name="cans",
+            source=CANS_RAW.source + "; our safety factor 1.01 on all but the last step, or bf16 diverges",
+        ),
+        Coefficients(
+            "aol",
+            (
+                (4.6051, -9.6552, 5.6769),
+                (4.7505, -6.0861, 2.1790),
+                (2.7763, -2.3190, 0.5523),
+                (2.4231, -2.2861, 0.8193),
             ),
-            Coefficients(
-                "polar_express_4",
-                (
-                    (8.137723867174653, -22.71370863518154, 16.325437555605063),
-                    (3.966694238491836, -2.836751630723559, 0.5224029000745853),
-                    (3.500323222317591, -2.570502106448555, 0.502553025036824),
-                    (2.53473791812954, -1.8720452097333415, 0.44099034325234854),
-                ),
-                "fit_coefficients(4, 0.003, safety=1.01), after Polar Express, arXiv 2505.16932",
-                restarts=(1, 2, 3),  # with two steps in the last stage, the Gram form rounds up to 2.4 times as much
+            "Turbo-Muon; the row scaling is that of almost-orthogonal layers, arXiv 2208.03160",
+            row_scaling=True,
+        ),
+        Coefficients("deepseek_v4", (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2, "DeepSeek-V4"),
+        Coefficients(
+            "cubic",
+            (
+                (3.3657, -3.3421, 0.0),
+                (2.5744, -1.4957, 0.0),
+                (2.5369, -1.4313, 0.0),
+                (2.4419, -1.2764, 0.0),
+                (2.2230, -0.9631, 0.0),
             ),
-            replace(
-                with_safety(CANS_RAW, 1.01),
-                name="cans",
-                source=CANS_RAW.source + "; our safety factor 1.01 on all but the last step, or bf16 diverges",
-            ),
-            Coefficients(
-                "aol",
-                (
-                    (4.6051, -9.6552, 5.6769),
-                    (4.7505, -6.0861, 2.1790),
-                    (2.7763, -2.3190, 0.5523),
-                    (2.4231, -2.2861, 0.8193),
-                ),
-                "Turbo-Muon; the row scaling is that of almost-orthogonal layers, arXiv 2208.03160",
-                row_scaling=True,
-            ),
-            Coefficients("deepseek_v4", (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2, "DeepSeek-V4"),
-            Coefficients(
-                "cubic",
-                (
-                    (3.3657, -3.3421, 0.0),
-                    (2.5744, -1.4957, 0.0),
-                    (2.5369, -1.4313, 0.0),
-                    (2.4419, -1.2764, 0.0),
-                    (2.2230, -0.9631, 0.0),
-                ),
-                "arXiv 2606.00371, in the four decimals published there; one matrix product a step fewer",
-            ),
-        )
-    }
-)
+            "arXiv 2606.00371, in the four decimals published there; one matrix product a step fewer",
+        ),
+    )
+}
+
+PRESETS: Mapping[str, Coefficients] = MappingProxyType(_SETS)
 """The built-in coefficients of Newton-Schulz iterations: a read-only mapping from name to `Coefficients`."""

@@ -114,6 +114,43 @@ def test_a_whole_training_step_compiles_once():
     assert len(set(graphs)) == 1
 
 
+def test_a_step_with_a_named_coefficient_set_and_its_gradient_compiles_once():
+    params, loss, _ = regression()
+    tx = mfx.muon_with_adamw(0.1, labels={"first": "muon", "second": "adamw"})
+    [rate, *_] = mfx.hyperparams(tx)
+    torch.compiler.reset()
+    counter = Counter("eager")
+
+    def step(tx: mfx.Transform, params: Any, state: Any) -> Any:
+        gradients, _ = torch.func.grad_and_value(loss)(params)
+        updates, state = tx.update(gradients, state, params)
+        return mfx.apply_updates(params, updates), state
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    state = tx.init(params)
+    for number in range(3):
+        other_rate = torch.tensor(0.1 + 0.01 * number, dtype=torch.float64)
+        other = mfx.with_hyperparams(mfx.as_tensors(tx), {rate: other_rate})
+        torch.testing.assert_close(compiled(other, params, state), step(other, params, state))
+    assert counter.graphs == 1
+
+
+def test_a_sweep_over_stacked_transforms_with_a_named_coefficient_set_compiles():
+    params, loss, _ = regression()
+    chain = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.float64), mfx.scale_by_learning_rate(0.1))
+    sweep = mfx.stack([chain, mfx.with_hyperparams(chain, {"scale_by_learning_rate.learning_rate": 0.2})])
+
+    def step(tx: mfx.Transform, params: Any) -> Any:
+        return tx.update(torch.func.grad(loss)(params), tx.init(params), params)[0]
+
+    def swept(sweep: mfx.Transform, params: Any) -> Any:
+        return torch.func.vmap(step, in_dims=(0, None))(sweep, params)
+
+    torch.compiler.reset()
+    compiled = torch.compile(swept, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(sweep, params), swept(sweep, params))
+
+
 @pytest.mark.slow
 def test_a_compiled_step_is_compiled_once_however_many_other_masks_there_are():
     tx = mfx.masked(mfx.momentum(0.9), mfx.routing.ndim(min=2))
