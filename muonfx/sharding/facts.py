@@ -81,8 +81,6 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
     steps = [int(leaf) for leaf in counters.values() if _is_host_counter(leaf)]
     step = max(steps, default=progress.completed)
     numbers = {**_comparable_numbers(tx), **_values_of_schedules(tx, step)}
-    # In the order of their names: ranks may pass them in different orders.
-    extras = dict(sorted(call.extras.items()))
     dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)]
     loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
@@ -93,7 +91,7 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         _LOADS: f"{loaded} since the last step",
         _COMPLETED: progress.completed,
         _NUMBERS: numbers,
-        _EXTRAS: _map_values(_comparable_extra, extras),
+        _EXTRAS: _comparable_extras(tx, call.extras),
         _COUNTERS: _map_values(_comparable, counters),
     }
 
@@ -309,12 +307,33 @@ def _comparable_numbers(tx: Transform) -> dict[str, object]:
     return _map_values(_comparable, cache["numbers"])
 
 
-def _comparable_extra(value: Any) -> object:
-    """Return a value for ranks to compare, for an extra argument: as in `_comparable`, or one for each leaf."""
-    # A transform that takes a mapping, such as `qk_clip`, reduces its values over ranks: they may differ.
-    if isinstance(value, Mapping):
-        return _map_values(_kind_of_leaf, dict(tree.named_leaves(value)))
-    return _comparable(value)
+def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, object]:
+    """Return a value for ranks to compare for each leaf of the extra arguments, by a name such as "hessian.w"."""
+    equal_leaves = equal_leaves_of_extras(tx, extras)
+    comparable: dict[str, object] = {}
+    for name, leaf in tree.named_leaves(dict(extras)):  # sorted: ranks may pass them in different orders
+        if name in equal_leaves:
+            comparable[name] = _comparable(leaf)
+        else:
+            comparable[name] = _kind_of_leaf(leaf)
+    return comparable
+
+
+def equal_leaves_of_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of the extra arguments that must be equal on all ranks, by a name such as "hessian.w".
+
+    A transform that takes ``max_over_ranks``, such as `qk_clip`, reduces its other arguments with it. They may differ,
+    unless another transform reads them, too.
+    """
+    reduced: set[str] = set()
+    not_reduced: set[str] = set()
+    for inner in within(tx):
+        if "max_over_ranks" in inner.extras.named:
+            reduced |= inner.extras.named
+        else:
+            not_reduced |= inner.extras.named
+    equal_extras = {name: value for name, value in extras.items() if name not in reduced - not_reduced}
+    return dict(tree.named_leaves(equal_extras))
 
 
 def _kind_of_leaf(leaf: object) -> object:

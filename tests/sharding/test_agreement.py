@@ -404,6 +404,73 @@ def test_a_difference_in_a_step_is_an_error_on_all_and_changes_nothing(here: Her
         over.update(mine, state, mine)
 
 
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def reads_tree(reduces: bool = False):
+    """Divides by the extra argument ``hessian``, a tree of whole tensors; with ``reduces``, by its largest value."""
+
+    def whole(updates: Any, state: Any, params: Any = None, *, hessian: Any, shard: Any = lambda values: values):
+        return mfx.tree.map(torch.div, updates, shard(hessian)), state
+
+    def largest(updates: Any, state: Any, params: Any = None, *, hessian: Any, max_over_ranks: Any = torch.clone):
+        maximum = max_over_ranks(torch.stack([leaf.max() for leaf in hessian.values()]).max())
+        return mfx.tree.map(lambda u: u / maximum, updates), state
+
+    return mfx.identity().functions.init, largest if reduces else whole
+
+
+def hessian_of(factor: float) -> dict[str, torch.Tensor]:
+    """More elements than are compared at every step, and fewer."""
+    return {"a": factor * some(10, 7).abs(), "b": factor * some(3).abs()}
+
+
+@pytest.mark.parametrize("leaf", ["a", "b"])
+@pytest.mark.parametrize("makes", [sharding.replicated, sharding.zero])
+@on_ranks(2)
+def test_extra_tensors_that_differ_are_an_error_on_all(here: Here, leaf: str, makes: Any):
+    """In the first step, and the small ones in every step."""
+    params = {"a": some(10, 7), "b": some(3)}
+    layout = makes(params, here.group)
+    mine = layout.shard(params)
+    over = sharding.sharded(mfx.chain(mfx.momentum(), reads_tree()), layout)
+    state = over.init(mine)
+    unreduced = hessian_of(1.0) | {leaf: hessian_of(1.0 + here.rank)[leaf]}
+    first = {"a": "the extra argument hessian.a has other values on rank 1 than on rank 0", "b": "'hessian.b' is"}
+    with raises(first[leaf], "reduce"):
+        over.update(mine, state, mine, hessian=unreduced)
+    _, state = over.update(mine, state, mine, hessian=hessian_of(1.0))
+    if leaf == "b":
+        with raises("different extra arguments", "'hessian.b' is"):
+            over.update(mine, state, mine, hessian=unreduced)
+    else:  # large tensors are compared in the first step only, as the page on sharding states
+        over.update(mine, state, mine, hessian=unreduced)
+
+
+@on_ranks(2)
+def test_extra_tensors_that_a_transform_reduces_may_differ(here: Here):
+    params = {"a": some(10, 7), "b": some(3)}
+    layout = sharding.replicated(params, here.group)
+    over = sharding.sharded(reads_tree(reduces=True), layout)
+    updates, _ = over.update(params, over.init(params), params, hessian=hessian_of(1.0 + here.rank))
+    maximum = 2.0 * max(leaf.max() for leaf in hessian_of(1.0).values())
+    torch.testing.assert_close(updates["a"], params["a"] / maximum)
+    both = sharding.sharded(mfx.chain(reads_tree(reduces=True), reads_tree()), layout)
+    with raises("'hessian.b' is"):
+        both.update(params, both.init(params), params, hessian=hessian_of(1.0 + here.rank))
+
+
+@on_ranks(2)
+def test_an_extra_dtensor_is_an_error_on_all_that_names_full_tensor(here: Here):
+    mesh = dist.init_device_mesh("cpu", (here.size,))
+    placed = {"a": distribute_tensor(some(4, 5), mesh, [Shard(0)])}
+    over = sharding.sharded(reads_tree(), sharding.from_dtensors(placed))
+    state = over.init(placed)
+    with pytest.raises(TypeError, match=r"hessian\.a: found a DTensor, .* full_tensor\(\)"):
+        over.update(placed, state, placed, hessian=placed)
+    whole = {"a": placed["a"].full_tensor()}
+    updates, _ = over.update(placed, state, placed, hessian=whole)
+    torch.testing.assert_close(updates["a"].full_tensor(), torch.ones(4, 5))
+
+
 VERBS: dict[str, tuple[Any, str]] = {
     "gather none": (lambda at, mine, all_, odd: at.gather(mine | {"a": None} if odd else mine), "'a' is None on some"),
     "gather shape": (lambda at, mine, all_, odd: at.gather(mine | {"a": torch.zeros(1)} if odd else mine), "'a'"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,12 +20,12 @@ from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.communication.agree import LeafAgreement, agree, agree_on_leaves, require_group
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.communication.missing_gradients import complete_gradients
-from muonfx.sharding.communication.replicas import verify_params, verify_state, warn_of_gradients
+from muonfx.sharding.communication.replicas import verify_extras, verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.communication.waiting import CONSTRUCTING, wait_for_all
 from muonfx.sharding.digests import digest
-from muonfx.sharding.facts import facts_as_texts, facts_of_binding, facts_of_step
+from muonfx.sharding.facts import equal_leaves_of_extras, facts_as_texts, facts_of_binding, facts_of_step
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_tree, require_shards, unplaced_shards
+from muonfx.sharding.shards.dtensors import is_dtensor, local_tree, require_shards, unplaced_shards
 from muonfx.sharding.state import check_state
 from muonfx.tree import PyTree
 
@@ -65,6 +66,7 @@ def agreed_call(
         if local.params is not None:
             verify_params(layout, local.params)
         verify_state(binding, tx, local.like, local.state)
+        verify_extras(layout, equal_leaves_of_extras(tx, local.extras))
         progress.lacking = frozenset(tree.names(local.updates))  # their first gradients are compared below
     # 4. Gradients that are None on some ranks, or partial sums, are completed. Those of replicas should then be equal.
     if agreement.missing or unplaced:
@@ -146,6 +148,7 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
         local_tree(call.updates), call.state, local_tree(call.params), Donation.of(call.donate), call.extras
     )
     check_extras(tx, call.extras)
+    _require_plain_extras(call.extras)
     checks.check_floating("updates", local.updates)
     unplaced = unplaced_shards(binding.layout, call.updates)
     if check:
@@ -158,6 +161,16 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     if tx.treedef not in binding.likes:
         binding.likes[tx.treedef] = meta_like(local.like)
     return local, unplaced
+
+
+def _require_plain_extras(extras: Mapping[str, Any]) -> None:
+    """Raise TypeError if an extra argument has a DTensor: it cannot be computed with this rank's local tensors."""
+    for name, leaf in tree.named_leaves(dict(extras)):
+        if is_dtensor(leaf):
+            raise TypeError(
+                f"the extra argument {name}: found a DTensor, expected a tensor that is equal on all ranks: pass "
+                "full_tensor() of it. A transform takes its shards of a whole tree with the extra argument shard"
+            )
 
 
 def _check_trees(binding: Binding, tx: Transform, call: Arguments, local: Arguments) -> None:

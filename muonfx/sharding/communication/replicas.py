@@ -104,6 +104,19 @@ def verify_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree) -
         )
 
 
+def verify_extras(layout: Layout, leaves: Mapping[str, Any]) -> None:
+    """Raise on all ranks if a tensor of an extra argument differs in any bit. `leaves` has them by dotted name."""
+    on_all_ranks: Groups = [range(layout.size)]
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    groups_of = dict.fromkeys(tensors, on_all_ranks)
+    difference = _find_difference("comparing extra arguments", tensors, groups_of, layout)
+    if difference is not None:
+        raise ShardingError(
+            f"nothing was changed: the extra argument {difference.name} {difference.text}, expected equal values: "
+            "reduce it over the ranks first"
+        )
+
+
 def warn_of_gradients(layout: Layout, gradients: Mapping[str, Any]) -> None:
     """Warn if gradients of replicated parameters differ between ranks, for example because of a missing all-reduce.
 
