@@ -95,6 +95,8 @@ class _Chooser:
     """The words for a value, for errors."""
     kinds: ClassVar[tuple[type, ...]]
     """The types of the values."""
+    value_of_none: ClassVar[object]
+    """The value that replaces None for a parameter that is None, if a function chooses the values."""
 
     def __init__(self, argument: str, source: object, memory: Memory | None = None) -> None:
         if isinstance(source, Condition) and source.needs_modules():
@@ -166,6 +168,10 @@ class _Chooser:
         if missing:
             raise self._missing_values(missing)
         value_of = {name: values[key] for name, key in key_of.items()}
+        if callable(self.source):  # such as one that calls `tree.map`, which returns None for a parameter that is None
+            for name, param in tree.named_leaves(params):
+                if param is None and value_of[name] is None:
+                    value_of[name] = self.value_of_none
         for name, value in value_of.items():
             if not isinstance(value, self.kinds):
                 raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
@@ -233,11 +239,13 @@ class _Chooser:
 class _LabelChooser(_Chooser):
     expected = "a label (a string, or None for no update)"
     kinds = (str, type(None))
+    value_of_none = None
 
 
 class _MaskChooser(_Chooser):
     expected = "True or False"
     kinds = (bool,)
+    value_of_none = False
 
 
 def _condition_on_modules(argument: str, condition: Condition) -> ValueError:
