@@ -6,6 +6,7 @@ passes, because Python control flow must not depend on its value.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 import os
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils import _pytree as torch_pytree
 
 from muonfx import tree
 from muonfx.internal.arguments import is_symbolic
@@ -251,6 +253,11 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
         advice = f"; expected a tree of tensors by name, such as {code}"
     elif isinstance(leaf, Mapping):  # not a dict, whose items would be leaves
         advice = "; trees are made of dicts, tuples, lists and NamedTuples: convert it with dict(...)"
+    elif dataclasses.is_dataclass(leaf) or type(leaf) in torch_pytree.SUPPORTED_NODES:  # a container of the user
+        advice = (
+            "; trees are made of dicts, tuples, lists and NamedTuples: register its class with "
+            "optree.register_pytree_node(..., namespace=muonfx.tree.NAMESPACE)"
+        )
     subject = f"{tree_name}: {shown_name(name)}" if name else tree_name
     return TypeError(f"{subject} must be a tensor or None, found {type(leaf).__name__}{advice}")
 

@@ -37,6 +37,9 @@ def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTre
     Returns:
         A copy of the state with the new leaves.
 
+    Raises:
+        TypeError: ``function`` cannot be called, for example because a transform was given first, as in Optax.
+
     Follows Optax's ``tree_map_params``, which calls its function with the leaf only.
 
     >>> import muonfx as mfx
@@ -45,6 +48,11 @@ def map_params(function: Callable[[Any, Any], Any], state: PyTree, params: PyTre
     >>> map_params(lambda leaf, param: leaf + 1, state, params)
     AdamState(count=tensor(0), mu={'w': tensor([1., 1.]), 'b': tensor([1.])}, nu={'w': tensor([1., 1.]), ...})
     """
+    if not callable(function):
+        raise TypeError(
+            f"map_params: found {type(function).__name__} as the first argument, expected a function of a leaf and its "
+            "parameter: write map_params(function, state, params), without the transform that Optax takes first"
+        )
     param_of = dict(named_leaves(params))
     # The names of the parameters are in the order of the leaves of the state, with None for a step count.
     state_leaves, treedef = flatten(state)

@@ -350,6 +350,9 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
     The trees must have one structure. If a leaf of the first tree is ``None``, the result is ``None``, and the function
     is not called. ``None`` leaves of the other trees are passed to the function.
 
+    Raises:
+        ValueError: the trees have different structures.
+
     >>> map(lambda x, y: x + y, {"a": 1, "b": None}, {"a": 10, "b": 20})
     {'a': 11, 'b': None}
     """
@@ -361,7 +364,25 @@ def map(function: Callable[..., PyTree], tree: PyTree, *rest: PyTree) -> PyTree:
         tree_leaves, treedef = flatten(tree)
         leaves_of_rest = [subtrees(treedef, further_tree) for further_tree in rest]
         return unflatten(treedef, builtins.map(unless_none, tree_leaves, *leaves_of_rest))
-    return optree.tree_map(unless_none, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
+    try:
+        return optree.tree_map(unless_none, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
+    except ValueError:  # of optree or of the function
+        _require_structure(tree, rest)
+        raise
+
+
+def _require_structure(tree: PyTree, rest: Sequence[PyTree]) -> None:
+    """Raise ValueError unless each tree of `rest` has the structure of the first tree above its leaves, for `map`."""
+    treedef = flatten(tree)[1]
+    for number, further_tree in enumerate(rest, 2):
+        try:
+            subtrees(treedef, further_tree)
+        except ValueError as error:
+            raise ValueError(
+                f"tree.map: tree {number} does not have the structure of tree 1: {error}. Within partition and masked, "
+                "a transform receives the parameters that it updates, as a flat dict by dotted name, and an extra "
+                "argument whole: take its part by name"
+            ) from error
 
 
 def copy_shared(outputs: PyTree, inputs: PyTree) -> PyTree:

@@ -332,3 +332,35 @@ def test_a_compiled_accumulate_keeps_gradients_that_the_last_micro_batch_lacks(w
     torch.compiler.reset()
     with pytest.raises(Exception, match="_run_outside_the_graph"):
         torch.compile(tx.update, fullgraph=True, backend="eager")({"a": one, "b": None}, tx.init(params), params)
+
+
+def test_a_mask_function_that_maps_over_parameters_skips_those_that_are_none():
+    params: dict[str, Any] = {"w": torch.ones(2, 2), "v": torch.ones(2), "gone": None}
+
+    def matrices(params: Any) -> Any:
+        return mfx.tree.map(lambda p: p.ndim > 1, params)
+
+    for tx in (mfx.masked(mfx.scale(0.5), matrices), mfx.adamw(0.1, mask=matrices)):
+        updates, _ = tx.update(params, tx.init(params), params)
+        assert updates["gone"] is None
+    with pytest.raises(TypeError, match="the value for 'v' is None, expected True or False"):
+        mfx.masked(mfx.scale(0.5), lambda params: {"w": True, "v": None, "gone": None}).init(params)
+
+
+@pytest.mark.parametrize("name", ["masked", "partition"])
+def test_an_extra_tree_that_a_transform_does_not_cut_is_an_error_that_shows_how(name: str):
+    params = {"w": torch.ones(2), "b": torch.ones(1)}
+
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def divide():
+        def update(updates: Any, state: Any, params: Any = None, *, hessian: Any):
+            return mfx.tree.map(torch.div, updates, hessian), state
+
+        return mfx.identity().functions.init, update
+
+    tx = {
+        "masked": mfx.masked(divide(), {"w": True, "b": False}),
+        "partition": mfx.partition({"x": divide(), "y": mfx.identity()}, {"w": "x", "b": "y"}),
+    }[name]
+    with pytest.raises(ValueError, match=r"tree 2 does not have .* tree 1: .*partition and masked.* take its part by"):
+        tx.update(params, tx.init(params), params, hessian=params)

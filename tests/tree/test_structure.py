@@ -2,6 +2,9 @@
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import optree
@@ -256,6 +259,26 @@ def test_the_function_gets_the_leaf_and_the_parameter():
     assert bool((tree.get(changed, "mu.count") == 1.0).all())
 
 
+def test_map_params_in_the_order_of_optax_is_an_error_that_shows_the_order():
+    tx: Any = mfx.momentum()
+    state: Any = tx.init(PARAMS)
+    with pytest.raises(
+        TypeError, match=r"found Transform as the first argument, .* map_params\(function, state, params\)"
+    ):
+        tree.map_params(tx, state, PARAMS)
+
+
+def _raising(*leaves: object) -> None:
+    raise ValueError("an error of the function")
+
+
+def test_map_of_trees_that_differ_says_which_and_how():
+    with pytest.raises(ValueError, match=r"tree\.map: tree 3 .* tree 1: .*'b'.* take its part by name"):
+        tree.map(torch.add, {"w": torch.ones(1)}, {"w": 1.0}, {"w": torch.ones(1), "b": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"^an error of the function$"):
+        tree.map(_raising, {"w": 1.0}, {"w": 1.0})
+
+
 def test_a_parameter_alone_and_parameters_that_are_absent():
     one = torch.zeros(3)
     state = tree.map_params(lambda leaf, param: leaf + 1, mfx.scale_by_adam().init(one), one)
@@ -441,3 +464,46 @@ def test_a_structure_under_a_compiler_names_the_container_that_differs():
     _, structure = _traced_flatten({"a": 1})
     with pytest.raises(ValueError, match=r"^expected dict of \('a',\), found list$"):
         structure.flatten_up_to([1])
+
+
+@dataclass
+class Unregistered:
+    """A container that only dataclasses know."""
+
+    weight: Any
+
+
+def test_an_unregistered_container_is_an_error_that_shows_how_to_register_it():
+    node = Unregistered(torch.ones(2))
+    advice = r"found Unregistered; .* optree\.register_pytree_node\(\.\.\., namespace=muonfx\.tree\.NAMESPACE\)"
+    with pytest.raises(TypeError, match=advice):
+        mfx.momentum().init(node)
+    optree.register_pytree_node(
+        Unregistered,
+        lambda node: ((node.weight,), None, ("weight",)),
+        lambda metadata, children: Unregistered(*children),
+        namespace=mfx.tree.NAMESPACE,
+    )
+    try:
+        assert tree.names(mfx.momentum().init(node)) == ["trace.weight"]
+    finally:
+        optree.unregister_pytree_node(Unregistered, namespace=mfx.tree.NAMESPACE)
+
+
+def test_names_are_in_the_order_of_leaves_and_not_of_the_pytree_of_torch():
+    """As the page on states says."""
+    values = {"b": torch.zeros(1), "a": torch.ones(2)}
+    named = dict(zip(tree.names(values), tree.leaves(values), strict=True))
+    assert all(named[name] is leaf for name, leaf in values.items())
+    assert [len(leaf) for leaf in torch_pytree.tree_leaves(values)] == [1, 2]
+    assert [len(leaf) for leaf in tree.leaves(values)] == [2, 1]
+
+
+def test_torch_loads_a_saved_state_only_without_weights_only(tmp_path: Path):
+    """As the page on states says."""
+    state = mfx.adamw().init({"w": torch.ones(2)})
+    torch.save(state, tmp_path / "state.pt")
+    with pytest.raises(UnpicklingError, match="weights_only"):
+        torch.load(tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=False)
+    assert tree.same_structure(loaded, state)
