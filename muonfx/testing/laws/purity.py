@@ -185,14 +185,14 @@ def _update_twice(
 
 
 @law(share=0.2)
-def unknown_extras_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
+def extras_of_other_transforms_are_ignored(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform in a chain ignores extra arguments of `update` which its signature lacks.
 
     An extra argument is, for example, ``value=loss``. A chain passes all of them to each of its transforms. If no
     transform accepts one, `update` of the chain raises an error, because the name is probably misspelt.
 
     >>> import muonfx as mfx
-    >>> unknown_extras_are_ignored(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
+    >>> extras_of_other_transforms_are_ignored(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     state = tx.init(params)
     unknown: dict[str, Any] = {"an_extra_that_nobody_names": torch.ones(())}
