@@ -239,11 +239,16 @@ class OneRateCheck:
         self._is_needed = len(set(requested_rates)) > 1
         """False if the groups were made with one rate, or a warning was given."""
         self._rates_have_differed = False
-        """True after a step with different learning rates."""
+        """True after a step with different learning rates, or a load of them."""
         self._equal_steps = 0
         """How many steps in succession had one rate in all groups, as `_is_low_rate_kept` counts them."""
         self._last_equal_rate: float | None = None
         """The rate that all groups had in the last of these steps."""
+
+    def note_loaded(self, groups: TrackedGroups) -> None:
+        """Record that a saved run was loaded: if its rates differ, it is past the first epoch of a warmup."""
+        if len(set(groups.rates())) > 1:
+            self._rates_have_differed = True
 
     def check(self, groups: TrackedGroups) -> None:
         """Warn if all groups have one rate in this step.

@@ -1053,6 +1053,7 @@ class TransformOptimizer(Optimizer):
             if saved_group is not None:
                 lines += differences(self.tx, tracked, saved_group)  # before the update, which removes them
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
+        self._rate_check.note_loaded(self._tracked_groups)
         if lines:
             warn_caller(
                 f"{source} was saved with other numbers: {first_lines(lines)}. To use the code's numbers, write them "

@@ -822,6 +822,17 @@ def test_a_schedule_of_one_rate_below_both_is_warned_of():
     assert "all groups have the learning rate 0.00081" in text  # at the tenth step
 
 
+def test_one_low_rate_after_a_load_of_two_rates_is_warned_of():
+    """A run that is resumed with one rate, which does not change, is not in the first epoch of a warmup."""
+    saved = _muon_with_two_rates()
+    assert _stepped(saved) == []
+    optimizer = _muon_with_two_rates()
+    optimizer.load_state_dict(saved.state_dict())
+    assert _stepped_at([5e-4] * 9, optimizer) == []
+    (text,) = _stepped_at([5e-4] * 20, optimizer)
+    assert "all groups have the learning rate 0.0005" in text
+
+
 def test_a_first_epoch_of_a_warmup_and_a_minimum_are_not_warned_of():
     optimizer = _muon_with_two_rates()
     assert _stepped_at([1e-4] * 30, optimizer) == []  # as timm's warmup_lr_init, which lasts an epoch
