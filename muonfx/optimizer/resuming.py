@@ -126,6 +126,17 @@ def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]
     return lines
 
 
+def numbers_warning(source: str, lines: Sequence[str]) -> str:
+    """Return the warning for the lines of `differences`, which must not be empty.
+
+    ``source`` begins it, such as "load_state_dict: the state dict".
+    """
+    return (
+        f"{source} was saved with other numbers: {first_lines(lines)}. To use the code's numbers, write them into "
+        "param_groups after loading, and rates also into base_lrs of a scheduler, which sets the rates from there"
+    )
+
+
 def _difference(title: str, file_text: str, code_text: str, source: str) -> str:
     """Return a line for a number that differs. ``source``, "file" or "code", is the one whose number is used."""
     return f"{title}: {file_text} in the file, {code_text} in the code; the {source}'s is used"

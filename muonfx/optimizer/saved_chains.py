@@ -21,26 +21,37 @@ from muonfx.internal.display import format_list
 from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.resuming import first_lines
 from muonfx.optimizer.stepping import Stepping
+from muonfx.optimizer.update_rules import UpdateRule
 from muonfx.transforms.matrices import MatrixView
 
 # ------------------------------------------------------------------------------------------- the chain of a parameter
 
 
-def chains_of(stepping: Stepping, names: Iterable[str]) -> dict[str, Transform]:
+class VisitedTransform(NamedTuple):
+    """A transform for named parameters, as an optimizer without `Stepping` has it."""
+
+    inner: Transform
+    visits: tuple[Visit, ...]
+    """The visit of the transform, then those of the transforms that it calls."""
+    rules: Mapping[str, UpdateRule]
+    """The transforms of each parameter, by name."""
+
+
+def chains_of(visited: Stepping | VisitedTransform, names: Iterable[str]) -> dict[str, Transform]:
     """Return what the optimizer's transform does to each named parameter: a chain of transforms without labels.
 
     For example, ``{"weight": chain(momentum(), scale_by_learning_rate(0.1))}``. Parameters with equal chains have the
     same object. A chain has the numbers with which the optimizer was created, because param groups have the current
     numbers.
     """
-    choices = _choices(stepping.inner)  # functions that return a label, a pattern or the value of a mask by name
+    choices = _choices(visited.inner)  # functions that return a label, a pattern or the value of a mask by name
     chain_of_key: dict[tuple[object, ...], Transform] = {}  # to create the chain of many parameters once
     chain_of: dict[str, Transform] = {}
     for name in names:
         # Parameters with the same transforms, patterns and values of masks have equal chains.
-        key = (stepping.rules[name].indices, *[str(choice(name)) for choice in choices])
+        key = (visited.rules[name].indices, *[str(choice(name)) for choice in choices])
         if key not in chain_of_key:
-            chain_of_key[key] = _chain_of(name, stepping.inner, stepping.visits[0])
+            chain_of_key[key] = _chain_of(name, visited.inner, visited.visits[0])
         chain_of[name] = chain_of_key[key]
     return chain_of
 
@@ -152,17 +163,19 @@ def record_of(chain_of: Mapping[str, SavedChain]) -> list[Any]:
     return record
 
 
-def record_of_group(stepping: Stepping, names: Iterable[str], plain_name_of: Mapping[str, str]) -> list[Any]:
+def record_of_group(
+    visited: Stepping | VisitedTransform, names: Iterable[str], plain_name_of: Mapping[str, str]
+) -> list[Any]:
     """Return the list that a state dict has for the chains of the parameters in a group, as `record_of` describes it.
 
     Args:
-        stepping: has the transform of the optimizer.
+        visited: has the transform of the optimizer.
         names: the names of the parameters in the group.
         plain_name_of: each name without the components that wrappers add: ``{"module.0.weight": "0.weight"}``.
     """
     saved_chain_of: dict[Transform, SavedChain] = {}  # to write the code of each chain once
     saved_chain_of_name: dict[str, SavedChain] = {}
-    for name, chain in chains_of(stepping, names).items():
+    for name, chain in chains_of(visited, names).items():
         if chain not in saved_chain_of:
             saved_chain_of[chain] = SavedChain(repr(chain), chain.fingerprint)
         saved_chain_of_name[plain_name_of[name]] = saved_chain_of[chain]
@@ -221,7 +234,10 @@ def saved_chains(record: Sequence[Any], names: Sequence[str]) -> dict[str, Saved
 
 
 def chain_warnings(
-    source: str, stepping: Stepping, groups: Sequence[TrackedGroup], saved_groups: Sequence[Group | None]
+    source: str,
+    visited: Stepping | VisitedTransform,
+    groups: Sequence[TrackedGroup],
+    saved_groups: Sequence[Group | None],
 ) -> list[str]:
     """Return a warning if saved chains differ from the chains of an optimizer in more than numbers, else no warning.
 
@@ -230,7 +246,7 @@ def chain_warnings(
 
     Args:
         source: begins the warning, such as "load_state_dict: the state dict".
-        stepping: has the transform of the optimizer.
+        visited: has the transform of the optimizer.
         groups: the groups of the optimizer.
         saved_groups: the saved group of each group, or None. torch leaves out the record of a flattened state dict.
     """
@@ -238,7 +254,7 @@ def chain_warnings(
     for tracked, saved in zip(groups, saved_groups, strict=True):
         if saved is not None and saved.get(CHAINS):
             saved_chain_of = saved_chains(saved[CHAINS], saved["param_names"])
-            lines += _differences(tracked, chains_of(stepping, tracked.names), saved_chain_of)
+            lines += _differences(tracked, chains_of(visited, tracked.names), saved_chain_of)
     if not lines:
         return []
     return [

@@ -64,7 +64,7 @@ from muonfx.optimizer.param_groups import (
     new_groups,
     own_groups,
 )
-from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, first_lines, schedule_texts
+from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, numbers_warning, schedule_texts
 from muonfx.optimizer.saved_chains import chain_warnings, record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
@@ -1055,11 +1055,7 @@ class TransformOptimizer(Optimizer):
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
         self._rate_check.note_loaded(self._tracked_groups)
         if lines:
-            warn_caller(
-                f"{source} was saved with other numbers: {first_lines(lines)}. To use the code's numbers, write them "
-                "into param_groups after loading, and rates also into base_lrs of a scheduler, which sets the rates "
-                "from there"
-            )
+            warn_caller(numbers_warning(source, lines))
 
 
 def _copy_into(leaf: Tensor, value: Tensor) -> None:

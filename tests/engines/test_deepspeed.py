@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,58 @@ def test_a_loaded_state_keeps_its_dtype_and_counts_also_after_a_step() -> None:
         assert trace.dtype == torch.bfloat16
         assert torch.equal(trace, own.state[model.weight]["momentum.trace"])
         assert torch.equal(net.weight, model.weight)
+
+
+def _load_warnings(saved: ours.ZeroOptimizer, loading: ours.ZeroOptimizer) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loading.load_state_dict(saved.state_dict())
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_load_with_other_numbers_is_warned_of_and_takes_those_of_the_file() -> None:
+    saved = ours.Muon(nn.Linear(4, 4), lr=1e-3, weight_decay=0.1)
+    made = ours.Muon(nn.Linear(4, 4), lr=1e-4, weight_decay=0.01)
+    for optimizer in (saved, made):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1  # by a scheduler of DeepSpeed, which leaves no "initial_lr"
+    (text,) = _load_warnings(saved, made)
+    assert "weight_decay: 0.1 in the file, 0.01 in the code; the file's is used" in text
+    assert "lr: 0.001 in the file, 0.0001 in the code; the file's is used" in text
+    assert "org_lrs" in text
+    assert made.param_groups[0]["weight_decay"] == 0.1
+    assert "requested_lr" not in made.param_groups[0]
+    assert "chain_code" not in made.param_groups[0]
+
+
+def test_a_load_by_another_chain_is_warned_of() -> None:
+    saved = ours.Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3)
+    keller = mfx.orthogonalize(coefficients="keller")
+    made = ours.Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3, orthogonalize=keller)
+    (text,) = _load_warnings(saved, made)
+    assert "saved with another chain" in text
+    assert "keller" in text
+
+
+def test_a_load_of_the_same_run_is_not_warned_of_in_the_midst_of_a_schedule() -> None:
+    saved = ours.Muon(nn.Linear(4, 4), lr=1e-3, adamw_lr=4e-3)
+    made = ours.Muon(nn.Linear(4, 4), lr=1e-3, adamw_lr=4e-3)
+    for group in saved.param_groups:
+        group["lr"] *= 0.5
+    assert _load_warnings(saved, made) == []
+    assert made.param_groups[0]["lr"] == saved.param_groups[0]["lr"]
+
+
+def test_a_schedule_is_that_of_the_code_after_a_load() -> None:
+    def optimizer(steps: int, peak: float) -> ours.ZeroOptimizer:
+        rate = mfx.cosine_decay_schedule(peak, steps)
+        return ours.optimizer(nn.Linear(4, 4), mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(rate)))
+
+    made = optimizer(20, 0.2)
+    numbers = dict(made.param_groups[0])
+    (text,) = _load_warnings(optimizer(10, 0.1), made)
+    assert "the code's is used" in text
+    assert made.param_groups[0] == numbers
 
 
 def test_a_state_of_other_groups_is_refused_before_anything_is_loaded() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from muonfx.core import Locality, Transform
+from muonfx.core.chain_differences import CHAINS
+from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
@@ -31,9 +33,14 @@ from muonfx.engines.deepspeed.parallel import (
     whole_shape_of,
 )
 from muonfx.engines.deepspeed.rates import GroupRates
-from muonfx.optimizer.group_numbers import GroupNumbers
+from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
+from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, numbers_warning, schedule_texts
+from muonfx.optimizer.saved_chains import VisitedTransform, chain_warnings, record_of_group
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
+
+_REQUESTED_RATE = "requested_lr"
+"""The key in a saved group with its learning rate at construction, which DeepSpeed's schedulers overwrite in "lr"."""
 
 
 class ZeroOptimizer(Optimizer):
@@ -76,6 +83,8 @@ class ZeroOptimizer(Optimizer):
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         _warn_of_unequal_stages(model, self.param_groups)
         self._rates = GroupRates(self.param_groups)
+        self._requested_rates = {tuple(group["param_names"]): float(group["lr"]) for group in self.param_groups}
+        """The learning rate of each group at construction, by the parameter names of the group."""
         # A number of a transform may have two keys in a group. Each later read compares both keys with their values
         # in the read before, and takes the key that has changed. This is the first read.
         for group in self.param_groups:
@@ -279,17 +288,48 @@ class ZeroOptimizer(Optimizer):
         """Return the optimizer of a flat tensor, or of all parameters of a group at stage 0."""
         return FlatOptimizer(self.tx, self._whole_params, flat, self.state)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict. Each group also has what a load compares: its schedules, chains and first rate.
+
+        DeepSpeed saves it for each rank.
+        """
+        state_dict = super().state_dict()
+        visited = self._visited()
+        for tracked, saved_group in zip(self._tracked_groups(), state_dict["param_groups"], strict=True):
+            names = tracked.names
+            saved_group[SCHEDULES] = schedule_texts(self.tx, tracked)
+            saved_group[CHAINS] = record_of_group(visited, names, {name: name for name in names})
+            saved_group[_REQUESTED_RATE] = self._requested_rates[tuple(names)]
+        return state_dict
+
+    def _visited(self) -> VisitedTransform:
+        """Return the transform with its visits, from which the chain of each parameter is read."""
+        visits = tuple(visit(self.tx, self._whole_params))
+        return VisitedTransform(self.tx, visits, update_rules_of(visits))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.
 
         Raises:
             ValueError: the groups have other parameters, or a group lacks a hyperparameter; nothing was loaded. If the
                 state belongs to another transform, the next step raises an error.
+
+        Warns:
+            UserWarning: numbers of the groups or schedules differ: the schedules of this optimizer and the other
+                numbers of the state dict are used; or another chain has saved it.
         """
         saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
         self._require_same_groups(saved_groups)
-        super().load_state_dict(state_dict)
-        # torch has cast the state to the dtypes of the parameters. Replace it by the saved tensors. A state dict has
+        # 1. Compare before the load, which replaces the entries of the groups.
+        texts = self._warnings_of_load(saved_groups)
+        # 2. Load the entries that a resumed run takes. All others stay as they are.
+        groups_to_load: list[Group] = []
+        for tracked, saved_group in zip(self._tracked_groups(), saved_groups, strict=True):
+            entries = entries_to_load(self.tx, tracked, saved_group)
+            entries.pop(_REQUESTED_RATE, None)
+            groups_to_load.append({**tracked.group, **entries, "params": saved_group["params"]})
+        super().load_state_dict({**state_dict, "param_groups": groups_to_load})
+        # 3. torch has cast the state to the dtypes of the parameters. Replace it by the saved tensors. A state dict has
         # the number of a parameter in place of the parameter.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for param, index in zip(group["params"], saved_group["params"], strict=True):
@@ -297,6 +337,34 @@ class ZeroOptimizer(Optimizer):
                 for key, value in saved_state.items():
                     if isinstance(value, Tensor):
                         self.state[param][key] = value.to(param.device, copy=True)
+        # 4. Last, because a warning may be turned into an error, and the load must be complete then.
+        for text in texts:
+            warn_caller(text)
+
+    def _tracked_groups(self) -> list[TrackedGroup]:
+        """Return the groups with the names of their parameters and the objects that read their numbers."""
+        return [TrackedGroup(group, group["param_names"], self._numbers_of(group)) for group in self.param_groups]
+
+    def _warnings_of_load(self, saved_groups: Sequence[Group]) -> list[str]:
+        """Return the warnings for saved groups with other numbers, or with another chain, than those of this optimizer.
+
+        Numbers are compared as an optimizer without DeepSpeed compares them, but the rate from before a scheduler is
+        "initial_lr" only for torch's schedulers. DeepSpeed's have changed the rate already, so the one from
+        construction takes its place.
+        """
+        source = "load_state_dict: DeepSpeed's checkpoint"
+        lines: list[str] = []
+        for tracked, saved_group in zip(self._tracked_groups(), saved_groups, strict=True):
+            requested_rate = self._requested_rates[tuple(tracked.names)]
+            group = {"initial_lr": requested_rate, **tracked.group}
+            # A checkpoint of an earlier version has no rate from construction. It is compared with itself.
+            saved_rate = saved_group.get(_REQUESTED_RATE, group["initial_lr"])
+            lines += differences(self.tx, tracked._replace(group=group), {"initial_lr": saved_rate, **saved_group})
+        texts: list[str] = []
+        if lines:
+            advice = ". A scheduler of DeepSpeed sets the rates from org_lrs instead, which has the rates of the code"
+            texts.append(numbers_warning(source, lines) + advice)
+        return texts + chain_warnings(source, self._visited(), self._tracked_groups(), saved_groups)
 
     def _require_same_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless saved param groups have the parameters and the hyperparameters of this optimizer's groups."""
