@@ -47,6 +47,16 @@ def test_a_rate_of_muon_in_the_group_of_adamw_is_refused_before_anything_changes
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_the_error_at_a_step_names_the_keys_of_each_scheduler_and_a_loop() -> None:
+    """An optimizer does not know what has written the rate: the scheduler may be OneCycle, or there is none."""
+    model = _model()
+    optimizer = ours.Muon(model, lr=0.02, adamw_lr=3e-4)
+    with pytest.raises(ValueError, match="loop or callback") as error:
+        _step_at(optimizer, model, 0.02)
+    for key in ("warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"):
+        assert f'"{key}"' in str(error.value)
+
+
 def test_an_equal_rate_below_all_requested_rates_warns_once_and_is_refused_when_it_changes() -> None:
     model = _model()
     optimizer = ours.Muon(model, lr=0.02, adamw_lr=3e-4)
@@ -83,7 +93,8 @@ def test_groups_with_one_requested_rate_accept_any_rate() -> None:
 )
 def test_one_rate_in_a_configuration_is_refused_when_the_optimizer_is_made(scheduler: dict[str, Any]) -> None:
     config = {"optimizer": {"type": "muonfx.Muon", "params": {"lr": 0.02, "adamw_lr": 3e-4}}, "scheduler": scheduler}
-    with pytest.raises(ValueError, match=r"muon 0\.02, adamw 0\.0003"):
+    key = "cycle_max_lr" if scheduler["type"] == "OneCycle" else "warmup_max_lr"
+    with pytest.raises(ValueError, match=rf'muon 0\.02, adamw 0\.0003.*"{key}": \[0\.02, 0\.0003\]'):
         ours.initialize(_model(), config)
     with pytest.raises(ValueError, match='remove "scheduler"'):
         MuonFactory()(_model(), args=_arguments({"scheduler": scheduler}), adamw_lr=3e-4)

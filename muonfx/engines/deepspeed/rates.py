@@ -61,12 +61,22 @@ class GroupRates:
         if is_before_warmup or has_warned:
             return
         # 2. An error for a second common rate, or for one that is above what some group requested; else a warning.
-        message = _message(self._requested, f"the learning rate {rate:g} in all groups")
+        message = _message(self._requested, f"the learning rate {rate:g} in all groups", self._advice())
         lowest_requested = min(requested for _, requested in self._requested)
         if self._warned_rate is not None or rate > lowest_requested:
             raise ValueError(message)
         warnings.warn(message, stacklevel=6)  # at the caller of `ZeroOptimizer.step`
         self._warned_rate = rate
+
+    def _advice(self) -> str:
+        """Return what to correct in a scheduler or loop that is not known here, only the rates that it has written."""
+        rates = _rates_of(self._requested)
+        return (
+            'A "scheduler" of DeepSpeed with a single number, or a loop or callback that writes one number into all '
+            "groups, replaces their rates. Write a number for each group, in the order of param_groups: "
+            f'"warmup_max_lr": {rates} for WarmupLR, lists in "cycle_min_lr" and "cycle_max_lr" for OneCycle, '
+            '"lr_range_test_min_lr" for LRRangeTest'
+        )
 
 
 def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -92,7 +102,12 @@ def require_rates_by_group(config: Mapping[str, Any], groups: Sequence[Mapping[s
         is_one_number = isinstance(value, int | float)
         is_from_trainer = value == "auto"  # the Trainer replaces it by its learning_rate, one number
         if is_one_number or is_from_trainer:
-            raise ValueError(_message(requested, f'"{key}": {json.dumps(value)} in DeepSpeed\'s config', key))
+            problem = f'"{key}": {json.dumps(value)} in DeepSpeed\'s config'
+            advice = (
+                "A single number there replaces the rates of all groups. Write a number for each group: "
+                f'"{key}": {_rates_of(requested)}'
+            )
+            raise ValueError(_message(requested, problem, advice))
 
 
 def _labels_and_rates(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
@@ -110,21 +125,23 @@ def _have_different_rates(labels_and_rates: Sequence[tuple[str, float]]) -> bool
     return len(distinct_rates) > 1
 
 
-def _message(requested: Sequence[tuple[str, float]], problem: str, key: str = "warmup_max_lr") -> str:
-    """Return the error message for one rate in all groups; ``key`` is the parameter of the scheduler to correct.
+def _rates_of(labels_and_rates: Sequence[tuple[str, float]]) -> list[float]:
+    """Return the rates of groups, given as pairs of a label and a learning rate."""
+    return [rate for _, rate in labels_and_rates]
 
-    ``requested`` has the labels and rates at construction, such as ``[("muon", 0.02), ("adamw", 0.0003)]``. ``problem``
-    is the part of the message that was found, such as "the learning rate 0.001 in all groups".
+
+def _message(requested: Sequence[tuple[str, float]], problem: str, advice: str) -> str:
+    """Return the error message for one rate in all groups.
+
+    Args:
+        requested: the labels and rates at construction, such as ``[("muon", 0.02), ("adamw", 0.0003)]``.
+        problem: what was found, such as "the learning rate 0.001 in all groups".
+        advice: what to write instead.
     """
-    rates: list[float] = []
-    labelled_rates: list[str] = []
-    for label, rate in requested:
-        rates.append(rate)
-        labelled_rates.append(f"{label} {rate:g}")
+    labelled_rates = [f"{label} {rate:g}" for label, rate in requested]
     return (
         f"param_groups: found {problem}, expected a rate for each group: the optimizer was made with "
-        f"{', '.join(labelled_rates)}. "
-        'A single number in DeepSpeed\'s "scheduler" replaces the rates of all groups. Write a number for each group: '
-        f'"{key}": {rates}. Or use a scheduler that scales the rates: WarmupCosineLR, or, in the Trainer, its own: '
-        'remove "scheduler" from the config. To train all groups at one rate, make the optimizer with this rate'
+        f"{', '.join(labelled_rates)}. {advice}. Or use a scheduler that scales the rates: WarmupCosineLR, or, in the "
+        'Trainer, its own: remove "scheduler" from the config. To train all groups at one rate, make the optimizer '
+        "with this rate"
     )
