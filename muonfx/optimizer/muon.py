@@ -327,9 +327,9 @@ def _warn_of_no_matrices(labels: Labels, named: NamedTensors) -> None:
         return
     trained = [name for name, label in labels.items() if label is not None]
     warn_caller(
-        f"Muon: found no parameter with the label 'muon' or 'hidden' ({_reason_of_labels(labels, named)}), expected at "
-        f"least one; AdamW trains {len(trained)} of {len(named)} parameters, and none is orthogonalized. "
-        f"{_advice_without_matrices(trained, named)}"
+        "Muon: found no parameter with the label 'muon' or 'hidden', expected at least one; AdamW trains "
+        f"{len(trained)} of {len(named)} parameters, and none is orthogonalized. "
+        f"{_advice_without_matrices(trained, named)}. The labels: {_reason_of_labels(labels, named)}"
     )
 
 
