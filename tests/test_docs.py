@@ -219,8 +219,9 @@ TAUGHT = {
     "docs/concepts/transforms.md": {
         "running_sign",
         "debiased_average",
-        "center",
+        "centralize",
         "scale_by_loss",
+        "divide_by_hessian",
         "divide_by_average_norm",
         "divide_by_largest_norm",
         "divide_columns",
@@ -262,7 +263,20 @@ def made(name: str, factory: Any) -> muonfx.Transform:
     """The transform of a page, with values for its arguments that have no default."""
     if name == "lookahead":
         return factory(muonfx.momentum(), 2)
+    if name == "divide_by_hessian":
+        return with_hessian(muonfx.masked(factory(), lambda params: dict.fromkeys(muonfx.tree.names(params), True)))
     return with_value(factory()) if name == "scale_by_loss" else factory()
+
+
+@muonfx.transform(locality=lambda inner: inner.locality, combinator=muonfx.core.Combinator(muonfx.Locality.ELEMENT))
+def with_hessian(inner: muonfx.Transform):
+    """Pass a Hessian of ones to a transform."""
+
+    def update(updates: Any, state: Any, params: Any = None):
+        hessian = dict.fromkeys(muonfx.tree.names(updates), 1.0)
+        return inner.run(updates, state, params, hessian=hessian)
+
+    return inner.functions.init, update
 
 
 @pytest.mark.parametrize("page", TAUGHT)

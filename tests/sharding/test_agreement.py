@@ -409,7 +409,7 @@ def reads_tree(reduces: bool = False):
     """Divides by the extra argument ``hessian``, a tree of whole tensors; with ``reduces``, by its largest value."""
 
     def whole(updates: Any, state: Any, params: Any = None, *, hessian: Any, shard: Any = lambda values: values):
-        return mfx.tree.map(torch.div, updates, shard(hessian)), state
+        return mfx.tree.map(torch.div, updates, shard({name: hessian[name] for name in updates})), state
 
     def largest(updates: Any, state: Any, params: Any = None, *, hessian: Any, max_over_ranks: Any = torch.clone):
         maximum = max_over_ranks(torch.stack([leaf.max() for leaf in hessian.values()]).max())
@@ -443,6 +443,19 @@ def test_extra_tensors_that_differ_are_an_error_on_all(here: Here, leaf: str, ma
             over.update(mine, state, mine, hessian=unreduced)
     else:  # large tensors are compared in the first step only, as the page on sharding states
         over.update(mine, state, mine, hessian=unreduced)
+
+
+@pytest.mark.parametrize("partition", ["whole", "flat", "each"])
+@on_ranks(2)
+def test_a_transform_takes_its_shards_of_an_extra_tree(here: Here, partition: Any):
+    """Within `masked`, which passes it some of the parameters."""
+    params, hessian = {"a": some(10, 7), "b": some(3)}, hessian_of(1.0)
+    tx = mfx.masked(reads_tree(), {"a": True, "b": False})
+    expected, _ = tx.update(params, tx.init(params), params, hessian=hessian)
+    layout = sharding.zero(params, here.group, partition=partition)
+    mine, over = layout.shard(params), sharding.sharded(tx, layout)
+    updates, _ = over.update(mine, over.init(mine), mine, hessian=hessian)
+    torch.testing.assert_close(layout.gather(updates), expected)
 
 
 @on_ranks(2)
