@@ -8,20 +8,23 @@ NAMES_HERE = {
         "transform": "GradientTransformation GradientTransformationExtraArgs",
         "TransformOptimizer": "Optimizer",
         "Muon": "MuonWithAuxAdam SingleDeviceMuonWithAuxAdam SingleDeviceMuon",
-        "TransformOptimizer(model, muonfx.adamw())": "Adam AdamW",
+        "TransformOptimizer(model, muonfx.adamw(weight_decay=0.0))": "Adam",
+        "TransformOptimizer(model, muonfx.adamw())": "AdamW",
         "TransformOptimizer(model, muonfx.lion())": "Lion",
-        "TransformOptimizer(model, muonfx.chain(muonfx.momentum(heavy_ball=True), "
-        "muonfx.scale_by_learning_rate(0.1)))": "SGD",
+        "TransformOptimizer(model, muonfx.chain(muonfx.momentum(heavy_ball=True, "
+        "nesterov=False), muonfx.scale_by_learning_rate(0.1)))": "SGD",
         "chain": "named_chain",
         "partition": "multi_transform",
         "accumulate": "MultiSteps",
         "skip_nonfinite": "apply_if_finite zero_nans",
         "scale(muonfx.linear_schedule(1.0, 0.0, 10))": "scale_by_schedule",
         "with_hyperparams": "inject_hyperparams",
-        "momentum(heavy_ball=True)": "trace sgd",
-        "momentum(nesterov=False)": "ema",
+        "momentum(heavy_ball=True, nesterov=False)": "trace",
+        "chain(muonfx.momentum(heavy_ball=True, nesterov=False), muonfx.scale_by_learning_rate(0.1))": "sgd",
+        "momentum(nesterov=False, debias=True)": "ema",
         "adamw(weight_decay=0.0)": "adam",
-        "adamw(nesterov=True)": "nadam nadamw",
+        "adamw(nesterov=True, weight_decay=0.0)": "nadam",
+        "adamw(nesterov=True)": "nadamw",
         "clip_by_value": "clip clip_grad_value_",
         "clip_by_global_norm": "clip_grad_norm_",
         "ema_params": "incremental_update AveragedModel",
@@ -49,7 +52,7 @@ NAMES_HERE = {
 """A dict from names in Optax, ``torch.optim`` and the first Muon implementation to the muonfx code for the same."""
 
 ADVICE_ON_NAMES = {
-    "centralize": 'write it with leafwise, as `center` in "Everything else" of docs/concepts/transforms.md',
+    "centralize": 'write it with transform, as `centralize` in "Everything else" of docs/concepts/transforms.md',
     "lookahead": 'write it as the example "Around another transform" of docs/concepts/transforms.md does; for averages '
     "of parameters there is muonfx.ema_params",
 }
