@@ -362,7 +362,7 @@ class ZeroOptimizer(Optimizer):
             lines += differences(self.tx, tracked._replace(group=group), {"initial_lr": saved_rate, **saved_group})
         texts: list[str] = []
         if lines:
-            advice = ". With a scheduler of DeepSpeed, the rates are the code's: it keeps them as org_lrs"
+            advice = ". With a scheduler of DeepSpeed, the rates are the code's, as in org_lrs of WarmupCosineLR"
             texts.append(numbers_warning(source, lines) + advice)
         return texts + chain_warnings(source, self._visited(), self._tracked_groups(), saved_groups)
 
