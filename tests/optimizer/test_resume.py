@@ -261,3 +261,34 @@ def test_state_that_no_group_lists_is_an_error_and_loads_nothing():
     with pytest.raises(ValueError, match=r"has the keys 7, 'extra', expected only items of 'params'"):
         optimizer.load_state_dict({**saved, "state": {**saved["state"], 7: {}, "extra": {}}})
     assert optimizer.transform_state["scale_by_adam"].count.item() == 0
+
+
+def test_a_resumed_run_takes_rates_that_are_multiplied_in_the_groups_and_the_scheduler():
+    """The pages on Lightning and accelerate advise it."""
+
+    def created() -> tuple[mfx.Muon, lr_scheduler.CosineAnnealingLR]:
+        optimizer = mfx.Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3, adamw_lr=4e-3)
+        return optimizer, lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def rates_of_five_steps(optimizer: mfx.Muon, scheduler: lr_scheduler.CosineAnnealingLR) -> list[float]:
+        rates: list[float] = []
+        for _ in range(5):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = torch.ones_like(param)
+            optimizer.step()
+            rates += [group["lr"] for group in optimizer.param_groups]
+            scheduler.step()
+        return rates
+
+    optimizer, scheduler = created()
+    rates_of_five_steps(optimizer, scheduler)
+    resumed, resumed_scheduler = created()
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed_scheduler.load_state_dict(scheduler.state_dict())
+    for group in resumed.param_groups:
+        group["lr"] *= 0.1
+        group["initial_lr"] *= 0.1
+    resumed_scheduler.base_lrs = [rate * 0.1 for rate in resumed_scheduler.base_lrs]
+    tenth = [rate * 0.1 for rate in rates_of_five_steps(optimizer, scheduler)]
+    assert rates_of_five_steps(resumed, resumed_scheduler) == pytest.approx(tenth)
