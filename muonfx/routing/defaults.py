@@ -125,8 +125,8 @@ def _warn_of_unknown_module_types(hidden: Sequence[ParamInfo]) -> None:
     names = format_list([info.name for info in hidden])
     warn_caller(
         f"default_labels saw names and shapes, without module types, and labelled these as hidden matrices: {names}. "
-        "An embedding or a head with an unusual name would be among them. Pass the model, default_labels(model), or "
-        "use default_labels_by_name if the names are reliable"
+        "An embedding or a head with an unusual name would be among them, and a stack of matrices would be flattened. "
+        "Pass the model, default_labels(model), or use default_labels_by_name if the names are reliable"
     )
 
 

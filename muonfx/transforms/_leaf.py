@@ -341,10 +341,11 @@ def _call_for_each(
 
 
 def _as_number(argument: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return an argument; a 0-d tensor beside 0-d tensors of a leaf has their dtype, as a Python number would.
+    """Return an argument; if it is 0-d, and so are the tensors of the leaf, convert it to their dtype.
 
     Torch computes ``u / number`` in the dtype of ``u`` if ``u`` has dims. If ``u`` is 0-d in fp32 and the number a 0-d
-    tensor in fp64, it would compute in fp64, so that a leaf of shape () had other bits than one of shape (1,).
+    tensor in fp64, torch would compute in fp64, and a leaf of shape ()
+    would have other bits than one of shape (1,).
     """
     is_number = isinstance(argument, Tensor) and argument.ndim == 0 and argument.is_floating_point()
     if not is_number or any(tensor.ndim > 0 for tensor in tensors):

@@ -544,7 +544,7 @@ def test_another_shape_or_complex_numbers_are_an_error(error: Any, message: str,
         tx.update(params, tx.init(params), params, donate=donate)
 
 
-# ------------------------------------------------------------------------------------------- numbers beside 0-d leaves
+# --------------------------------------------------------------------------------------- numbers in tensors, 0-d leaves
 
 
 @mfx.leafwise
@@ -556,8 +556,8 @@ def tanh_of_quotient(temperature: float = 2.0):
 
 
 @given(value=st.floats(-3, 3, width=32), temperature=st.floats(0.125, 3))
-def test_a_0d_leaf_has_the_bits_of_a_vector_beside_a_number_in_a_tensor(value: float, temperature: float) -> None:
-    # Torch would compute a 0-d fp32 leaf beside a 0-d fp64 number in fp64.
+def test_a_0d_leaf_has_the_bits_of_a_vector_with_a_number_in_a_tensor(value: float, temperature: float) -> None:
+    # Torch would compute a 0-d fp32 leaf and a 0-d fp64 number in fp64.
     leaf = torch.tensor(value)
     results: list[float] = []
     for number in (temperature, torch.tensor(temperature, dtype=torch.float64)):
