@@ -3,15 +3,6 @@
 Terms of this file: the *update rule* of a parameter is the list of transforms that update it, for example those under
 its label. Parameters of one update rule form a *group*, unless the caller passes groups. A *hyperparameter* is a
 numeric argument of the transform. Each group holds the hyperparameters of its rule, and every step reads them.
-
-Who has what:
-
-- The optimizer owns the state of the transform, and decides when it is created, moved to new tensors, or loaded.
-- Its `Stepping` has the transform with the current numbers. It computes states and steps, in one process or over ranks,
-  and keeps none of them. It is replaced when parameters are added or moved.
-- `StateEntries` has the position of each leaf of the state in ``optimizer.state``, and finds what a caller has edited.
-- `TrackedParameters` has the tensors that the state belongs to, and finds those that were replaced.
-- `TrackedGroups` has the groups that the steps read, and finds those that were edited.
 """
 
 from __future__ import annotations
@@ -100,6 +91,16 @@ class _Current(TypedDict):
     """The entries of ``optimizer.state``, which show this state."""
     initial: InitialState | None
     """A record of the leaves that have initial values; None after the first step."""
+
+
+# Who has what:
+#
+# - The optimizer owns the state of the transform, and decides when it is created, moved to new tensors, or loaded.
+# - Its `Stepping` has the transform with the current numbers. It computes states and steps, in one process or over
+#   ranks, and keeps none of them. It is replaced when parameters are added or moved.
+# - `StateEntries` has the position of each leaf of the state in ``optimizer.state``, and finds edits of a caller.
+# - `TrackedParameters` has the tensors that the state belongs to, and finds those that were replaced.
+# - `TrackedGroups` has the groups that the steps read, and finds those that were edited.
 
 
 class TransformOptimizer(Optimizer):
