@@ -202,7 +202,7 @@ def _renamed_leaves(
 
 
 def _keys_of_all(entries_of_params: Collection[Mapping[Any, Any]]) -> set[Any]:
-    """Return the keys that the entries of all parameters have, such as that of a step count.
+    """Return the keys that the entries of all parameters have, such as the key of a step count.
 
     >>> _keys_of_all([{"muon.trace": 1, "schedule.count": 2}, {"adamw.mu": 3, "schedule.count": 2}])
     {'schedule.count'}

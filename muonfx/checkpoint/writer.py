@@ -518,7 +518,7 @@ class Draft:
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
         self.files: list[Path] = [self._unfinished_index]
-        """The files to remove after an error: those that this rank writes, and those of ranks that may not learn of it.
+        """The files to remove after an error: files of this rank, and of ranks that may not learn of it.
         """
         self._lock = SaveLock(path / lock_name(self.save_id))
         self._replaced_index: FileIO | None = None

@@ -82,7 +82,7 @@ class GradientCheck:
         self._last_changes = self._changes(without_gradient)  # with the lengths of these lists
 
     def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
-        """Return values that differ from those of the last search if a model may have got a new parameter since.
+        """Return values that differ from the values of the last search if a model may have got a new parameter since.
 
         This is faster than another search. The values are:
 

@@ -32,7 +32,7 @@ class VisitedTransform(NamedTuple):
 
     inner: Transform
     visits: tuple[Visit, ...]
-    """The visit of the transform, then those of the transforms that it calls."""
+    """The visit of the transform, then the visits of the transforms that it calls."""
     rules: Mapping[str, UpdateRule]
     """The transforms of each parameter, by name."""
 

@@ -161,7 +161,7 @@ class TrackedParameters:
         if model_of_names is not None:
             self._add_model_of_names(model_of_names, {*trained.values(), *frozen.values(), *left_out.values()})
         self.add_models(models)
-        # By name. Frozen weights may be large, so that those of a model are not kept alive.
+        # By name. Frozen weights may be large, so the weights of a model are not kept alive.
         self._frozen = self._without_reference(frozen)
         self._left_out = self._without_reference(left_out)
         self.tracked: dict[str, TrackedParameter] = {}

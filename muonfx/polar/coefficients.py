@@ -295,7 +295,7 @@ _SETS: dict[str, Coefficients] = {
                 (2.7763, -2.3190, 0.5523),
                 (2.4231, -2.2861, 0.8193),
             ),
-            "Turbo-Muon; the row scaling is that of almost-orthogonal layers, arXiv 2208.03160",
+            "Turbo-Muon; the row scaling is from almost-orthogonal layers, arXiv 2208.03160",
             row_scaling=True,
         ),
         Coefficients("deepseek_v4", (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2, "DeepSeek-V4"),

@@ -124,7 +124,7 @@ def _division_of(
     if division is not None:
         return division
     # 3. A layer of unknown code is not split. A split that is only likely is left to the user.
-    # Nothing explains the dims after the second. Without a module, they are taken for those of a convolution.
+    # Nothing explains the dims after the second. Without a module, it is taken for a convolution.
     if storage.pattern == CONVOLUTION and owner is not None and not is_convolution(info):
         stack = _likely_stack(info, owner, modules, shapes, layers)
         return Division(MatrixView(), f"{MAYBE_STACK}: {stack}", stack)

@@ -325,6 +325,8 @@ def equal_leaves_of_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str
     A transform that takes ``max_over_ranks``, such as `qk_clip`, reduces its other arguments with it. They may differ,
     unless another transform reads them, too.
     """
+    if not extras:  # as in most steps
+        return {}
     reduced: set[str] = set()
     not_reduced: set[str] = set()
     for inner in within(tx):

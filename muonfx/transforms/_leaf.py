@@ -341,17 +341,20 @@ def _call_for_each(
 
 
 def _as_number(argument: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return an argument; if it is 0-d, and so are the tensors of the leaf, convert it to their dtype.
+    """Return an argument of a torch function for one leaf. A 0-d tensor gets the dtype of ``tensors`` if all are 0-d.
 
-    Torch computes ``u / number`` in the dtype of ``u`` if ``u`` has dims. If ``u`` is 0-d in fp32 and the number a 0-d
-    tensor in fp64, torch would compute in fp64, and a leaf of shape ()
-    would have other bits than one of shape (1,).
+    ``tensors`` are the tensors of this leaf among the arguments. Torch computes ``u / number`` in the dtype of ``u`` if
+    ``u`` has dims, but in fp64 if ``u`` is 0-d in fp32 and the number a 0-d tensor in fp64. Without the conversion, a
+    leaf of shape () would have other bits than a leaf of shape (1,).
     """
-    is_number = isinstance(argument, Tensor) and argument.ndim == 0 and argument.is_floating_point()
-    if not is_number or any(tensor.ndim > 0 for tensor in tensors):
+    if not isinstance(argument, Tensor) or argument.ndim > 0 or not argument.is_floating_point():
+        return argument
+    if any(tensor.ndim > 0 for tensor in tensors):
         return argument
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
-    return argument.to(dtype) if dtype.is_floating_point else argument
+    if not dtype.is_floating_point:  # torch promotes integers to the dtype of the number
+        return argument
+    return argument.to(dtype)
 
 
 def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:

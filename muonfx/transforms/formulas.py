@@ -1,8 +1,6 @@
-"""Terms of many formulas: a running average, its bias, a selection, and a quotient that is not defined everywhere."""
+"""Terms of many formulas: a running average, its bias, and a quotient that is not defined everywhere."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +28,6 @@ def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
     if decay < 0.5:
         return value - decay * difference
     return average + (1.0 - decay) * difference
-
-
-def select(condition: Tensor, new: Any, old: Any) -> Any:
-    """Return an item of a new state if a 0-d ``condition`` is True, else of the old state; ``new`` if it is no tensor.
-
-    The condition may be on another device. It is a selection, because zero times NaN is NaN. It also keeps derivatives
-    finite.
-    """
-    if not isinstance(new, Tensor):
-        return new
-    return torch.where(condition.to(new.device), new, old)
 
 
 def bias_correction(decay: Scalar, count: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from muonfx.core import Combinator, Donation, Locality, Transform, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import require_transform
 from muonfx.transforms.clip import Sum
-from muonfx.transforms.formulas import select
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -82,7 +81,7 @@ def skip_nonfinite(inner: Transform):
         donation = Donation(updates=True, state=donate.state and is_offloaded)
         out, inner_state = inner.run(finite_gradients, state.inner, params, donate=donation, **extras)
         if not is_offloaded:
-            inner_state = tree.map(functools.partial(select, is_finite), inner_state, state.inner)
+            inner_state = tree.map(functools.partial(_select, is_finite), inner_state, state.inner)
 
         is_skipped = (~is_finite).to(torch.int64)  # 1 or 0; times 0, the count of skipped steps in a row starts again
         # Weight decay, for example, also returns updates for gradients of zero.
@@ -110,6 +109,14 @@ def _infinity_unless_finite(peak: Tensor) -> Tensor:
     return torch.where(peak.isfinite(), 0.0, torch.inf).to(peak.device, torch.float32)
 
 
+def _select(is_finite: Tensor, new: Any, old: Any) -> Any:
+    """Return an item of the new state if all gradients of the step are finite, else of the old state."""
+    if not isinstance(new, Tensor):
+        return new
+    # A selection, because zero times NaN is NaN. It also keeps derivatives finite.
+    return torch.where(is_finite.to(new.device), new, old)
+
+
 def _zero_unless(is_finite: Tensor, leaf: Tensor) -> Tensor:
     """Return a gradient or an update if all gradients of the step are finite, else zeros."""
-    return select(is_finite, leaf, torch.zeros_like(leaf))
+    return _select(is_finite, leaf, torch.zeros_like(leaf))

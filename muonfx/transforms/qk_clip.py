@@ -506,7 +506,7 @@ def _one_minus_factors(
 
 
 def _scaled_updates(updates: PyTree, weights: Mapping[str, Tensor], one_minus_factors: Mapping[str, Tensor]) -> PyTree:
-    """Return a tree of updates in which those of query and key weights are changed by `_scaled`.
+    """Return a tree of updates in which `_scaled` changes the updates of query and key weights.
 
     ``weights`` are all parameters by name, in the order of the leaves of the updates. ``one_minus_factors`` has the
     weights that are scaled, as `_one_minus_factors` returns them.

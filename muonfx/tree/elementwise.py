@@ -230,8 +230,10 @@ def copy(xs: Sequence[Tensor], into: Sequence[Tensor]) -> Tensors:
 def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
     """Cast the new values of a state to the dtypes of its tensors ``old``; with ``reuse``, write them into ``old``."""
     # If all values are the old tensors themselves, they were computed in place, and there is nothing to write.
+    if reuse and all(map(is_, values, old)):
+        return list(values)
     if reuse:
-        return list(values) if all(map(is_, values, old)) else copy(values, into=old)
+        return copy(values, into=old)
     return cast_like(values, old)
 
 

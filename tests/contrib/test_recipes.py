@@ -115,7 +115,7 @@ def test_normuon(coefficients: str):
 
 
 def test_the_recipe_of_normuon_keeps_the_norm_that_newton_schulz_returns():
-    """Its updates have the size of the paper's, times the norm of O over that of an orthogonal matrix."""
+    """Its updates have the size of the paper's, times the norm of O over the norm of an orthogonal matrix."""
     orthogonalize = mfx.orthogonalize(coefficients="keller", dtype=torch.float64)
     params, (grads,) = kit.Example.of(SHAPES, steps=1, dtype=torch.float64)
 

@@ -346,7 +346,7 @@ class ZeroOptimizer(Optimizer):
         return [TrackedGroup(group, group["param_names"], self._numbers_of(group)) for group in self.param_groups]
 
     def _warnings_of_load(self, saved_groups: Sequence[Group]) -> list[str]:
-        """Return the warnings for saved groups with other numbers, or with another chain, than those of this optimizer.
+        """Return the warnings for saved groups whose numbers or chain differ from this optimizer.
 
         Numbers are compared as an optimizer without DeepSpeed compares them, but the rate from before a scheduler is
         "initial_lr" only for torch's schedulers. DeepSpeed's have changed the rate already, so the one from

@@ -162,7 +162,7 @@ def transposed(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 HINTS: dict[str, tuple[dict[str, Any], Any]] = {
-    # names of Optax: numbers that replace those of the hint, and the optimizer of Optax
+    # names of Optax: numbers that replace the numbers of the hint, and the optimizer of Optax
     "trace": ({"decay": 0.9}, optax.trace(0.9)),
     "ema": ({"decay": 0.9}, optax.ema(0.9)),
     "sgd": ({"momentum.decay": 0.9, "scale_by_learning_rate.learning_rate": RATE}, optax.sgd(RATE, 0.9)),
