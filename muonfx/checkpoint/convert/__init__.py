@@ -279,7 +279,7 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Nam
     """Return the name, parameter group and state of each parameter in ``source``, the optimizer or optimizers.
 
     The ``state_dict()`` of an optimizer of torch has numbers in place of names: ``{"state": {0: {"exp_avg": ...}},
-    "param_groups": [{"lr": 0.1, "params": [0]}]}``. That of torch's ``get_optimizer_state_dict`` has the names.
+    "param_groups": [{"lr": 0.1, "params": [0]}]}``. A state dict of torch's ``get_optimizer_state_dict`` has names.
     """
     optimizers: Sequence[Any] = source if isinstance(source, Sequence) else [source]
     names_of_each = _names_of_each(form, names, len(optimizers))
@@ -332,8 +332,8 @@ def _names_in_order(
 ) -> Sequence[str]:
     """Return the names of the parameters of an optimizer or state dict, in its order; none if they are not known.
 
-    Names are from ``params`` if the optimizer has these tensors, else ``names``, else those in its groups: "params",
-    or "param_names".
+    Names are from ``params`` if the optimizer has these tensors, else ``names``, else the names in its groups, as
+    "params" or "param_names".
     """
     # 1. An optimizer, not a state dict, has the tensors.
     members: list[Tensor] = []
