@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -50,8 +50,9 @@ def cuts_on_meshes(
 ) -> tuple[dict[str, Cut], tuple[str, ...]]:
     """Return the partition of each parameter by name, and the names of parameters with different meshes on ranks.
 
-    If the meshes have different ranks, a parameter may have the mesh of ranks 0 and 2 on these two ranks, and the mesh
-    of ranks 1 and 3 on the other two. All ranks then call this together.
+    If the meshes have different ranks, all ranks call this together. On four ranks, "w" may be split over the mesh of
+    ranks 0 and 2 on these two ranks, and over the mesh of ranks 1 and 3 on the other two. Ranks 0 and 1 then hold its
+    first part, ranks 2 and 3 its second part, and the names are ``("w",)``.
 
     Args:
         specs: the shapes and dtypes of all parameters.
@@ -59,70 +60,94 @@ def cuts_on_meshes(
         ranks_of: for each mesh, the global ranks on it.
         group: the ranks of all meshes.
     """
-    # 1. The coordinates of each rank on the meshes that this rank has.
     ranks = dist.get_process_group_ranks(group)
     coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
-    different_meshes: set[DeviceMesh] = set()
+    different_meshes: list[DeviceMesh] = []
     have_different_ranks = len(set(ranks_of.values())) > 1
-    if have_different_ranks:  # this rank has its own meshes only, so all ranks send theirs
-        placements = _digest_of_placements(specs, dtensors, coordinates_on)
-        coordinates_on, different_meshes = _coordinates_of_all_ranks(placements, ranks_of, coordinates_on, group)
-    # 2. The partitions that follow from the coordinates.
+    if have_different_ranks:  # another rank may have a mesh that this rank does not have
+        messages = _messages_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
+        if len({message.description for message in messages}) == 1:  # at most the ranks on the meshes differ
+            different_meshes = _different_meshes(list(ranks_of), messages)
+            coordinates_on = _coordinates_of_all_ranks(coordinates_on, messages)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
     on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
     return cuts, tuple(on_several_meshes)
 
 
-class _Message(NamedTuple):
-    """The description of its parameters and meshes that a rank sends to the others."""
+# Four ranks may have two meshes, of ranks 0 and 2 and of ranks 1 and 3, on each of which "w" is split. Ranks 0 and 2
+# have the first mesh only, and ranks 1 and 3 the second only. The first mesh of one rank then corresponds to the first
+# mesh of any other rank: the coordinates on it are 0 for ranks 0 and 1, and 1 for ranks 2 and 3.
 
-    placements: str
-    """The digest of the parameters, of their placements, and of the shapes of the meshes."""
-    meshes: list[tuple[str, tuple[int, ...] | None]]
-    """For each mesh, the digest of the ranks on it, and the coordinates of the sending rank."""
+
+class _MeshOfRank(NamedTuple):
+    """One mesh of a rank, as the rank describes it to the others."""
+
+    ranks: str
+    """The digest of the ranks on the mesh, which may be many."""
+    coordinates: tuple[int, ...] | None
+    """The coordinates of the sending rank on the mesh."""
+
+
+class _Message(NamedTuple):
+    """The parameters and meshes of a rank, as it describes them to the others."""
+
+    description: str
+    """The digest of `_description`: of everything but the ranks on the meshes."""
+    meshes: list[_MeshOfRank]
+    """All meshes of the rank, in the order of its parameters."""
+
+
+def _messages_of_all_ranks(
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, DTensorSpec],
+    ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
+    coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
+    group: dist.ProcessGroup,
+) -> list[_Message]:
+    """Send a description of this rank's parameters and meshes to all ranks. Return the messages of all ranks."""
+    rank = dist.get_rank(group)
+    description = digest(_description(specs, dtensors, coordinates_on))
+    meshes: list[_MeshOfRank] = []
+    for mesh, ranks in ranks_of.items():
+        meshes.append(_MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
+    wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
+    return all_objects(_Message(description, meshes), group, "finding out who holds what")
 
 
 def _coordinates_of_all_ranks(
-    placements: str,
-    ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
-    coordinates_on: dict[DeviceMesh, MeshCoordinates],
-    group: dist.ProcessGroup,
-) -> tuple[dict[DeviceMesh, MeshCoordinates], set[DeviceMesh]]:
-    """Return the coordinates of all ranks on this rank's meshes, and the meshes that differ on other ranks.
+    coordinates_on: Mapping[DeviceMesh, MeshCoordinates], messages: Sequence[_Message]
+) -> dict[DeviceMesh, MeshCoordinates]:
+    """Return, for each mesh of this rank, the coordinates that each rank has on its own mesh with the same index.
 
-    A rank has coordinates on its own meshes only, so all ranks send theirs. The first mesh of a rank corresponds to the
-    first meshes of the other ranks, and so on. If anything but the ranks on these meshes differs between ranks (their
-    `placements`, a digest), return `coordinates_on` unchanged.
+    `coordinates_on` lacks ranks that are not on this rank's meshes: for the mesh of ranks 0 and 2 of four, it has
+    ``[(0,), None, (1,), None]``. With the messages of ranks 1 and 3, this becomes ``[(0,), (0,), (1,), (1,)]``.
     """
-    # 1. All ranks send their coordinates on their meshes.
-    rank = dist.get_rank(group)
-    meshes = [(digest(ranks), coordinates_on[mesh].coordinates[rank]) for mesh, ranks in ranks_of.items()]
-    wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
-    messages: list[_Message] = all_objects(_Message(placements, meshes), group, "finding out who holds what")
-    if any(message.placements != placements for message in messages):
-        return coordinates_on, set()
-    # 2. Each rank has, on each mesh, the coordinates that it sent. A mesh differs if it has other ranks elsewhere.
-    all_coordinates: dict[DeviceMesh, MeshCoordinates] = {}
-    different_meshes: set[DeviceMesh] = set()
-    for index, mesh in enumerate(ranks_of):
-        digests, coordinates = zip(*[message.meshes[index] for message in messages], strict=True)
-        all_coordinates[mesh] = MeshCoordinates(coordinates_on[mesh].shape, coordinates)
-        if len(set(digests)) > 1:
-            different_meshes.add(mesh)
-    return all_coordinates, different_meshes
+    completed: dict[DeviceMesh, MeshCoordinates] = {}
+    for index, (mesh, on_this_mesh) in enumerate(coordinates_on.items()):
+        coordinates = [message.meshes[index].coordinates for message in messages]
+        completed[mesh] = MeshCoordinates(on_this_mesh.shape, coordinates)
+    return completed
 
 
-def _digest_of_placements(
+def _different_meshes(meshes: Sequence[DeviceMesh], messages: Sequence[_Message]) -> list[DeviceMesh]:
+    """Return those of this rank's `meshes` that have other ranks on another rank."""
+    different: list[DeviceMesh] = []
+    for index, mesh in enumerate(meshes):
+        if len({message.meshes[index].ranks for message in messages}) > 1:
+            different.append(mesh)
+    return different
+
+
+def _description(
     specs: Mapping[str, Spec],
     dtensors: Mapping[str, DTensorSpec],
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
-) -> str:
-    """Return a hash of all parameters, of their placements, and of the shapes of the meshes.
+) -> list[object]:
+    """Return the shape of each mesh, and the shape, dtype, mesh and placements of each parameter.
 
-    Ranks compare it to find out if only the ranks on their meshes differ. A mesh is therefore identified by its index
-    among the meshes: where one rank has the mesh of ranks 0 and 2, another has the mesh of ranks 1 and 3.
+    A mesh is identified by its index, because the ranks on it may differ between ranks. For "w" on a mesh of two ranks,
+    the result is ``[(2,), ("w", Spec(...)), (0, (Shard(dim=0),))]``.
     """
-    # The shape of each mesh, and then for each parameter its shape and dtype, its mesh by number, and its placements.
     meshes = list(coordinates_on)
     values: list[object] = [coordinates.shape for coordinates in coordinates_on.values()]
     for name, spec in specs.items():
@@ -130,4 +155,4 @@ def _digest_of_placements(
         if name in dtensors:
             index_of_mesh = meshes.index(dtensors[name].mesh)
             values.append((index_of_mesh, dtensors[name].placements))
-    return digest(values)
+    return values
