@@ -19,7 +19,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.extras import sum_over_leaves
 from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Visit, as_chain, stand_in, visit
-from muonfx.placement.arguments import Arguments
+from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import Store
@@ -143,6 +143,14 @@ class Binding:
             "sum_over_shards": self.sum_over_shards,
         }
         """The extra arguments that compute over ranks, for transforms that accept them."""
+
+    def remember_shapes(self, tx: Transform, local: PyTree) -> None:
+        """Remember the shapes of this rank's parameters. `to_global` may be called without parameters, and needs them.
+
+        For each transform, those of the first call are remembered.
+        """
+        if tx.treedef not in self.likes:
+            self.likes[tx.treedef] = meta_like(local)
 
     def init(self, tx: Transform, params: PyTree) -> PyTree:
         """Return this rank's initial state for a transform. `params` has local tensors; on meta, nothing is sent."""

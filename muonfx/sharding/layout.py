@@ -16,9 +16,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.communication.collectives import gathered, gathered_with_derivatives, reduce_scattered
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named, outside_transforms
+from muonfx.sharding.shards.dtensors import error_in_transform, global_shard, is_dtensor, map_named
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
@@ -76,9 +77,10 @@ class Layout(ShardTable):
             self.require_whole(name, leaf)
             return self.position(name, rank).cut(leaf.detach())
 
-        with outside_transforms("layout.shard", whole) as problem:
-            if problem is not None:
-                raise problem
+        problem = error_in_transform("layout.shard", whole)
+        if problem is not None:
+            raise problem
+        with without_transforms():
             return map_named(shard_of, whole)
 
     def assemble(self, locals_: Sequence[PyTree]) -> PyTree:

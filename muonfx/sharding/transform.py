@@ -18,17 +18,18 @@ from muonfx.core.donation import NOTHING, unshared
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import Declaration, Outermost, patterns_in, require_transform, without_left_out
 from muonfx.core.value import Memory, make_factory, with_memory
+from muonfx.internal.tracing import without_transforms
 from muonfx.placement.arguments import Arguments
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
 from muonfx.placement.store import Store
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks
-from muonfx.sharding.communication.replicas import verify_params
+from muonfx.sharding.communication.replicas import verify_params_after_init
 from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Replicas, Settings
-from muonfx.sharding.shards.dtensors import are_plain, local_tree, outside_transforms, to_dtensors
+from muonfx.sharding.shards.dtensors import are_plain, error_in_transform, local_tree, to_dtensors
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import require_layout
@@ -131,7 +132,11 @@ def sharded(
     @torch.compiler.disable
     def init(params: PyTree) -> PyTree:
         """Return this rank's initial state. If all parameters are meta tensors, it has shapes only."""
-        return _init(_memory, bind(layout, settings, store), inner, without_left_out(tx, params))
+        binding = bind(layout, settings, store)
+        params = without_left_out(tx, params)
+        if _are_all_meta(params):
+            return _init_on_meta(binding, inner, params)
+        return _init(_memory, binding, inner, params)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -152,7 +157,20 @@ def sharded(
 
 
 # A call of these functions inside a transform of torch.func, such as `grad`, is an error. All ranks raise it together,
-# after their first collective: `outside_transforms` suspends these transforms, and the error is passed on as `problem`.
+# after their first collective, to which the error is passed as `problem`.
+
+
+def _are_all_meta(params: PyTree) -> bool:
+    """Return True if there are parameters, and all of them are meta tensors: they have shapes, but no values."""
+    are_meta = [tensor.is_meta for tensor in tree.tensors(local_tree(params))]
+    return bool(are_meta) and all(are_meta)
+
+
+def _init_on_meta(binding: Binding, inner: Transform, params: PyTree) -> PyTree:
+    """Return the shapes of this rank's initial state. Nothing is sent."""
+    local = local_tree(params)
+    binding.remember_shapes(inner, local)
+    return binding.init(inner, local)
 
 
 def _init(memory: Memory, binding: Binding, inner: Transform, params: PyTree) -> PyTree:
@@ -160,17 +178,11 @@ def _init(memory: Memory, binding: Binding, inner: Transform, params: PyTree) ->
 
     `memory` is the memory of the sharded transform. The state has DTensors if the parameters are DTensors.
     """
-    # 1. Only the structure of the state, without communication.
-    local_params = local_tree(params)
-    are_meta = [tensor.is_meta for tensor in tree.tensors(local_params)]
-    if are_meta and all(are_meta):  # without any tensor, the ranks are compared below
-        binding.likes.setdefault(inner.treedef, local_params)  # for `to_global` and `from_global`
-        return binding.init(inner, local_params)
-    # 2. The state, after the ranks have compared their transforms and parameters.
     progress = memory.setdefault(_PROGRESS, Progress())
     # An equal transform that is built again for a later step, without `init`, continues with this progress.
     binding.progress_of[inner.treedef] = progress
-    with outside_transforms("init of a sharded transform", params) as problem:
+    problem = error_in_transform("init of a sharded transform", params)
+    with without_transforms():
         state = init_sharded(binding, progress, inner, params, problem)
     if binding.layout.dtensors:
         return state_to_dtensors(binding, inner, params, state)
@@ -190,7 +202,8 @@ def _update(
     if layout.dtensors:
         local_call = call._replace(state=local_state(binding, inner, call.like, call.state))
     # 2. The step on local tensors.
-    with outside_transforms("update of a sharded transform", local_call) as problem:
+    problem = error_in_transform("update of a sharded transform", local_call)
+    with without_transforms():
         progress = _progress_of(memory, binding, inner)
         out, new_state = step_sharded(binding, progress, inner, local_call, check=check, problem=problem)
     # 3. DTensors, if the caller uses them.
@@ -227,9 +240,8 @@ def init_sharded(
 ) -> PyTree:
     """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ.
 
-    If one rank raised alone, the others would wait for it in the next collective. An error is therefore passed to the
-    next function that communicates, which raises on all ranks: to `verify_ranks` and, after that, to `verify_params`.
-    `problem` is such an error of the caller.
+    `problem` is an error of the caller on this rank. All ranks raise it, because they would wait for a rank that raised
+    it alone.
     """
     # 1. The warnings, which are errors if the user turns warnings into errors.
     try:
@@ -247,7 +259,7 @@ def init_sharded(
         state = binding.init(tx, local)
     except Exception as error:
         init_problem = error
-    verify_params(binding.layout, local, init_problem, may_fail=True)
+    verify_params_after_init(binding.layout, local, init_problem)
     # 4. No rank has an error. All of them count this transform, and compare the number at every step.
     progress.begin(next_serial(binding.layout), state)
     return state

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +18,7 @@ from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.communication.agree import LeafAgreement, agree, agree_on_leaves, require_group
+from muonfx.sharding.communication.agree import agree, agree_on_leaves, require_group
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.communication.missing_gradients import complete_gradients
 from muonfx.sharding.communication.replicas import verify_extras, verify_params, verify_state, warn_of_gradients
@@ -53,22 +54,31 @@ def agreed_call(
     if layout.group is None or layout.size == 1:
         if problem is not None:
             raise problem
-        local, _ = _checked_call(binding, tx, call, check=check)
-        return local
+        return _checked_call(binding, tx, call, check=check).local
     # 1. In the first step without `init`: the ranks have the same transform and parameters.
     if progress.serial is None:
         verify_ranks(binding, tx, call.like, problem)
         progress.serial = next_serial(layout)
-    # 2. In every step, with one all-reduce: the ranks make the same call.
-    local, unplaced, agreement = _agree_on_call(binding, progress, tx, call, problem, check=check)
-    # 3. In the first step after `init` or a load on any rank: the replicas have equal values.
+    # 2. In every step: the arguments of this rank are correct.
+    with _errors_on_all_ranks(layout.group):
+        if problem is not None:
+            raise problem
+        local, unplaced = _checked_call(binding, tx, call, check=check)
+        facts = facts_of_step(binding, progress, tx, local)
+    # 3. In every step, with one all-reduce: the ranks make the same call.
+    agreement = agree_on_leaves(
+        "a step",
+        local.updates,
+        layout,
+        unplaced=unplaced,
+        same=facts,
+        explain=lambda: facts_as_texts(binding, tx, local, facts),
+        request=progress.needs_verification(local.state),  # if one rank must compare replicas, all ranks do
+    )
+    # 4. In the first step after `init` or a load on any rank: the replicas have equal values.
     if agreement.is_requested:
-        if local.params is not None:
-            verify_params(layout, local.params)
-        verify_state(binding, tx, local.like, local.state)
-        verify_extras(layout, equal_leaves_of_extras(tx, local.extras))
-        progress.lacking = frozenset(tree.names(local.updates))  # their first gradients are compared below
-    # 4. Gradients that are None on some ranks, or partial sums, are completed. Those of replicas should then be equal.
+        _verify_replicas(binding, progress, tx, local)
+    # 5. Gradients that are None on some ranks, or partial sums, are completed. Those of replicas should then be equal.
     if agreement.missing or unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
         local = local._replace(updates=completed)
@@ -76,6 +86,32 @@ def agreed_call(
         _compare_first_gradients(progress, layout, local.updates)
     progress.verified(local.state)
     return local
+
+
+@contextmanager
+def _errors_on_all_ranks(group: dist.ProcessGroup) -> Generator[None]:
+    """Raise an error of the ``with`` block on all ranks, which compare a step with this one at the end of the block.
+
+    Without an error, nothing is sent.
+    """
+    try:
+        yield
+    except Exception as error:
+        agree("a step", group, error)
+        raise
+
+
+def _verify_replicas(binding: Binding, progress: Progress, tx: Transform, local: Arguments) -> None:
+    """Raise on all ranks if replicas of the parameters, of the state or of an extra argument differ.
+
+    Gradients are compared later: each in the first step in which it is not None.
+    """
+    layout = binding.layout
+    if local.params is not None:
+        verify_params(layout, local.params)
+    verify_state(binding, tx, local.like, local.state)
+    verify_extras(layout, equal_leaves_of_extras(tx, local.extras))
+    progress.lacking = frozenset(tree.names(local.updates))
 
 
 def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree) -> None:
@@ -93,60 +129,33 @@ def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree
         progress.lacking = progress.lacking.difference(first_gradients)
 
 
-def _agree_on_call(
-    binding: Binding,
-    progress: Progress,
-    tx: Transform,
-    call: Arguments,
-    problem: Exception | None,
-    *,
-    check: bool,
-) -> tuple[Arguments, list[str], LeafAgreement]:
-    """Check a call on this rank, and that all ranks make the same call. An error of any rank is raised on all.
+class _CheckedCall(NamedTuple):
+    """The arguments of `update` on this rank, after the checks that need no other rank."""
 
-    Returns:
-        The call with local tensors; the names of the gradients that are partial sums; and the gradients that are None
-        on some ranks.
+    local: Arguments
+    """The arguments with local tensors in place of DTensors."""
+    unplaced: list[str]
+    """The names of the gradients with other DTensor placements than their parameters, such as Partial."""
+
+
+def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _CheckedCall:
+    """Return this rank's arguments of `update` with local tensors. Raise if they are wrong.
+
+    With `check`, the trees of updates, params and state are also compared with each other.
     """
-    layout = binding.layout
-    assert layout.group is not None
-    # 1. This rank's arguments, and the facts about them that must be equal on all ranks, such as the number of steps.
-    if problem is not None:
-        _raise_on_all_ranks(problem, layout.group)
-    try:
-        local, unplaced = _checked_call(binding, tx, call, check=check)
-        facts = facts_of_step(binding, progress, tx, local)
-    except Exception as error:
-        _raise_on_all_ranks(error, layout.group)
-    # 2. The facts and the gradients of all ranks, by one all-reduce of their digests. Texts for an error are made only
-    # if the ranks differ (`explain`). If any rank must compare replicas, all ranks do (`request`).
-    agreement = agree_on_leaves(
-        "a step",
-        local.updates,
-        layout,
-        unplaced=unplaced,
-        same=facts,
-        explain=lambda: facts_as_texts(binding, tx, local, facts),
-        request=progress.needs_verification(local.state),
-    )
-    return local, unplaced, agreement
+    updates = local_tree(call.updates)
+    params = local_tree(call.params)
+    local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
+    unplaced = _check_arguments(binding, tx, call, local, check=check)
+    binding.remember_shapes(tx, local.like)
+    return _CheckedCall(local, unplaced)
 
 
-def _raise_on_all_ranks(problem: Exception, group: dist.ProcessGroup) -> NoReturn:
-    """Raise an error of this rank. The other ranks, which compare a step with this one, raise it too."""
-    agree("a step", group, problem)
-    raise problem
+def _check_arguments(binding: Binding, tx: Transform, call: Arguments, local: Arguments, *, check: bool) -> list[str]:
+    """Raise if arguments of `update` are wrong. Return the gradients with other placements than their parameters.
 
-
-def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> tuple[Arguments, list[str]]:
-    """Raise if this rank's arguments of `update` are wrong. Return them with local tensors in place of DTensors.
-
-    Also return the names of the gradients with other DTensor placements than their parameters, such as Partial. With
-    `check`, the trees of updates, params and state are also compared with each other.
+    `local` is `call` with local tensors in place of DTensors. `check` is as in `_checked_call`.
     """
-    local = Arguments(
-        local_tree(call.updates), call.state, local_tree(call.params), Donation.of(call.donate), call.extras
-    )
     check_extras(tx, call.extras)
     _require_plain_extras(call.extras)
     checks.check_floating("updates", local.updates)
@@ -157,10 +166,7 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
         check_values_of_extras([visited.tx for visited in binding.visits(tx, local.like)], call.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
-    # `to_global` and `from_global`, which may be called without parameters, need their shapes.
-    if tx.treedef not in binding.likes:
-        binding.likes[tx.treedef] = meta_like(local.like)
-    return local, unplaced
+    return unplaced
 
 
 def _require_plain_extras(extras: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
-from muonfx.sharding.shards.dtensors import is_dtensor, outside_transforms, require_shards
+from muonfx.sharding.shards.dtensors import error_in_transform, is_dtensor, require_shards
 from muonfx.sharding.shards.position import ShardPosition, boxes_in
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
@@ -36,7 +36,8 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     """
     leaf_of = dict(tree.named_leaves(local))
     # An error of this rank (`problem`) is raised after the first message, on all ranks: none waits for another.
-    with outside_transforms("layout.gather", local) as problem, torch.no_grad():
+    problem = error_in_transform("layout.gather", local)
+    with without_transforms(), torch.no_grad():
         _require_same_leaves(layout, leaf_of, problem)
         shard_of = _local_shards(leaf_of)
         wholes = _gather(layout, list(shard_of), list(shard_of.values()))
@@ -240,7 +241,8 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     A gradient that is None on some ranks counts as zero there. It stays None if it is None on all ranks.
     """
     names = tree.names(grads)
-    with outside_transforms("layout.reduce_scatter", grads) as problem:
+    problem: Exception | None = error_in_transform("layout.reduce_scatter", grads)
+    with without_transforms():
         # 1. An error of this rank alone is passed to `agree_on_leaves`, which raises it on all ranks together.
         try:
             _require_gradients(layout, grads)

@@ -17,8 +17,9 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
+from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.communication.agree import NO_VALUE, LeafAgreement, agree, warn_together
+from muonfx.sharding.communication.agree import NO_VALUE, LeafAgreement, agree, require_group, warn_together
 from muonfx.sharding.communication.collectives import BUCKET, agree_on_shards, in_buckets
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import (
@@ -32,7 +33,7 @@ from muonfx.sharding.communication.messages import (
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import local_tree, map_named, outside_transforms
+from muonfx.sharding.shards.dtensors import error_in_transform, local_tree, map_named
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -51,15 +52,28 @@ class _Difference(NamedTuple):
     """How they differ, such as "has other values on rank 1 than on rank 0"."""
 
 
-def verify_params(layout: Layout, local: PyTree, problem: Exception | None = None, *, may_fail: bool = False) -> None:
-    """Raise on all ranks if replicas of a parameter differ in any bit, or if one rank passes an error (`problem`).
-
-    Replicas are the copies of one shard on several ranks. Set `may_fail` if any rank may pass an error. Then the ranks
-    communicate even if there are no replicas.
-    """
+def verify_params(layout: Layout, local: PyTree) -> None:
+    """Raise on all ranks if replicas of a parameter, the copies of one shard on several ranks, differ in any bit."""
     values = dict(tree.named_leaves(local))
+    difference = _find_difference("comparing parameters", values, _replicas_of_layout(layout), layout)
+    if difference is not None:
+        raise _different_params(layout, difference)
+
+
+def verify_params_after_init(layout: Layout, local: PyTree, problem: Exception | None) -> None:
+    """Do the same after the `init` of a transform. If it failed on any rank (`problem`), raise its error on all ranks.
+
+    The ranks send one message for both. They send it even if there are no replicas.
+    """
+    if layout.group is None or layout.size == 1:
+        if problem is not None:
+            raise problem
+        return
     replicas = _replicas_of_layout(layout)
-    difference = _find_difference("comparing parameters", values, replicas, layout, problem, may_fail=may_fail)
+    checksum_of: dict[str, int] = {}
+    if problem is None:  # else all ranks raise it before any checksums are compared
+        checksum_of = _checksums_of_replicas(dict(tree.named_leaves(local)), replicas, layout.rank)
+    difference = _compare_checksums("comparing parameters", checksum_of, replicas, layout, problem)
     if difference is not None:
         raise _different_params(layout, difference)
 
@@ -157,67 +171,73 @@ def _replicas_of_leaf(layout: Layout, placement: LeafPlacement | None) -> Groups
 
 
 def _find_difference(
+    operation: str, values: Mapping[str, Any], groups_of: Mapping[str, Groups], layout: Layout
+) -> _Difference | None:
+    """Find the first leaf whose replicas differ. Return the same on each rank, or None. All ranks call this together.
+
+    `values` has the leaves on this rank by name, tensors or None. `groups_of` has the groups of ranks that must hold
+    equal values of each leaf, and is equal on all ranks. Errors of the communication name the `operation`.
+    """
+    if layout.group is None or layout.size == 1:
+        return None
+    if not any(groups_of.values()):  # no rank has replicas
+        return None
+    checksum_of = _checksums_of_replicas(values, groups_of, layout.rank)
+    return _compare_checksums(operation, checksum_of, groups_of, layout)
+
+
+def _checksums_of_replicas(values: Mapping[str, Any], groups_of: Mapping[str, Groups], rank: int) -> dict[str, int]:
+    """Return by name the checksum of each leaf of a rank that another rank also holds."""
+    replicas: dict[str, Any] = {}
+    for name, groups in groups_of.items():
+        if any(rank in ranks for ranks in groups):
+            replicas[name] = values.get(name)
+    return checksums(replicas)
+
+
+def _compare_checksums(
     operation: str,
-    values: Mapping[str, Any],
+    checksum_of: Mapping[str, int],
     groups_of: Mapping[str, Groups],
     layout: Layout,
     problem: Exception | None = None,
-    *,
-    may_fail: bool = False,
 ) -> _Difference | None:
-    """Find the first leaf whose replicas differ. Return the same on each rank, or None.
+    """Find the first leaf whose checksums differ between the ranks of a group. All ranks call this together.
 
-    Errors name the `operation`. `values` has the leaves on this rank by name, tensors or None, and `groups_of` the
-    groups of ranks that must hold equal values of each leaf. The other arguments are as in `verify_params`.
+    `problem` is an error of this rank, which is raised on all ranks.
     """
-    group = layout.group
-    if group is None or layout.size == 1:
-        if problem is not None:
-            raise problem
-        return None
-    checksum_of: dict[str, int] = {}
-    if problem is None:  # else all ranks raise it before any checksums are compared
-        checksum_of = checksums(_values_with_replicas(values, groups_of, layout.rank))
+    group = require_group(layout)
     # Each group of ranks compares one digest of the checksums of all its leaves.
-    compared = _checksums_by_group(groups_of, checksum_of, layout.rank)
-    if not compared and not may_fail:
-        return None
-    agreement = agree(operation, group, problem, compared=compared or [""])  # a message has one value or more
+    compared: list[object] = []
+    for ranks, checksums_of_leaves in _checksums_by_group(groups_of, checksum_of).items():
+        compared.append(checksums_of_leaves if layout.rank in ranks else NO_VALUE)
+    if not compared:  # without replicas, the ranks compare a value that is equal on all of them
+        compared = [""]
+    agreement = agree(operation, group, problem, compared=compared)
     if all(agreement.are_equal):
         return None
     # Two digests differ: the ranks send all checksums, to find the leaf.
     return _first_difference(groups_of, all_objects(checksum_of, group, operation))
 
 
-def _values_with_replicas(values: Mapping[str, Any], groups_of: Mapping[str, Groups], rank: int) -> dict[str, Any]:
-    """Return the leaves of a rank, by name, that another rank also holds."""
-    replicas: dict[str, Any] = {}
-    for name, groups in groups_of.items():
-        if any(rank in ranks for ranks in groups):
-            replicas[name] = values.get(name)
-    return replicas
+def _checksums_by_group(
+    groups_of: Mapping[str, Groups], checksum_of: Mapping[str, int]
+) -> dict[tuple[int, ...], list[int | None]]:
+    """Return the checksums of this rank by the group of ranks that must have the same ones.
 
+    Ranks 0 and 1 hold the same "w" and "v", and ranks 2 and 3 hold another shard of "w". On rank 0:
 
-def _checksums_by_group(groups_of: Mapping[str, Groups], checksum_of: Mapping[str, int], rank: int) -> list[object]:
-    """Return, for each group of ranks, the checksums of its leaves, or `NO_VALUE` if this rank is not in the group.
+    >>> _checksums_by_group({"w": [(0, 1), (2, 3)], "v": [(0, 1)]}, {"w": 5, "v": 7})
+    {(0, 1): [5, 7], (2, 3): [5]}
 
-    Ranks 0 and 1 hold the same "w" and "v", and ranks 2 and 3 hold another shard of "w". Rank 0 compares only the first
-    group, by its own checksums of "w" and "v":
-
-    >>> groups_of = {"w": [(0, 1), (2, 3)], "v": [(0, 1)]}
-    >>> compared = _checksums_by_group(groups_of, {"w": 5, "v": 7}, rank=0)
-    >>> compared[0], compared[1] is NO_VALUE
-    ([5, 7], True)
+    Rank 0 is not in the second group, and does not use its checksum there.
     """
-    # The order of the groups is the same on all ranks. A leaf without a checksum has None.
+    # The groups have the same order on all ranks. A leaf without a checksum on this rank has None.
     checksums_of_group: dict[tuple[int, ...], list[int | None]] = {}
     for name, groups in groups_of.items():
         for ranks in groups:
             checksums_of_group.setdefault(tuple(ranks), []).append(checksum_of.get(name))
-    compared: list[object] = []
-    for ranks, values in checksums_of_group.items():
-        compared.append(values if rank in ranks else NO_VALUE)
-    return compared
+    return checksums_of_group
 
 
 def _first_difference(
@@ -268,7 +288,8 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(params, 1))
         {'w': tensor([1., 1.])}
     """
-    with outside_transforms("broadcast", params) as problem:
+    problem = error_in_transform("broadcast", params)
+    with without_transforms():
         agreement = agree_on_shards("broadcasting parameters", params, layout, problem)
         _require_on_all_holders(tree.names(params), agreement, layout)
         if layout.group is None or layout.size == 1:
@@ -342,20 +363,25 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
     ``layout.cuts["w"].copies`` is ``((0, 2), (1, 3))`` if ranks 0 and 2 hold the same shard of "w", and so do ranks 1
     and 3. Then rank 0 sends it to rank 2, and rank 1 sends the other shard to rank 3.
     """
+    for names in _names_in_buckets(local, layout):
+        sends: list[Send] = []
+        for name in names:
+            for first, *receivers in layout.cuts[name].copies:
+                sends.append(Send(local[name], first, receivers))
+        send_copies(sends, layout, "broadcasting parameters")
+
+
+def _names_in_buckets(local: Mapping[str, Tensor], layout: Layout) -> list[list[str]]:
+    """Group the shards that are sent together, by name. The groups are equal on all ranks."""
     names = list(local)
-    # Buckets must be equal on all ranks, but shards may have different sizes: the sizes of whole tensors are used.
-    wholes = [torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta") for name in names]
     # A rank sends a tensor to all other ranks of a group, so together these copies have the size of a bucket.
     largest_group = 1
     for name in names:
         largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
-    for indices in in_buckets(wholes, BUCKET // largest_group):
-        sends: list[Send] = []
-        for index in indices:
-            name = names[index]
-            for first, *receivers in layout.cuts[name].copies:
-                sends.append(Send(local[name], first, receivers))
-        send_copies(sends, layout, "broadcasting parameters")
+    # Shards may have different sizes on different ranks, so the sizes of whole tensors are used.
+    wholes = [torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta") for name in names]
+    buckets = in_buckets(wholes, BUCKET // largest_group)
+    return [[names[index] for index in indices] for indices in buckets]
 
 
 def send_copies(sends: Sequence[Send], layout: Layout, operation: str) -> None:

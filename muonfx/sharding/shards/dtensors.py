@@ -6,8 +6,7 @@ DTensor that this rank holds. Updates run on local tensors only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from muonfx import tree
-from muonfx.internal.tracing import functorch_is_active, is_wrapped, without_transforms
+from muonfx.internal.tracing import functorch_is_active, is_wrapped
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
@@ -80,28 +79,32 @@ def require_shards(layout: ShardTable, values: PyTree) -> None:
 def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
     """Return the names of DTensors that have other placements than their parameter, such as a gradient with Partial.
 
-    A DTensor of a plain parameter that this rank holds whole is one of them. Raise unless each other leaf is None or
-    this rank's shard.
+    A DTensor of a plain parameter that this rank holds whole is one of them. Raise for a leaf that is neither such a
+    DTensor nor None nor this rank's shard. One function does both, so that it visits the leaves once in a step.
     """
     unplaced: list[str] = []
     for name, leaf in tree.named_leaves(values):
         if leaf is None or _fits_at_first_sight(layout, name, leaf):
             continue
-        # The leaf has other placements, or is wrong: find out which. `position` raises for an unknown name.
-        position = layout.position(name)
+        layout.require([name])
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{name!r} must be a tensor or None, found {type(leaf).__name__}")
-        if is_dtensor(leaf) and _has_other_placements(layout, name, leaf):
+        if is_dtensor(leaf) and not _are_equal(leaf._spec, layout.dtensors.get(name)):
+            _require_convertible(layout, name, leaf)
             unplaced.append(name)
-            continue
-        local = local_of(leaf)
-        if not position.fits(local):
-            raise _wrong_shape(name, local.shape, position.shape)
+        else:
+            _require_shape_of_shard(layout, name, local_of(leaf))
     return unplaced
 
 
-def _has_other_placements(layout: ShardTable, name: str, leaf: DTensor) -> bool:
-    """Return True if a DTensor has other placements than its parameter. Raise if it cannot be converted to them.
+def _require_shape_of_shard(layout: ShardTable, name: str, local: Tensor) -> None:
+    position = layout.position(name)
+    if not position.fits(local):
+        raise _wrong_shape(name, local.shape, position.shape)
+
+
+def _require_convertible(layout: ShardTable, name: str, leaf: DTensor) -> None:
+    """Raise unless a DTensor can be redistributed to the placements of its parameter.
 
     The whole shapes are compared, because the local shape depends on the placements. Under Partial, for example, it is
     the shape of the parameter.
@@ -112,7 +115,6 @@ def _has_other_placements(layout: ShardTable, name: str, leaf: DTensor) -> bool:
     is_plain_parameter = name not in layout.dtensors
     if is_plain_parameter and layout.position(name).shape != whole_shape:
         raise _wrong_placements(layout, name, leaf)  # it cannot be converted to the part that this rank holds
-    return not _are_equal(leaf._spec, layout.dtensors.get(name))
 
 
 def _fits_at_first_sight(layout: ShardTable, name: str, leaf: Any) -> bool:
@@ -154,21 +156,20 @@ def _wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> Sh
     )
 
 
-@contextmanager
-def outside_transforms(operation: str, *values: PyTree) -> Generator[Exception | None]:
-    """Suspend the transforms of torch.func, such as `grad`, in a ``with`` block, so that tensors in it are plain.
+def error_in_transform(operation: str, *values: PyTree) -> ShardingError | None:
+    """Return an error if a tensor in some trees is inside a transform of torch.func, such as `grad`; else None.
 
-    Yield an error if a leaf of some trees is inside such a transform, else None. Ranks raise it together, after the
-    first collective: ``with outside_transforms("layout.gather", local) as problem:``. `operation` is its name in the
-    error.
+    It is returned, because this rank must not raise it alone: the other ranks would wait in their next collective. The
+    caller passes it to this collective, ``with without_transforms():``, and all ranks raise. `operation` is the name of
+    the call in the error, such as "layout.gather".
     """
-    problem: Exception | None = None
-    if functorch_is_active():  # in most calls it is not
-        local_leaves = map(local_of, tree.leaves(values))
-        if any(isinstance(leaf, Tensor) and is_wrapped(leaf) for leaf in local_leaves):
-            problem = _has_no_derivative(operation)
-    with without_transforms():  # the block runs in any case: it passes the error on to the other ranks
-        yield problem
+    if not functorch_is_active():  # as in most calls
+        return None
+    for leaf in tree.leaves(values):
+        local = local_of(leaf)
+        if isinstance(local, Tensor) and is_wrapped(local):
+            return _has_no_derivative(operation)
+    return None
 
 
 def _has_no_derivative(operation: str) -> ShardingError:
