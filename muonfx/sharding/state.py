@@ -15,7 +15,7 @@ A state has one of three forms. The momentum of a parameter of shape (4, 8), of 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -129,22 +129,33 @@ def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[
     if visited.state is None:  # its caller may store the state in any form, and has described it
         return {}
     state = fixed(visited).functions.init(visited.params)
-    params = visited.params
-    if _is_equal_on_all_ranks(binding, visited, state):
-        params = {}  # no leaf belongs to a parameter
-    shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(params) if leaf is not None}
+    leaves = tree.leaves(state)
+    param_names: Sequence[str | None] = [None] * len(leaves)  # for each leaf, the parameter to which it belongs
+    if not _is_equal_on_all_ranks(binding, visited, state):
+        param_names = parameters_of(state, visited.params)
+    shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(visited.params) if leaf is not None}
     placements: dict[Path, LeafPlacement] = {}
-    for path, name, leaf in zip(tree.paths(state), parameters_of(state, params), tree.leaves(state), strict=True):
-        if not isinstance(leaf, Tensor):
-            continue
-        if name is not None and plan is not None:
-            placement = _placement_on_owners(plan, name, leaf)
-        elif name is not None and leaf.shape == shape_of.get(name, leaf.shape):
-            placement = LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
-        else:  # a leaf without a parameter, or of another shape than its parameter's, is equal on all ranks
-            placement = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
-        placements[*visited.state, *path] = placement
+    for path, name, leaf in zip(tree.paths(state), param_names, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            placements[*visited.state, *path] = _placement_of_leaf(leaf, name, shape_of, plan)
     return placements
+
+
+def _placement_of_leaf(
+    leaf: Tensor, name: str | None, shape_of: Mapping[str, torch.Size], plan: RunPlan | None
+) -> LeafPlacement:
+    """Return the placement of a whole leaf that belongs to the parameter called `name`; None: to no parameter.
+
+    `shape_of` has the shapes of the parameters, and `plan` is as in `_placements`.
+    """
+    equal_on_all_ranks = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
+    if name is None:
+        return equal_on_all_ranks
+    if plan is not None:
+        return _placement_on_owners(plan, name, leaf)
+    if leaf.shape != shape_of.get(name, leaf.shape):  # it cannot be sharded like its parameter
+        return equal_on_all_ranks
+    return LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
 
 
 def _is_equal_on_all_ranks(binding: Binding, visited: Visit, state: PyTree) -> bool:
@@ -219,14 +230,15 @@ def leaf_to_dtensor(
         return leaf
     if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
-    # Two reasons for a leaf that is None: other ranks compute its matrices, or no rank has such a leaf.
-    is_on_other_ranks = placement.owned and placement.local is None
-    if leaf is None and not is_on_other_ranks:  # the transform has no state for this parameter
-        return None
-    # A leaf of owners has whole matrices, which may be placed otherwise than the parameter.
-    if leaf is None or placement.owned:
+    # 1. Each owner has the leaf for its matrices, which may be placed otherwise than the parameter.
+    computes_no_matrices = placement.owned and placement.local is None
+    if computes_no_matrices or (placement.owned and leaf is not None):
         return _owned_to_dtensor(layout, placement, placement.name, leaf)
-    return parameter_like(layout, placement.name, leaf, old_leaf)
+    # 2. The leaf is sharded like its parameter.
+    if leaf is not None:
+        return parameter_like(layout, placement.name, leaf, old_leaf)
+    # 3. The transform has no state for this parameter.
+    return None
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
@@ -246,16 +258,19 @@ def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) 
 
 def _local_leaf(placement: LeafPlacement | None, leaf: Any) -> Any:
     """Return a leaf of a state as `update` uses it on this rank: a local tensor, or None if other ranks compute it."""
-    if isinstance(leaf, FlatShard):
-        values = leaf.data
-    elif is_dtensor(leaf) and placement is not None and placement.owned:
-        values = local_of(leaf)
-    else:  # a local tensor, or a DTensor whose local tensor has the shape of this rank's shard
-        return local_of(leaf)
-    # The values have one dim, or the dims of the whole leaf. This rank may compute them in another shape.
+    if isinstance(leaf, FlatShard):  # its values have one dim
+        return _in_local_shape(leaf.data, placement)
+    if is_dtensor(leaf) and placement is not None and placement.owned:  # its values have the dims of the whole leaf
+        return _in_local_shape(local_of(leaf), placement)
+    # A local tensor, or a DTensor whose local tensor has the shape of this rank's shard.
+    return local_of(leaf)
+
+
+def _in_local_shape(values: Tensor, placement: LeafPlacement | None) -> Tensor | None:
+    """Return values in the shape in which this rank computes them, or None if other ranks compute them."""
     if placement is None:
         return values
-    if placement.local is None:  # other ranks compute this leaf
+    if placement.local is None:
         return None
     return values.view(placement.local)
 
@@ -279,17 +294,17 @@ def global_leaf(
     """
     if placement is None or placement.name is None:  # a leaf without a parameter is whole on all ranks
         return leaf
-    # 1. A leaf that is sharded like its parameter.
-    if not placement.owned:
-        if leaf is None:  # the transform has no state for this parameter
-            return None
-        return global_shard(binding.layout, placement.name, leaf)
-    # 2. A leaf that each owner (the rank that computes a matrix) has for its matrices.
-    shard = placement.shard  # the matrices that this rank computes
-    if shard is None:  # none: an interval without elements
+    if placement.owned and placement.shard is None:  # this rank computes no matrices: an interval without elements
         return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
-    if leaf is None:
+    if leaf is None:  # the transform has no state for this parameter
         return None
+    if placement.shard is not None:
+        return _matrices_for_checkpoint(placement, placement.shard, leaf)
+    return global_shard(binding.layout, placement.name, leaf)  # the leaf is sharded like its parameter
+
+
+def _matrices_for_checkpoint(placement: LeafPlacement, shard: MatrixShard, leaf: Tensor) -> Tensor | FlatShard:
+    """Return the leaf of the matrices that this rank computes (`shard`) with its position in the whole leaf."""
     if shard.owner is None:  # every rank computes all matrices, and has the whole leaf
         return leaf
     start, _ = interval_of(placement, shard)
@@ -322,20 +337,23 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
 
     parameter = layout.dtensors[name]
     mesh = parameter.mesh
-    # 1. Every rank computes all matrices: it has the whole leaf.
+    # In the examples, "w" is a stack of four matrices on a mesh of two ranks, and the leaf has one number for each.
+    # 1. Every rank computes all matrices and has the whole leaf, of shape (4,): it is replicated on the mesh.
     if all(shard.owner is None for shard in placement.shards):
         return _global_dtensor(placement, local, mesh, [Replicate()] * mesh.ndim)
-    # 2. One rank computes all matrices: it has the whole leaf, on a mesh of this rank alone.
+    # 2. One rank computes all matrices and has the whole leaf, of shape (4,): it is on a mesh of this rank alone.
     if len(placement.shards) == 1:
         mesh_of_owner = _mesh_of_owner(layout, mesh.device_type, placement.shards[0].the_owner)
         if local is not None:
             local = local.view(placement.shape)
         return _global_dtensor(placement, local, mesh_of_owner, [Replicate()])
-    # 3. Each rank computes the matrices that it holds: the leaf has the placements of the parameter.
+    # 3. Each rank computes the two matrices that it holds, of a parameter with ``[Shard(0)]``. Its part of the leaf has
+    # the shape (2,), and the leaf has the placements of the parameter.
     if own_what_they_hold(layout, name, placement.shards, placement.shape):
         if local is None:
             local = _empty_on(mesh, placement.dtype)
         return _global_dtensor(placement, local.reshape(-1, *placement.shape[1:]), mesh, parameter.placements)
+    # 4. The ranks compute other ranges of matrices, such as one and three: no placements express them.
     return local
 
 
