@@ -77,23 +77,31 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
     """
     constant = _constant_facts(binding, tx, call.like)
     counters = _leaves_without_parameter(constant, call.state)
-    # Schedules are compared by their values at this step, which is the largest counter of the state.
-    steps = [int(leaf) for leaf in counters.values() if _is_host_counter(leaf)]
-    step = max(steps, default=progress.completed)
-    numbers = {**_comparable_numbers(tx), **_values_of_schedules(tx, step)}
+    schedules = _values_of_schedules(tx, _step_of(counters, progress))
     dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)]
     loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
+        # The transform, and how often it was stepped.
         _TRANSFORMS: constant.transforms,
         _ORDER: f"number {progress.serial} of the group",
         _HAS_PARAMS: call.params is not None,
         _DTYPES: _digest_of_dtypes(binding, tuple(dtypes)),
         _LOADS: f"{loaded} since the last step",
         _COMPLETED: progress.completed,
-        _NUMBERS: numbers,
+        # The numbers with which it computes this step.
+        _NUMBERS: {**_comparable_numbers(tx), **schedules},
         _EXTRAS: _comparable_extras(tx, call.extras),
         _COUNTERS: _map_values(_comparable, counters),
     }
+
+
+def _step_of(counters: Mapping[str, Any], progress: Progress) -> int:
+    """Return the number of the step at which schedules are compared: the largest counter of the state.
+
+    Without counters, it is the number of completed steps.
+    """
+    steps = [int(leaf) for leaf in counters.values() if _is_host_counter(leaf)]
+    return max(steps, default=progress.completed)
 
 
 def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Facts) -> Facts:
@@ -127,11 +135,11 @@ def _digest_of_dtypes(binding: Binding, dtypes: tuple[torch.dtype | None, ...]) 
 def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[str, Any]:
     """Return the leaves of a state that belong to no parameter, such as counters, by name.
 
-    An example is ``{"2.scale_by_adam.count": tensor(7)}``. For the state of another transform, return its number of
-    leaves, which differs between ranks if only some have it.
+    An example is ``{"2.scale_by_adam.count": tensor(7)}``.
     """
     leaves = tree.leaves(state)
-    if len(leaves) != constant.state_size:  # the indices belong to another state
+    is_of_another_transform = len(leaves) != constant.state_size
+    if is_of_another_transform:  # some ranks may have loaded it: the ranks then differ in this text
         return {"": f"{len(leaves)} leaves"}
     return {name: leaves[index] for name, index in constant.shared_state.items()}
 
@@ -151,10 +159,10 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     """
     schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
-        annotation_of = inner.factory.definition.plain  # from the name of an argument to its type, as text
+        types_of = inner.factory.definition.plain  # by argument, its types, such as {"float", "Schedule"}
         for name, value in inner.arguments.items():
-            # A lambda is a schedule if the annotation of its argument includes the type `Schedule`.
-            is_function_as_schedule = callable(value) and "Schedule" in annotation_of[name]
+            # A function is a schedule if its argument may be one: ``learning_rate=lambda step: 0.1 / (1 + step)``.
+            is_function_as_schedule = callable(value) and "Schedule" in types_of[name]
             if isinstance(value, Schedule) or is_function_as_schedule:
                 schedules[f"{index}.{inner.name}.{name}"] = value
     return schedules
