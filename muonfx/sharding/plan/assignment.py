@@ -280,23 +280,26 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
 
 
 def _sets_to_split(shards: Sequence[MatrixShard], machine: Machine, replicas: Replicas) -> list[set[int]]:
-    """Return the sets of shards, by index, that `_owners` tries to split, of those that all ranks hold.
+    """Return the alternatives that `_owners` tries: in each, the indices of the shards that one rank computes for all.
 
-    The setting "auto" compares whole assignments, because splitting saves nothing if, for example, there are fewer
-    matrices than ranks: it tries to split none, those that are slower to compute than to send, and all.
+    Of three shards that all ranks hold, of which only number 2 is slower to compute than to send, the setting "auto"
+    tries to split none, this one, and all: ``[set(), {2}, {0, 1, 2}]``. Whole assignments are then compared, because
+    splitting saves nothing if, for example, there are fewer matrices than ranks.
     """
-    on_all_ranks = {index for index, shard in enumerate(shards) if shard.is_on_all_ranks}
+    none: set[int] = set()
+    all_replicated = {index for index, shard in enumerate(shards) if shard.is_on_all_ranks}
     if replicas == "everyone":
-        return [set()]
+        return [none]
     if replicas == "split":
-        return [on_all_ranks]
-    # A shard that takes less time to compute than to send is better computed on every rank.
-    slower_to_compute: set[int] = set()
-    for index in on_all_ranks:
-        seconds_to_send = shards[index].nbytes / machine.bandwidth
-        if _seconds_to_compute(shards[index], machine) > seconds_to_send:
-            slower_to_compute.add(index)
-    return [set(), slower_to_compute, on_all_ranks]
+        return [all_replicated]
+    slower_to_compute = {index for index in all_replicated if _is_slower_to_compute(shards[index], machine)}
+    return [none, slower_to_compute, all_replicated]
+
+
+def _is_slower_to_compute(shard: MatrixShard, machine: Machine) -> bool:
+    """Return True if it takes longer to compute a shard than to send it. If not, every rank better computes it."""
+    seconds_to_send = shard.nbytes / machine.bandwidth
+    return _seconds_to_compute(shard, machine) > seconds_to_send
 
 
 def _seconds_to_compute(shard: MatrixShard, machine: Machine) -> float:

@@ -54,27 +54,15 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     by_cost = _descending(with_choice)
     # The loads are updated by each assignment.
     owner_of = _assign_to_least_loaded(without_choice, loads)
-    loads_before = list(loads)
+    costs_before = [load.cost for load in loads]
     owner_of |= _assign_to_least_loaded(by_cost, loads)
-    owner_of |= _better_assignment(by_cost, loads_before, loads)
+    # If all these items have the same candidates, search for an assignment with a lower largest cost.
+    candidates_of_items = {item.candidates for item in by_cost.values()}
+    if len(candidates_of_items) == 1:
+        (candidates,) = candidates_of_items
+        largest_cost = max([loads[rank].cost for rank in candidates])
+        owner_of |= _packed(by_cost, {rank: costs_before[rank] for rank in candidates}, largest_cost)
     return [owner_of[index] for index in range(len(items))]
-
-
-def _better_assignment(
-    items: Mapping[int, Item], loads_before: Sequence[_Load], loads: Sequence[_Load]
-) -> dict[int, int]:
-    """Return the rank of each item, by index, in an assignment with a lower largest cost; no item if none is found.
-
-    `loads_before` are the loads of all ranks without these items, and `loads` with them, as they are assigned so far.
-    One is searched for only if all items have the same candidates.
-    """
-    candidates_of_items = {item.candidates for item in items.values()}
-    if len(candidates_of_items) != 1:
-        return {}
-    (candidates,) = candidates_of_items
-    costs_before = {rank: loads_before[rank].cost for rank in candidates}
-    costs = [loads[rank].cost for rank in candidates]
-    return _packed(items, costs_before, largest_cost=max(costs))
 
 
 def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> dict[int, int]:

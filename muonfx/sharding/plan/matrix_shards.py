@@ -307,23 +307,31 @@ def _whole_parameter(name: str, cut: Cut) -> MatrixShard:
 def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[MatrixShard]:
     """Choose one rank for each shard with the flag ``one_each``. Return all shards, the others unchanged.
 
-    The matrices of a stack have different ranks: if matrices 0 and 1 of "w" have the candidates 0 to 3, and rank 0 has
-    the highest load, they may be assigned to ranks 1 and 2. Stacks with the highest cost of a matrix come first.
+    These are single matrices of a stack, which get different ranks: if matrices 0 and 1 of "w" have the candidates 0 to
+    3, and rank 0 has the highest load, they are assigned to ranks 1 and 2. The most expensive matrices come first.
     """
-    # Shards with several candidates that are not in such a stack are assigned later, and count for no rank yet.
+    # Other shards with several candidates are assigned later, and count for no rank yet.
     loads = [0.0] * size
     for shard in shards:
         if len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
     assigned = list(shards)
     for indices in _stacks_by_cost(shards):
-        candidates = shards[indices[0]].candidates
-        by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
-        owners = sorted(by_load[: len(indices)])  # as many ranks as matrices, in ascending order like the matrices
+        owners = _least_loaded(shards[indices[0]].candidates, loads, len(indices))
         for index, owner in zip(indices, owners, strict=True):
             assigned[index] = replace(shards[index], candidates=(owner,))
             loads[owner] += shards[index].cost
     return assigned
+
+
+def _least_loaded(candidates: Sequence[int], loads: Sequence[float], count: int) -> list[int]:
+    """Return the `count` candidates with the lowest loads, in ascending order. `loads` has the load of each rank.
+
+    >>> _least_loaded([0, 1, 2, 3], [9.0, 1.0, 3.0, 5.0], 2)
+    [1, 2]
+    """
+    by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
+    return sorted(by_load[:count])
 
 
 def _stacks_by_cost(shards: Sequence[MatrixShard]) -> list[list[int]]:
@@ -359,9 +367,13 @@ class _Matrix(NamedTuple):
     most: tuple[int, ...]
     """The ranks that hold the largest part of the matrix."""
 
-    def alone(self, *candidates: int, one_each: bool = False) -> _Range:
-        """Return a range of this matrix alone, with the ranks of which one will compute it."""
-        return _Range(self.number, self.number + 1, candidates, self.complete, one_each)
+    def for_rank(self, rank: int) -> _Range:
+        """Return a range of this matrix alone, which one rank will compute."""
+        return _Range(self.number, self.number + 1, (rank,), self.complete)
+
+    def for_one_of(self, candidates: Sequence[int]) -> _Range:
+        """Return a range of this matrix alone. One of some ranks will compute it, and no other such range."""
+        return _Range(self.number, self.number + 1, tuple(candidates), self.complete, one_each=True)
 
 
 @remembered  # parameters with the same shape and partition share a cut
@@ -376,19 +388,25 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     [(0, 3, (0,)), (3, 6, (1,))]
     """
     matrices = [_matrix(cut, number, numel) for number in range(prod(cut.shape) // numel)]
+    ranges = _joined(_divided(matrices))
+    if _have_same_owner(ranges):  # not possible: a single rank computes the whole stack
+        candidates = set(itertools.chain.from_iterable([matrices.candidates for matrices in ranges]))
+        return [_Range(0, len(matrices), tuple(sorted(candidates)), complete=False)]
+    return ranges
+
+
+def _divided(matrices: Sequence[_Matrix]) -> list[_Range]:
+    """Return a range of each matrix of a stack alone, with its candidates.
+
+    Neighbouring matrices that the same ranks hold are divided among these ranks.
+    """
     num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
     for matrix in matrices:
         num_matrices.update(matrix.ranks)
-    # Neighbouring matrices that the same ranks hold are divided among these ranks.
     divided: list[_Range] = []
     for _, neighbours in itertools.groupby(matrices, lambda matrix: (matrix.ranks, matrix.complete)):
         divided += _divide(list(neighbours), num_matrices)
-    ranges = _joined(divided)
-    if not _have_same_owner(ranges):
-        return ranges
-    # A single rank computes the whole stack.
-    candidates = set(itertools.chain.from_iterable([matrices.candidates for matrices in ranges]))
-    return [_Range(0, len(matrices), tuple(sorted(candidates)), complete=False)]
+    return divided
 
 
 def _have_same_owner(ranges: Sequence[_Range]) -> bool:
@@ -420,27 +438,30 @@ def _divide(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> l
     # 1. With at least as many matrices as ranks, each rank computes an equal range of them.
     if len(neighbours) >= len(ranks):
         owners = _in_equal_ranges(ranks, len(neighbours))
-        return [matrix.alone(owner) for matrix, owner in zip(neighbours, owners, strict=True)]
+        return [matrix.for_rank(owner) for matrix, owner in zip(neighbours, owners, strict=True)]
     # 2. With fewer matrices, `with_ranks_of_their_own` chooses a different rank for each matrix later, by load.
     candidates = _candidates_of_each(neighbours, num_matrices)
     if candidates:
-        return [matrix.alone(*candidates, one_each=True) for matrix in neighbours]
-    # 3. If that is not possible, the rank computes a matrix that needs to receive the least.
-    return [matrix.alone(matrix.most[0]) for matrix in neighbours]
+        return [matrix.for_one_of(candidates) for matrix in neighbours]
+    # 3. If that is not possible, a matrix is computed by the first rank with the largest part, which receives least.
+    return [matrix.for_rank(matrix.most[0]) for matrix in neighbours]
 
 
 def _candidates_of_each(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[int]:
     """Return the ranks of which each may compute any one of some matrices; none if there are too few of them.
 
-    They hold the largest part of every matrix, and no other matrix of the stack: a rank that also computed another
-    matrix would have two ranges, perhaps with a gap between them.
+    They hold the largest part of every matrix. Each matrix needs a rank of its own, and there must be a choice.
     """
-    count = len(neighbours)
     candidates = set.intersection(*[set(matrix.most) for matrix in neighbours])
-    hold_no_other_matrix = all(num_matrices[rank] == count for rank in candidates)
-    if len(candidates) >= max(count, 2) and hold_no_other_matrix:
-        return sorted(candidates)
-    return []
+    if len(candidates) < max(len(neighbours), 2):
+        return []
+    # A rank with elements of further matrices may compute one of them too. It would have two ranges of the stack, such
+    # as matrices 0 and 4, and it has one tensor of state for the stack, of one range.
+    for rank in candidates:
+        holds_further_matrices = num_matrices[rank] > len(neighbours)
+        if holds_further_matrices:
+            return []
+    return sorted(candidates)
 
 
 def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
