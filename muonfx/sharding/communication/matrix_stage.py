@@ -42,7 +42,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,18 +101,24 @@ class MatrixStage:
     def _init(self, params: PyTree) -> PyTree:
         """Return the initial state for the matrices that this rank computes; it is None for all other matrices."""
         local_params = dict(tree.named_leaves(params))
-        # 1. The matrices by parameter name. A parameter without matrices on this rank is left out.
-        matrices: dict[str, Tensor] = {}
-        if self.reads_params and tree.device_of(params).type != "meta":
-            for bucket in self.plan.local_buckets(local_params):
-                matrices |= _Gather(self, bucket, local_params, as_params=True).wait()
-        else:  # only shapes are needed
-            matrices = self._params_of_nan(local_params)
-        # 2. They replace the parameters in the tree, as the transforms expect.
+        matrices = self._params_to_init(local_params, tree.device_of(params))
+        # The matrices replace the parameters in the tree, as the transforms expect.
         _, treedef = tree.flatten(params)
         gathered = tree.unflatten(treedef, [matrices.get(name) for name in local_params])
         state = self.tx.functions.init(gathered)
         return self._with_missing_leaves(state, params)
+
+    def _params_to_init(self, local_params: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+        """Return the matrices that this rank computes, by parameter name, with values if `init` reads values.
+
+        A parameter without matrices on this rank is left out.
+        """
+        if not self.reads_params or device.type == "meta":
+            return self._params_of_nan(local_params)
+        matrices: dict[str, Tensor] = {}
+        for bucket in self.plan.local_buckets(local_params):
+            matrices |= _Gather(self, bucket, local_params, as_params=True).wait()
+        return matrices
 
     def _with_missing_leaves(self, state: PyTree, params: PyTree) -> PyTree:
         """Add a leaf None to a state for each parameter whose matrices this rank does not compute.
@@ -181,7 +187,8 @@ class Step:
         self._buckets = stage.plan.local_buckets(self._local_updates)
         # If there are several buckets, each takes a part of the state.
         self._state: _WholeState | BucketedState = _WholeState(call.state, call.donate)
-        if len(self._buckets) > 1 or stage.store != IN_MEMORY:
+        is_divided = len(self._buckets) > 1 or stage.store != IN_MEMORY
+        if is_divided:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in self._buckets]
             self._state = BucketedState(stage.store, device, call.state, find_parameters(), names, call.donate)
@@ -311,7 +318,7 @@ class _Gather:
             self._stage.layout,
             outgoing,
             self._bucket.expected,
-            dtype=functools.reduce(torch.promote_types, wire_dtypes),  # it can represent all of them
+            dtype=_common_dtype(wire_dtypes),
             device=shards[0].device,
             operation="gathering matrices",
         )
@@ -324,21 +331,25 @@ class _Gather:
 
     def wait(self) -> dict[str, Tensor]:
         """Wait for the messages. Return the matrices that this rank computes, by parameter name."""
-        # 1. The matrices that this rank already has, perhaps as views of its local shards.
+        # The matrices that this rank already has are perhaps views of its local shards.
         matrices: dict[str, Tensor] = {}
         for local in self._bucket.already_local:
             name = local.shard.name
             matrices[name] = _local_matrices(local, self._local_shards[name])
-        if self._exchange is None:
-            return matrices
-        # 2. The others are received in new memory: one stack for matrices of one shape and dtype.
-        boxes_of: dict[str, Sequence[Tensor]] = {}
+        if self._exchange is not None:
+            matrices |= self._receive(self._exchange)
+        return matrices
+
+    def _receive(self, exchange: Exchange) -> dict[str, Tensor]:
+        """Receive matrices in new memory: one stack for matrices of one shape and dtype. Return them by name."""
+        matrices: dict[str, Tensor] = {}
+        boxes_of: dict[str, Sequence[Tensor]] = {}  # for each of these matrices, the boxes that the ranks send
         for members in self._members_of_stacks():
+            names = [local.shard.name for local in members]
             stack = self._allocate_stack(members)
-            for local, entry, boxes in zip(members, stack, _boxes_of_entries(stack, members[0]), strict=True):
-                matrices[local.shard.name] = entry
-                boxes_of[local.shard.name] = boxes
-        self._exchange.wait(self._incoming(boxes_of))
+            matrices.update(zip(names, stack.unbind(), strict=True))
+            boxes_of.update(zip(names, _boxes_of_entries(stack, members[0]), strict=True))
+        exchange.wait(self._incoming(boxes_of))
         return matrices
 
     def _members_of_stacks(self) -> list[list[LocalTransfers]]:
@@ -374,17 +385,24 @@ class _Gather:
         return incoming
 
 
-def _boxes_of_entries(stack: Tensor, first: LocalTransfers) -> list[tuple[Tensor, ...]]:
-    """Return, for each entry of a stack of matrix shards, its boxes that come from the ranks, as views of the stack.
+def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return a dtype that can represent all values of some dtypes: fp32 for bf16 and fp16."""
+    return functools.reduce(torch.promote_types, dtypes)
 
-    The boxes of all entries are at the same positions as the boxes of the `first` entry.
+
+def _boxes_of_entries(stack: Tensor, first: LocalTransfers) -> list[tuple[Tensor, ...]]:
+    """Return, for each entry of a stack of matrix shards, the boxes that the ranks send, as views of the stack.
+
+    Two matrices of shape (4, 2) are in one stack of shape (2, 4, 2). Rank 0 sends rows 0 and 1 of each, and rank 1
+    sends rows 2 and 3. The result is ``[(stack[0, :2], stack[0, 2:]), (stack[1, :2], stack[1, 2:])]``. The plan of the
+    `first` entry has the positions of the boxes, which are the same for all entries.
     """
-    if first.shard.shape != first.shard.whole:  # a range of matrices, whose boxes are intervals of the flat entry
+    is_range_of_matrices = first.shard.shape != first.shard.whole
+    if is_range_of_matrices:  # its boxes are parts of the flattened entry
         stack = stack.flatten(1)
-    entries_of_boxes: list[tuple[Tensor, ...]] = []
-    for owner_box in first.owner_boxes:  # one call for the same box of all entries is faster than a view of each
-        entries_of_boxes.append(owner_box.view.of_each(stack))
-    return list(zip(*entries_of_boxes, strict=True))
+    # One call for the same box of all entries is faster than a view of each.
+    entries_of_box = [owner_box.view.of_each(stack) for owner_box in first.owner_boxes]
+    return list(zip(*entries_of_box, strict=True))
 
 
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
@@ -453,7 +471,7 @@ class _Scatter:
         if local.is_same_shard:  # the shard has exactly these elements: the result replaces it
             self._updated_shards[name] = _like_input(result, self._local_updates[name])
         else:  # the shard has further elements, or others in another order: copy box by box
-            copied(boxes_in(local.shard.as_shard(result), local.matrix_views), self._boxes(local))
+            copied(boxes_in(local.shard.as_shard(result), local.matrix_views), self._boxes_to_fill(local))
 
     def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
         """Send the boxes of the results of this rank to all ranks that hold them. A box is a rectangular part.
@@ -469,7 +487,7 @@ class _Scatter:
             if not local.computes or result is None:  # another rank computes it and sends the result
                 continue
             result_as_shard = local.shard.as_shard(result)
-            for owner_box in local.owner_boxes:
+            for owner_box in local.owner_boxes:  # where a box is in the result, and the ranks that hold it
                 box = owner_box.view.of(result_as_shard)
                 for rank in owner_box.holders:
                     outgoing[rank].append(box)
@@ -480,26 +498,29 @@ class _Scatter:
             layout,
             outgoing,
             self._bucket.expected_results,
-            dtype=functools.reduce(torch.promote_types, wire_dtypes),  # it can represent all of them
+            dtype=_common_dtype(wire_dtypes),
             device=updates[0].device,
             operation="returning matrices",
         )
 
     def wait(self) -> None:
-        """Wait until this rank has its shards of all results of the bucket."""
-        if self._exchange is None:
+        """Wait until this rank has its shards of all results of the bucket.
+
+        If rank 0 computes "w" and rank 1 computes "v", this rank's part of "w" arrives from rank 0, and its part of "v"
+        from rank 1.
+        """
+        if self._exchange is None:  # no rank needs results of another
             return
-        # The elements of this rank's shards, by the owner that computes and sends them.
         incoming = lists_by_rank(self._stage.layout)
         for local in self._bucket.returned:
-            incoming[local.shard.the_owner] += self._boxes(local)
+            incoming[local.shard.the_owner] += self._boxes_to_fill(local)
         self._exchange.wait(incoming)
 
-    def _boxes(self, local: LocalTransfers) -> list[Tensor]:
-        """Return the boxes of an updated shard that come from one matrix shard. Allocate the shard if needed.
+    def _boxes_to_fill(self, local: LocalTransfers) -> list[Tensor]:
+        """Return the boxes of an updated shard into which the results of one matrix shard are copied.
 
-        A box is a rectangular part, and `local` says where the boxes are. The shard of a stack may get its boxes from
-        several owners, each of which computes some of the matrices.
+        If this rank holds rows 2 and 3 of "w", the updated shard has these two rows, and is one box. The shard is
+        allocated for its first boxes. A stack gets further boxes from each owner that computes some of its matrices.
         """
         if not local.local_views:  # this rank holds none of these elements
             return []
