@@ -55,18 +55,26 @@ def checksum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     block_size = _WORD_BYTES * WORDS // flat.element_size()
     for number, block in enumerate(flat.split(block_size)):
-        # 1. The words of the block. A view as int32 needs whole words, aligned in memory. Otherwise the bytes are
-        # copied, with zeros at the end.
-        data = octets(block)
-        missing_bytes = -data.numel() % _WORD_BYTES  # up to the next multiple of 4: three for 5 bytes
-        is_misaligned = bool(data.storage_offset() % _WORD_BYTES)
-        if missing_bytes or is_misaligned:
-            data = torch.cat([data, data.new_zeros(missing_bytes)])
-        words = data.view(torch.int32).to(torch.int64)
-        # 2. Products and sums of int64 numbers wrap around, so they are computed modulo 2^64, in any order.
+        words = _words(block)
+        # Products and sums of int64 numbers wrap around, so they are computed modulo 2^64, in any order.
         sum_of_block = words.mul_(weights[: words.numel()]).sum()
         total += sum_of_block * weights[number]
     return total
+
+
+def _words(block: Tensor) -> Tensor:
+    """Return the bits of a 1-d tensor as a new int64 tensor of 32-bit words. The last is filled with zeros if needed.
+
+    >>> _words(torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8))  # 1 + 2 * 256 + 3 * 256**2 + 4 * 256**3, and 5
+    tensor([67305985,        5])
+    """
+    data = octets(block)
+    # A view as int32 needs whole words, aligned in memory. Otherwise the bytes are copied, with zeros at the end.
+    missing_bytes = -data.numel() % _WORD_BYTES  # up to the next multiple of 4: three for 5 bytes
+    is_misaligned = bool(data.storage_offset() % _WORD_BYTES)
+    if missing_bytes or is_misaligned:
+        data = torch.cat([data, data.new_zeros(missing_bytes)])
+    return data.view(torch.int32).to(torch.int64)
 
 
 def checksums(tensors: Mapping[K, object]) -> dict[K, int]:

@@ -82,10 +82,11 @@ def _require_same_leaves(
             same=names,
             explain=lambda: {"arguments": str(names)},
         )
-    for index in agreement.missing:  # the same on all ranks, so all of them raise
+    if agreement.missing:  # the same on all ranks, so all of them raise
+        name = tree.names(leaf_of)[min(agreement.missing)]
         raise ShardingError(
-            f"{tree.names(leaf_of)[index]!r} is None on some ranks, expected a shard on all ranks or None on all: pass "
-            "the shard of every rank"
+            f"{name!r} is None on some ranks, expected a shard on all ranks or None on all: pass the shard of every "
+            "rank"
         )
 
 
@@ -371,14 +372,13 @@ def _average(tensors: Sequence[Tensor], target: Tensor) -> None:
     """
     first, second, *others = tensors
     wide_dtype = ew.wide_dtype(target.dtype)
-    total = first.to(wide_dtype)
-    if target.dtype == wide_dtype:  # `total` may be the caller's tensor: the sum is written to the target
-        total = torch.add(total, second, out=target)
-    else:
-        total.add_(second)
+    total = target
+    if target.dtype != wide_dtype:
+        total = torch.empty_like(target, dtype=wide_dtype)
+    torch.add(first.to(wide_dtype), second, out=total)
     for tensor in others:
         total.add_(tensor)
-    target.copy_(total.div_(len(tensors)))  # does nothing if `total` is the target
+    torch.div(total, len(tensors), out=target)
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:

@@ -277,12 +277,10 @@ class OnMesh(Cut):
         `outer` are coordinates along the first mesh dims that split this tensor dim. If they leave the indices 4 to 7,
         a mesh dim of size 2 splits these into ``[((4, 6),), ((6, 8),)]``.
         """
-        spans = self._spans_of(dim, outer) or [(0, 0)]  # without a range, an empty one, because `cat` needs a tensor
+        mesh_dim = self._mesh_dims_of[dim][len(outer)]  # the first mesh dim after the outer ones
         # A placement such as `_StridedShard` may put indices with gaps in one part, so it splits all single indices.
-        indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
-        mesh_dim = self._mesh_dims_of[dim][len(outer)]
-        count = self.mesh.shape[mesh_dim]
-        parts_of_indices = _split(self.placements[mesh_dim], indices, count)
+        indices = _indices_in(self._spans_of(dim, outer))
+        parts_of_indices = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
         return list(map(_spans, parts_of_indices))
 
     def _key(self) -> tuple[object, ...]:
@@ -291,15 +289,25 @@ class OnMesh(Cut):
         return "on a mesh", self.shape, self.mesh.shape, self.mesh.digest, placements
 
 
+def _indices_in(spans: Sequence[Span]) -> torch.Tensor:
+    """Return the indices in some ranges (start, exclusive end) as a tensor. It is the inverse of `_spans`."""
+    if not spans:
+        return torch.arange(0)
+    return torch.cat([torch.arange(start, stop) for start, stop in spans])
+
+
 def _split(placement: Placement, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Split the indices of one tensor dim among `count` ranks, exactly as the DTensor placement does.
 
-    ``Shard(1)`` of a matrix with five columns splits the indices 0 to 4 into 0, 1, 2 and 3, 4 for two ranks.
+    ``Shard(1)`` of a matrix with five columns splits the indices 0 to 4 into 0, 1, 2 and 3, 4 for two ranks. There may
+    be fewer parts than ranks.
     """
-    # The indices have one dim, so the placement is built again for dim 0.
-    kind: Any = type(placement)
     split_factor = getattr(placement, "split_factor", None)
-    along_first_dim = kind(0) if split_factor is None else kind(0, split_factor=split_factor)
+    if split_factor is None:  # a `Shard`
+        return list(indices.chunk(count))
+    # A `_StridedShard`, built again for dim 0, because the indices have one dim. A part may have indices with gaps.
+    strided: Any = type(placement)
+    along_first_dim = strided(0, split_factor=split_factor)
     return list(along_first_dim._split_tensor(indices, count, with_padding=False, contiguous=True)[0])
 
 

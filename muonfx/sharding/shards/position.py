@@ -114,11 +114,12 @@ class ShardPosition(NamedTuple):
         >>> ShardPosition.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
         """
+        spans_by_dim = tuple([_nonempty(spans_of_dim) for spans_of_dim in spans])
+        shape = tuple([_count(spans_of_dim) for spans_of_dim in spans_by_dim])
         # Each combination of one span for each dim is one box: here two spans of rows with one of columns, two boxes.
-        spans_by_dim = tuple(map(_nonempty, spans))
-        shape = tuple(map(_count, spans_by_dim))
-        boxes = tuple([Box.of_spans(spans_of_box) for spans_of_box in product(*spans_by_dim)])
-        return cls(shape, boxes, None, spans_by_dim)
+        combinations = product(*spans_by_dim)
+        boxes = tuple([Box.of_spans(spans_of_box) for spans_of_box in combinations])
+        return cls(shape, boxes, spans=spans_by_dim)
 
     def interval_of_shard(self, start: int, stop: int) -> ShardPosition:
         """Return the position of elements ``start:stop`` of this shard, flattened. The new shard is 1-d.
