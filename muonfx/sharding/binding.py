@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -129,20 +130,28 @@ class Binding:
     """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        """Set the attributes that follow from the fields."""
-        cuts = self.layout.cuts.values()
-        self.holds_all = self.layout.size == 1 and all(cut[0].shape == cut.shape for cut in cuts)
+    @cached_property
+    def holds_all(self) -> bool:
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
-        self.placed = PlacedTransforms(Where(self, self.store), self.global_like)
-        """Returns the transform that runs on this rank's shards, from a transform and the local parameters."""
-        self.extras: dict[str, Any] = {
+        return self.layout.size == 1 and all(cut[0].shape == cut.shape for cut in self.layout.cuts.values())
+
+    @cached_property
+    def placed(self) -> PlacedTransforms:
+        """A function of a transform and local parameters. It returns the transform that runs on this rank's shards.
+
+        It calls methods of this binding where a transform needs other ranks, and loads the state from the `store`.
+        """
+        return PlacedTransforms(Where(self, self.store), self.global_like)
+
+    @cached_property
+    def extras(self) -> dict[str, Any]:
+        """The extra arguments that compute over ranks, for transforms that accept them."""
+        return {
             "shard": self.layout.shard,
             "max_over_ranks": self.max_over_ranks,
             "sum_over_leaves": self.sum_over_leaves,
             "sum_over_shards": self.sum_over_shards,
         }
-        """The extra arguments that compute over ranks, for transforms that accept them."""
 
     def remember_shapes(self, tx: Transform, local: PyTree) -> None:
         """Remember the shapes of this rank's parameters. `to_global` may be called without parameters, and needs them.
@@ -151,6 +160,12 @@ class Binding:
         """
         if tx.treedef not in self.likes:
             self.likes[tx.treedef] = meta_like(local)
+
+    def shapes_of_params(self, tx: Transform) -> PyTree:
+        """Return the shapes of this rank's parameters: the tree of `remember_shapes` or, without it, a flat dict."""
+        if tx.treedef in self.likes:
+            return self.likes[tx.treedef]
+        return self.local_like(self.layout.meta())
 
     def init(self, tx: Transform, params: PyTree) -> PyTree:
         """Return this rank's initial state for a transform. `params` has local tensors; on meta, nothing is sent."""
@@ -326,17 +341,29 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
     A matrix stage runs neighbouring transforms on whole matrices. The plan has the rank that computes each matrix (its
     owner).
     """
-    is_chain = chain_entries(tx) is not None
-    members = chain_entries(tx) or {tx.name: tx}
-    plan = binding.plan(tuple(members.items()), params)
+    run = _run_of(tx)
+    plan = binding.plan(run, params)
     # An owner may compute some matrices of a stack, so the transforms must accept any number of them. `plan.run` does
     # too, but it may have the numbers of another transform of the same structure.
     if plan.stacks:
-        shapes = {name: plan.specs[name].shape for name in plan.stacks}
-        members = dict(on_stacks(tuple(members.items()), shapes))
-        tx = as_chain(members) if is_chain else members[tx.name]
-    reads_params = any(member.reads_params for member in members.values())
+        run = on_stacks(run, {name: plan.specs[name].shape for name in plan.stacks})
+        tx = _with_members(tx, run)
+    reads_params = any(member.reads_params for _, member in run)
     return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
+
+
+def _run_of(tx: Transform) -> Run:
+    """Return the transforms of a chain as pairs (name, transform). A single transform counts as a chain of one."""
+    entries = chain_entries(tx) or {tx.name: tx}
+    return tuple(entries.items())
+
+
+def _with_members(tx: Transform, run: Run) -> Transform:
+    """Return a transform like `tx`, a chain or a single transform, with other members than those of `_run_of`."""
+    if chain_entries(tx) is not None:
+        return as_chain(dict(run))
+    ((_, single_tx),) = run
+    return single_tx
 
 
 @stand_in

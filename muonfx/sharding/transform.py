@@ -194,7 +194,8 @@ def _update(
 ) -> tuple[PyTree, PyTree]:
     """Return this rank's updates and its next state, as DTensors if the caller uses DTensors.
 
-    The arguments are as in `_init`; `call` has the arguments of `update`, and `check` is one of `step_sharded`.
+    The arguments are as in `_init`, and `call` has the arguments of `update`. With `check`, its trees are compared with
+    each other, and the next state has no tensor of the old one.
     """
     layout = binding.layout
     # 1. The state of DTensors as local tensors. The step converts the other arguments.
@@ -206,6 +207,10 @@ def _update(
     with without_transforms():
         progress = _progress_of(memory, binding, inner)
         out, new_state = step_sharded(binding, progress, inner, local_call, check=check, problem=problem)
+        # A new state may contain tensors of the old one. If the caller donates it in the next step, these are
+        # overwritten.
+        if check and not Donation.of(call.donate).state:
+            new_state = tree.copy_shared(new_state, local_call.state)
     # 3. DTensors, if the caller uses them.
     if not layout.dtensors or are_plain([*tree.leaves(call.updates), *tree.leaves(call.params)]):
         return out, new_state
@@ -282,7 +287,7 @@ def step_sharded(
         progress: counts the steps of this transform or optimizer alone.
         tx: the transform for whole tensors, with its current hyperparameters.
         call: the arguments of `update`. Their leaves may be DTensors.
-        check: True to compare the trees of the arguments, and to return a state that has no tensor of the old one.
+        check: True to compare the trees of the arguments.
         problem: an error that this rank already has; it is raised on all ranks.
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
@@ -301,9 +306,6 @@ def step_sharded(
     out, new_state = local_tx.run(updates, state, local.params, donate=donate, **extras)
     # After an error on this rank alone, the step is not counted: the next step then finds that the ranks differ.
     progress.completed += 1
-    # A new state may contain tensors of the old one. If the caller donates it in the next step, these are overwritten.
-    if check and not local.donate.state:
-        new_state = tree.copy_shared(new_state, local.state)
     return out, new_state
 
 
@@ -345,15 +347,16 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     binding, inner, like = binding_of(tx, params)
     if is_global(state):
         return state
-    # 1. The state is checked against the state that `init` would return on this rank.
-    plain_state = local_state(binding, inner, like, state)
-    checked_state = plain_state
-    was_used = inner.treedef in binding.likes
-    if params is None and not was_used:  # then `like` is a flat dict, but the parameters may be in other containers
-        checked_state = _in_containers_of(binding.init(inner, like), plain_state)
-    check_state(binding, inner, local_tree(like), checked_state, with_dtypes=False)
-    # 2. Each leaf gets its position in the whole tensor, such as "elements 0 to 4".
-    return global_state(binding, inner, like, plain_state)
+    local = local_state(binding, inner, like, state)
+    # The state must be one that `init` would return on this rank.
+    has_containers = params is not None or inner.treedef in binding.likes
+    if has_containers:
+        check_state(binding, inner, local_tree(like), local, with_dtypes=False)
+    else:  # `like` is a flat dict of names, but the parameters, and so the state, may have other containers
+        flat = _in_containers_of(binding.init(inner, like), local)
+        check_state(binding, inner, local_tree(like), flat, with_dtypes=False)
+    # Each leaf gets its position in the whole tensor, such as "elements 0 to 4".
+    return global_state(binding, inner, like, local)
 
 
 def _in_containers_of(expected: PyTree, state: PyTree) -> PyTree:
@@ -392,7 +395,8 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     """
     binding, inner, like = binding_of(tx, params)
     # The steps of this rank are counted from 0 again, and the next update compares the replicas.
-    _progress_of(tx.structure.memory, binding, inner).load()
+    progress = _progress_of(tx.structure.memory, binding, inner)
+    progress.load()
     state = local_state(binding, inner, like, state)
     if binding.layout.dtensors:
         return state_to_dtensors(binding, inner, like, state)
@@ -423,7 +427,5 @@ def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTre
     inner = inner_of(whole_tx)
     binding = bind(tx.layout, settings_of(tx), store_of(whole_tx))
     if params is None:
-        params = binding.likes.get(inner.treedef)  # the shapes of the parameters of an earlier call
-    if params is None:
-        params = binding.local_like(tx.layout.meta())
+        params = binding.shapes_of_params(inner)
     return binding, inner, params
