@@ -112,10 +112,10 @@ def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Fact
 
 @by_structure
 def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _ConstantFacts:
-    """Return the facts that are the same in each step of a transform.
+    """Return what ranks compare in a step and what is the same in each step of a transform. It is computed once.
 
-    The values of counters and of other leaves without a parameter are compared at each step, so their indices among the
-    leaves of the state are stored: ``{"2.scale_by_adam.count": 4}``.
+    The ranks compare the digest of the transforms. They also compare the values of counters and of other leaves without
+    a parameter, which change: so the indices of these leaves in the state are stored, ``{"2.scale_by_adam.count": 4}``.
     """
     placements = describe_state(binding, tx, params)
     index_of: dict[str, int] = {}

@@ -36,6 +36,7 @@ from muonfx.sharding.shards.table import specs_of
 from muonfx.tree import PyTree, Spec
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
@@ -207,9 +208,8 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     leaves = {name: leaf for name, leaf in tree.named_leaves(params) if is_dtensor(leaf)}
     if not leaves:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
-    dtensors: dict[str, DTensorSpec] = {name: leaf._spec for name, leaf in leaves.items()}
-    meshes = dict.fromkeys([spec.mesh for spec in dtensors.values()])  # each once, in the order of the parameters
-    ranks_of = {mesh: tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
+    dtensors = {name: leaf._spec for name, leaf in leaves.items()}
+    ranks_of = _ranks_of_meshes(dtensors)
     if group is None:
         group = group_of_meshes(ranks_of)
     ranks = dist.get_process_group_ranks(group)
@@ -224,6 +224,15 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     return Layout(
         "from_dtensors", specs, cuts, len(ranks), rank, group, dtensors=dtensors, on_several_meshes=on_several_meshes
     )
+
+
+def _ranks_of_meshes(dtensors: Mapping[str, DTensorSpec]) -> dict[DeviceMesh, tuple[int, ...]]:
+    """Return the global ranks on each mesh, in ascending order. The meshes are in the order of their parameters."""
+    ranks_of: dict[DeviceMesh, tuple[int, ...]] = {}
+    for spec in dtensors.values():
+        if spec.mesh not in ranks_of:
+            ranks_of[spec.mesh] = tuple(sorted(spec.mesh.mesh.flatten().tolist()))
+    return ranks_of
 
 
 def _require_local_shape(name: str, local: Tensor, position: ShardPosition) -> None:

@@ -85,7 +85,7 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     with warnings.catch_warnings():  # the first `init` has already warned
         warnings.simplefilter("ignore")
         placement_at = _placements_of_all(binding, tx, params)
-    # A placement has no name yet, and no shape of the leaf on this rank.
+    # The placements of whole leaves are completed by the names and shapes in the state of this rank.
     described: list[LeafPlacement | None] = []
     for path, (name, leaf) in zip(tree.paths(state_on_rank), tree.named_leaves(state_on_rank), strict=True):
         placement = placement_at.get(path)
@@ -381,24 +381,16 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
     """Return True if every rank computes exactly the matrices that it holds, of a parameter that stacks matrices.
 
     For a stack of shape (4, 8, 8) with the placement ``Shard(0)`` over two ranks, each rank then computes two matrices.
-    The leaf of the state with this `shape` can have the same placement. This is False unless both are split along dim 0
-    alone.
+    A leaf of the state with this `shape`, such as (4,), can have the same placement.
     """
     spec = layout.dtensors[name]
-    # 1. The parameter is split along dim 0 alone, and the leaf has one entry for each matrix.
-    for placement in cast("Sequence[Any]", spec.placements):
-        is_split_elsewhere = not placement.is_replicate() and placement.dim != 0
-        if is_split_elsewhere:
-            return False
-    has_other_length = tuple(shape[:1]) != tuple(spec.shape[:1])
-    if has_other_length:
-        return False
-    # 2. Each rank computes one range of matrices: those that it alone holds.
+    placements = cast("Sequence[Any]", spec.placements)
+    is_split_along_dim_0 = all(placement.is_replicate() or placement.dim == 0 for placement in placements)
+    has_entry_for_each_matrix = tuple(shape[:1]) == tuple(spec.shape[:1])
     owners = {shard.owner for shard in shards}
-    if len(owners) < len(shards):  # a rank computes several ranges
-        return False
-    # The route "local": only the owner holds these matrices, and nothing is sent.
-    return all(shard.route == "local" for shard in shards)
+    computes_one_range = len(owners) == len(shards)  # each owner
+    are_held_by_owner_alone = all(shard.route == "local" for shard in shards)  # nothing is sent
+    return is_split_along_dim_0 and has_entry_for_each_matrix and computes_one_range and are_held_by_owner_alone
 
 
 def _empty_on(mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:

@@ -99,7 +99,8 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
     store = group.get_group_store()
     keys, key_of_failure = _keys_of_barrier(group, purpose)
     store.set(key_of_failure, f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}")
-    # Set the keys of all ranks, not only this rank's: no rank waits for another one that is late.
+    # The other ranks wait for the keys of all ranks before they look for an error. All keys are set here, so that they
+    # do not wait for a rank that is late.
     for key in keys:
         store.set(key, "")
     _barriers_passed[group.group_name, purpose] += 1
