@@ -32,6 +32,7 @@ from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.plan.matrix_shards import on_stacks
 from muonfx.sharding.shards.dtensors import map_named
+from muonfx.sharding.shards.remembered import remembered
 from muonfx.tree import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,7 +131,8 @@ class Binding:
     """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)
 
-    @cached_property
+    @property
+    @remembered
     def holds_all(self) -> bool:
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         return self.layout.size == 1 and all(cut[0].shape == cut.shape for cut in self.layout.cuts.values())
@@ -143,7 +145,7 @@ class Binding:
         """
         return PlacedTransforms(Where(self, self.store), self.global_like)
 
-    @cached_property
+    @property
     def extras(self) -> dict[str, Any]:
         """The extra arguments that compute over ranks, for transforms that accept them."""
         return {
@@ -312,27 +314,37 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
     the returned functions: `stand_in` one like `tx`, and `with_memory` one that has the dict `_memory` between its
     calls.
     """
-    # Usually there is one stage. But a wrapper may call its inner transform for some of the leaves, and then for
-    # others.
-    stages: dict[Hashable, MatrixStage] = {}  # by the device and the names of parameters
-
-    def stage_for(params: PyTree) -> MatrixStage:
-        key = tree.device_of(params), tuple(tree.names(params))
-        if key not in stages:
-            stages[key] = _stage(tx, binding, params)
-        return stages[key]
+    stages = _Stages(tx, binding)
 
     def init(params: PyTree) -> PyTree:
-        return stage_for(params).init(params)
+        return stages.stage_for(params).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         call = Arguments(updates, state, params, donate, extras)
-        stage = stage_for(call.like)
-        # The stage calls this if it divides the state; the result is remembered in `_memory` for the next steps.
+        # The step calls this if it divides the state; the result is remembered in `_memory` for the next steps.
         find_parameters = functools.partial(remembered_parameters, _memory, state, updates)
-        return Step(stage, call, find_parameters).run()
+        return Step(stages.stage_for(call.like), call, find_parameters).run()
 
     return init, update
+
+
+class _Stages:
+    """The matrix stages of one transform or chain. Each is built in the first call for its parameters.
+
+    Usually there is one. But a wrapper may call its inner transform for some of the parameters, and then for others.
+    """
+
+    def __init__(self, tx: Transform, binding: Binding) -> None:
+        self._tx = tx
+        self._binding = binding
+        self._stages: dict[Hashable, MatrixStage] = {}
+
+    def stage_for(self, params: PyTree) -> MatrixStage:
+        """Return the stage for parameters of these names, on the device of these parameters."""
+        key = tree.device_of(params), tuple(tree.names(params))
+        if key not in self._stages:
+            self._stages[key] = _stage(self._tx, self._binding, params)
+        return self._stages[key]
 
 
 def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:

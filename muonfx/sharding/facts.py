@@ -330,8 +330,8 @@ def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, ob
 def equal_leaves_of_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of the extra arguments that must be equal on all ranks, by a name such as "hessian.w".
 
-    A transform that takes ``max_over_ranks``, such as `qk_clip`, reduces its other arguments with it. They may differ,
-    unless another transform reads them, too.
+    A transform that takes ``max_over_ranks``, such as `qk_clip`, reduces its other arguments over ranks. They may
+    differ, unless another transform reads them without reducing them.
     """
     if not extras:  # as in most steps
         return {}
@@ -342,7 +342,8 @@ def equal_leaves_of_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str
             reduced |= inner.extras.named
         else:
             not_reduced |= inner.extras.named
-    equal_extras = {name: value for name, value in extras.items() if name not in reduced - not_reduced}
+    may_differ = reduced - not_reduced
+    equal_extras = {name: value for name, value in extras.items() if name not in may_differ}
     return dict(tree.named_leaves(equal_extras))
 
 

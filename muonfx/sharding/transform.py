@@ -150,8 +150,9 @@ def sharded(
         **extras: Any,
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's updates and its next state."""
+        binding = bind(layout, settings, store)
         call = Arguments(updates, state, without_left_out(tx, params), donate, extras)
-        return _update(_memory, bind(layout, settings, store), inner, call, check=check)
+        return _update(_memory, binding, inner, call, check=check)
 
     return init, update
 
