@@ -223,8 +223,7 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     # 1. The whole matrices of each parameter, with their costs and the ranks that may compute them.
     matrices = matrices_of(run, shapes)
     run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
-    # A transform's dtype "auto" is not resolved by this machine's CPU here, since ranks may have different CPUs.
-    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+    compute = _assumed_dtype(device)
     cost_of = cost_of_run(run_on_stacks, device.type, compute)
     unassigned = _unassigned_shards(specs, matrices, layout, cost_of)
     # 2. One of these ranks, or every rank.
@@ -242,6 +241,16 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
         device=device,
         rank=layout.rank,
     )
+
+
+def _assumed_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which plans assume that matrix products are computed: bf16 on CUDA, else fp32.
+
+    The dtype "auto" of a transform depends on the CPU, and ranks with different CPUs must make the same plan.
+    """
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.float32
 
 
 def _unassigned_shards(

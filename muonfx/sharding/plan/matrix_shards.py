@@ -175,8 +175,9 @@ class MatrixShard:
     def local_transfers(self, rank: int) -> LocalTransfers:
         """Return which elements of these matrices a rank sends and receives in a step.
 
-        If rank 1 holds rows 2 and 3 of a matrix of four rows, these rows are one box. It is the whole shard of the
-        rank (``local_views``), and rows 2 and 3 of the tensor in which the owner computes (``matrix_views``).
+        They are boxes, rectangular parts of the parameter. A view says where a box is in a tensor. If rank 1 holds rows
+        2 and 3 of a matrix of four rows, these rows are one box. It is the whole tensor that the rank holds
+        (``local_views``), and rows 2 and 3 of the tensor in which the owner computes (``matrix_views``).
         """
         local_shard = self.cut[rank]  # the elements of the parameter that the rank holds
         overlap = self.transfer_of(rank)  # the elements that are in these matrices
