@@ -53,7 +53,7 @@ class LeafSummary:
 class Summary(Shown):
     """A table of the tensors in a state, an optimizer or a model, with their bytes; `summary` returns it.
 
-    ``str()`` returns plain text, and a notebook shows HTML. ``to_text(depth=1)`` shows only the first level of paths.
+    ``str()`` returns plain text, and a notebook shows HTML. ``to_text(depth=0)`` shows only the outermost rows.
 
     Attributes:
         leaves: a `LeafSummary` for each leaf (tensor or None), in the order of the tree.
