@@ -77,13 +77,13 @@ def on_this_rank(leaf: Any, value: Any) -> Tensor:
     whole, or sharded in the same way; otherwise raise `Misfit`. For example, if the shard of ``leaf`` has the elements
     2 to 4 of the flattened tensor, the result for the whole value ``[[0, 1], [2, 3]]`` is ``[2, 3]``.
     """
-    is_whole = not is_dtensor(value) and not isinstance(value, FlatShardTensor)
+    local_value: Tensor | None = None
     if isinstance(leaf, FlatShardTensor):
-        local_value = _in_flat_shard(leaf, value, is_whole=is_whole)
+        local_value = _in_flat_shard(leaf, value)
     elif is_dtensor(leaf):
-        local_value = _in_dtensor(leaf, value, is_whole=is_whole)
-    else:  # a plain tensor, which this rank has in full
-        local_value = value if is_whole else None
+        local_value = _in_dtensor(leaf, value)
+    elif is_whole(value):  # the leaf is a plain tensor, which this rank has in full
+        local_value = value
     if local_value is not None:
         return local_value
     raise Misfit(
@@ -92,13 +92,18 @@ def on_this_rank(leaf: Any, value: Any) -> Tensor:
     )
 
 
-def _in_flat_shard(leaf: FlatShardTensor, value: Any, *, is_whole: bool) -> Tensor | None:
+def is_whole(value: object) -> bool:
+    """Return True if a saved tensor has all elements, so that it is neither a DTensor nor an interval of a tensor."""
+    return not is_dtensor(value) and not isinstance(value, FlatShardTensor)
+
+
+def _in_flat_shard(leaf: FlatShardTensor, value: Any) -> Tensor | None:
     """Return the part of a saved value that is in the interval of ``leaf``; None if it is sharded in another way.
 
     For example, if the interval is 2 to 4, the result for the whole value ``[[0, 1], [2, 3]]`` is ``[2, 3]``.
     """
     shard = leaf.shard
-    if is_whole:
+    if is_whole(value):
         return value.reshape(-1)[shard.start : shard.stop]
     # An interval, too: it fits only if it has the same ends.
     if isinstance(value, FlatShardTensor) and (value.shard.start, value.shard.stop) == (shard.start, shard.stop):
@@ -106,9 +111,9 @@ def _in_flat_shard(leaf: FlatShardTensor, value: Any, *, is_whole: bool) -> Tens
     return None
 
 
-def _in_dtensor(leaf: DTensor, value: Any, *, is_whole: bool) -> Tensor | None:
+def _in_dtensor(leaf: DTensor, value: Any) -> Tensor | None:
     """Return this rank's shard of a saved value, for a DTensor ``leaf``; None if it is sharded in another way."""
-    if is_whole:
+    if is_whole(value):
         value = _sharded_like(leaf, value)
     # Sharded over the same ranks and along the same dims: this rank's shard of the value fits this rank's leaf.
     if is_dtensor(value) and value.device_mesh == leaf.device_mesh and value.placements == leaf.placements:

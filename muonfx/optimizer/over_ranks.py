@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.optimizer.group_numbers import TrackedGroup
-from muonfx.optimizer.local_values import Load, apart_from, on_this_rank, require_same_position
+from muonfx.optimizer.local_values import Load, apart_from, is_whole, on_this_rank, require_same_position
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
@@ -40,7 +40,7 @@ from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sha
 from muonfx.tree import PyTree
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DeviceMesh, Placement
+    from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
 SMALL_BUCKET = 1 << 23
 SMALL_BUCKET_ON_CUDA = 1 << 29
@@ -94,19 +94,20 @@ def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedT
     """
     all_params = {**params, **others}
     dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
-    if layout is None and not dtensor_names:
-        return None
     if layout is None:
+        if not dtensor_names:  # one process
+            return None
         return from_dtensors(all_params)
     if dtensor_names and not layout.dtensors:  # a layout for plain tensors
         raise TypeError(
             f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
         )
-    has_all = params.keys() <= layout.specs.keys()  # the layout describes each parameter to train
-    if has_all or layout.dtensors or layout.is_flat:
-        return layout
-    # A parameter was added. In this layout every rank has every parameter in full, so also the added one.
-    return replicated(all_params, layout.group or layout.size)
+    # The layout may lack a parameter that was added. If every rank has all others in full, it also has the added one.
+    is_replicated = not layout.dtensors and not layout.is_flat
+    lacks_params = not params.keys() <= layout.specs.keys()
+    if is_replicated and lacks_params:
+        return replicated(all_params, layout.group or layout.size)
+    return layout
 
 
 class SteppingOverRanks(Stepping):
@@ -125,6 +126,12 @@ class SteppingOverRanks(Stepping):
 
     is_over_ranks = True
 
+    # `init` sets the following attributes, because they depend on the parameters.
+    _meta_params: dict[str, Tensor | None]  # all parameters in full, as meta tensors
+    _device: torch.device  # of this rank's parameters
+    _placements: Sequence[LeafPlacement | None]  # of each leaf of the state: its shape, and the ranks that hold it
+    _on_one_rank: dict[int, LeafPlacement]  # by index, the leaves that `optimizer.state` shows on one rank only
+
     def __init__(self, tx: Transform, meta_params: PyTree, layout: Layout, settings: Settings) -> None:
         """Plan the communication for a layout. `init` creates the state later, together with all ranks."""
         super().__init__(tx, meta_params, None)
@@ -140,17 +147,8 @@ class SteppingOverRanks(Stepping):
         """True if every rank has all parameters in full as plain tensors, as under DDP."""
         self._current = self.inner
         """The transform with the hyperparameters that `refresh` has read in the param groups."""
-        # `init` sets the following attributes, because they need the parameters.
-        self._meta_params: dict[str, Tensor | None] = {}
-        """All parameters in full, as meta tensors."""
-        self._device = torch.device("cpu")
-        """The device of this rank's parameters."""
-        self._placements: Sequence[LeafPlacement | None] = ()
-        """For each leaf of the state, its shape and the ranks that hold it; None for a leaf that is None."""
-        self._on_one_rank: dict[int, LeafPlacement] = {}
-        """The leaves, by index, that `optimizer.state` shows on one rank only, so that `state_dict` gathers them."""
         self._gathering: Gathering | None = None
-        """The copy of these leaves to all ranks that `_share` has started; None if none was necessary."""
+        """The copy of single ranks' state to all ranks that `_share` has started; None if none was necessary."""
 
     @property
     def has_lacked_gradients(self) -> bool:
@@ -194,15 +192,21 @@ class SteppingOverRanks(Stepping):
         The rank is the owner of a matrix: it computes the update for all. Return False if a DTensor can show the tensor
         on all ranks.
         """
-        if not self._is_distributed or not placement.owned:  # one process, or sharded like its parameter
+        is_sharded_like_param = not placement.owned
+        is_in_full_on_all_ranks = all(shard.owner is None for shard in placement.shards)  # each computes all matrices
+        if not self._is_distributed or is_sharded_like_param or is_in_full_on_all_ranks:
             return False
-        if all(shard.owner is None for shard in placement.shards):  # each rank computes all matrices
+        return not self._is_sharded_over_owners(placement)
+
+    def _is_sharded_over_owners(self, placement: LeafPlacement) -> bool:
+        """Return True if each owner has the matrices of its shard of a DTensor, so that a DTensor shows them all.
+
+        For example, a stack of four matrices is sharded over two ranks, and each rank computes the two that it holds.
+        """
+        if placement.name is None or placement.name not in self.layout.dtensors:  # of no parameter, or of a plain one
             return False
-        # The leaf belongs to no parameter, or to a plain tensor, or one rank owns all matrices of a DTensor.
-        if placement.name is None or placement.name not in self.layout.dtensors or len(placement.shards) == 1:
-            return True
-        # Several owners: if each has the matrices of its shard, the leaf is sharded like the parameter.
-        return not own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
+        has_several_owners = len(placement.shards) > 1
+        return has_several_owners and own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
 
     def _local_part(self, index: int, leaf: Any, full_value: Tensor) -> Any:
         """Return this rank's part of a full state tensor; None if the rank has no part of it.
@@ -216,11 +220,9 @@ class SteppingOverRanks(Stepping):
         full_value = full_value.to(self._device)
         if placement.name is None:  # of no parameter, such as a step count: every rank has it in full
             return full_value
-        if not placement.owned:  # sharded like its parameter
-            return self.layout.position(placement.name).cut(full_value)
-        if placement.local is None or placement.shard is None:  # other ranks own the matrices of this parameter
-            return None
-        return _owned_interval(placement, full_value).view(placement.local)  # `local` is the shape of this rank's part
+        if placement.owned:
+            return _part_of_owner(placement, full_value)
+        return self.layout.position(placement.name).cut(full_value)  # sharded like its parameter
 
     def full_leaf(self, index: int, leaf: Any) -> Any:
         """Return a leaf of the state in full, on all ranks. They must call this together, because they gather it.
@@ -230,12 +232,17 @@ class SteppingOverRanks(Stepping):
         placement = self._placements[index]  # which rank has which part
         if placement is None or placement.name is None:  # of no parameter: every rank has it in full
             return leaf
-        if not placement.owned:  # sharded like its parameter
-            return self.layout.gather({placement.name: leaf})[placement.name]
+        if placement.owned:
+            return self._gathered_from_owners(OwnedLeaf(placement, leaf))
+        return self.layout.gather({placement.name: leaf})[placement.name]  # sharded like its parameter
+
+    def _gathered_from_owners(self, leaf: OwnedLeaf) -> Any:
+        """Return in full a leaf that each owner has for its matrices. All ranks call this together."""
         if not self._is_distributed:  # this rank computes all matrices
-            return leaf.view(placement.shape)
-        # Each owner has it for its matrices, and sends it to all others.
-        return Gathering(self.layout, self._device, {index: (placement, leaf)}).wait()[index]
+            assert leaf.part is not None
+            return leaf.part.view(leaf.placement.shape)
+        [full_leaf] = Gathering(self.layout, self._device, {0: leaf}).wait().values()
+        return full_leaf
 
     def show(self, index: int, leaf: Tensor | None) -> Tensor | None:
         """Convert a leaf of the state to its form in ``optimizer.state``, with which torch can save and reshard it.
@@ -268,12 +275,14 @@ class SteppingOverRanks(Stepping):
         Often only rank 0 calls ``state_dict()``, so it cannot gather the state there. The state is small compared with
         the updates sent to replicas, and the copy overlaps with the next forward.
         """
-        if self._gathering is not None:
+        if self._gathering is not None:  # the copy that the last step has started
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
         if self._on_one_rank and self._is_replicated:  # else there is nothing to copy, or `exported` gathers it
             leaves = tree.leaves(state)
-            leaves_to_gather = {index: (placement, leaves[index]) for index, placement in self._on_one_rank.items()}
-            self._gathering = Gathering(self.layout, self._device, leaves_to_gather)
+            owned_leaves: dict[int, OwnedLeaf] = {}
+            for index, placement in self._on_one_rank.items():
+                owned_leaves[index] = OwnedLeaf(placement, leaves[index])
+            self._gathering = Gathering(self.layout, self._device, owned_leaves)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the leaves of the state to save that `optimizer.state` shows on one rank only, by index.
@@ -283,18 +292,24 @@ class SteppingOverRanks(Stepping):
         """
         if self._gathering is not None:  # under DDP: `_share` has started to copy these leaves to all ranks
             return self._gathering.wait()
-        if not self._on_one_rank or not self.layout.dtensors:
-            return {}
+        if self._on_one_rank and self.layout.dtensors:
+            return self._gathered_as_dtensors(tree.leaves(state))
+        return {}
+
+    def _gathered_as_dtensors(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """Gather the leaves that one rank alone has, for a state dict of DTensors. All ranks call this together.
+
+        Return them by index, as DTensors that are sharded evenly over the mesh of their parameter.
+        """
         assert self.layout.group is not None
         wait_for_all(self.layout.group, "state_dict()")  # raises after a timeout if a rank does not call it
-        leaves = tree.leaves(state)
-        exported: dict[int, Any] = {}
+        gathered: dict[int, Any] = {}
         for index, placement in self._on_one_rank.items():
-            exported[index] = self.full_leaf(index, leaves[index])
+            gathered[index] = self.full_leaf(index, leaves[index])
             mesh = self._mesh_of(placement)
             if mesh is not None:
-                exported[index] = _evenly_sharded(exported[index], mesh)  # frees the full leaf before the next gather
-        return exported
+                gathered[index] = _evenly_sharded(gathered[index], mesh)  # frees the full leaf before the next gather
+        return gathered
 
     def _mesh_of(self, placement: LeafPlacement) -> DeviceMesh | None:
         """Return the mesh of the parameter to which a leaf of the state belongs; None if it is not a DTensor."""
@@ -310,43 +325,35 @@ class SteppingOverRanks(Stepping):
         tensor, or a DTensor that is sharded evenly over the parameter's mesh. ``leaf`` is what ``optimizer.state`` has
         now.
         """
-        # 1. In the form of `optimizer.state`.
         placement = self._placements[index]
-        if placement is None or not placement.owned or isinstance(value, FlatShardTensor):
+        if placement is None or not placement.owned:  # every rank has it, or it is sharded like its parameter
             return on_this_rank(leaf, value)
-        # 2. Exported as a full tensor: `assign` cuts this rank's part out of it.
-        if not is_dtensor(value):
-            return value
-        # 3. A DTensor on another mesh, or one that was not exported.
+        # 1. In the forms of `exported`.
+        if is_whole(value):
+            return value  # `assign` cuts this rank's part out of it
         mesh = self._mesh_of(placement)
-        if mesh is None or value.device_mesh != mesh:
-            return on_this_rank(leaf, value)
-        if is_dtensor(leaf) and leaf.device_mesh == mesh:  # not exported: `optimizer.state` has a DTensor on this mesh
-            return on_this_rank(leaf, value)
-        # 4. An exported DTensor. Put its shard on the mesh of this process, because the mesh that was loaded with it
-        # may have the coordinates of the rank that saved it.
-        require_same_position(value, mesh)
-        return dtensor_of(local_of(value), mesh, value.placements, value.shape, value.stride())
+        if mesh is not None and _is_on(mesh, value) and not _is_on(mesh, leaf):
+            return _on_mesh_of_this_process(value, mesh)
+        # 2. In the form of `optimizer.state`.
+        return on_this_rank(leaf, value)
 
-    def load(
-        self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
-    ) -> None:
-        """Copy saved values into the state. If parameters are sharded, all ranks load together, or none does.
+    def require_no_problem(self, problem: Exception | None, without_state: Sequence[str]) -> None:
+        """Raise if this rank has a ``problem`` with a state dict and, if parameters are sharded, if any rank has one.
 
-        Args:
-            loads: the values, each with the index of the leaf of the state.
-            state: the state of the transform.
-            problem: an error of this rank from reading the state dict, or None. It is raised on all ranks.
-            without_state: the names of the parameters without saved state, which must be equal on all ranks.
+        Then also raise if the ranks found different parameters ``without_state``. Under DDP, each rank has all of the
+        state, and may load alone.
         """
-        if self._is_distributed and not self._is_replicated:
-            # Parameters are sharded: first exchange the problems of all ranks, so that none loads alone.
-            assert self.layout.group is not None
-            wait_for_all(self.layout.group, "load_state_dict()")
-            reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
-            agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
-        elif problem is not None:  # in one process, or under DDP, where each rank has all of the state
-            raise problem
+        is_sharded = self._is_distributed and not self._is_replicated
+        if not is_sharded:
+            super().require_no_problem(problem, without_state)
+            return
+        assert self.layout.group is not None
+        wait_for_all(self.layout.group, "load_state_dict()")
+        reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
+        agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
+
+    def load(self, loads: Sequence[Load], state: PyTree) -> None:
+        """Copy saved values into this rank's part of the state, and let the next step compare the ranks again."""
         self.assign(loads, state)
         if self._is_distributed:
             self._progress.load()  # the next step compares the loaded states of all ranks
@@ -364,20 +371,18 @@ class SteppingOverRanks(Stepping):
         this rank may load alone.
         """
         leaves = tree.leaves(state)
-        gathered: dict[int, Tensor] = {}  # full tensors by index
+        full_leaves: dict[int, Tensor] = {}  # those that `exported` returns under DDP, by index
         if self._gathering is not None:
-            gathered = self._gathering.wait()
+            full_leaves = self._gathering.wait()
         # A value may share memory with a tensor that an earlier load overwrites: clone it first.
-        for load in apart_from([*leaves, *gathered.values()], loads):
+        for load in apart_from([*leaves, *full_leaves.values()], loads):
             index = load.leaf_index
             value = load.value
             if is_dtensor(value):  # sharded evenly, as `exported` has returned it
                 value = value.full_tensor()
-            # The full tensor that `exported` returns under DDP.
-            if index in gathered and value.shape == gathered[index].shape:
-                gathered[index].copy_(value)
-            # This rank's part of the state.
-            leaf = leaves[index]
+            if index in full_leaves and value.shape == full_leaves[index].shape:
+                full_leaves[index].copy_(value)
+            leaf = leaves[index]  # this rank's part
             if leaf is not None:  # else another rank has it
                 leaf.copy_(self._owned_part(index, value).view(leaf.shape))
 
@@ -441,6 +446,27 @@ def _owned_interval(placement: LeafPlacement, full_value: Tensor) -> Tensor:
     return flat[start:stop]
 
 
+def _part_of_owner(placement: LeafPlacement, full_value: Tensor) -> Tensor | None:
+    """Return the part of a full state tensor for the matrices that this rank computes; None if it computes none."""
+    if placement.local is None or placement.shard is None:  # other ranks own the matrices of this parameter
+        return None
+    return _owned_interval(placement, full_value).view(placement.local)  # `local` is the shape of this rank's part
+
+
+def _is_on(mesh: DeviceMesh, tensor: object) -> bool:
+    """Return True if a tensor is a DTensor on a mesh."""
+    return is_dtensor(tensor) and tensor.device_mesh == mesh
+
+
+def _on_mesh_of_this_process(value: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Return a loaded DTensor on the mesh of this process, which is equal to its own. Raise if it is another's shard.
+
+    The mesh that was loaded with it may have the coordinates of the rank that saved it.
+    """
+    require_same_position(value, mesh)
+    return dtensor_of(local_of(value), mesh, value.placements, value.shape, value.stride())
+
+
 def _evenly_sharded(full_value: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a full tensor as a DTensor whose rows are sharded over the last dim of a mesh, which needs less memory.
 
@@ -461,20 +487,29 @@ _ALIGNED = 16
 _GATHERING = "gathering the optimizer's state from its owners"
 
 
+class OwnedLeaf(NamedTuple):
+    """A leaf of the state that each owner (the rank that computes a matrix) has for its matrices."""
+
+    placement: LeafPlacement
+    """Which rank has which part of it, and its shape."""
+    part: Tensor | None
+    """This rank's part; None if it computes none of the matrices."""
+
+
 class Gathering:
     """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix.
 
     Args:
         layout: the layout of the parameters, with the process group.
         device: the device of the state.
-        leaves: a dict from the index of a leaf in the state to its placement and this rank's part of it, or None.
+        leaves: the leaves to gather, by their index in the state.
     """
 
-    def __init__(
-        self, layout: Layout, device: torch.device, leaves: Mapping[int, tuple[LeafPlacement, Tensor | None]]
-    ) -> None:
+    def __init__(self, layout: Layout, device: torch.device, leaves: Mapping[int, OwnedLeaf]) -> None:
         """Start the copy of all leaves. `wait` returns them."""
-        sizes = [prod(placement.shape) * placement.dtype.itemsize for placement, _ in leaves.values()]  # in bytes
+        sizes: list[int] = []  # in bytes
+        for placement, _ in leaves.values():
+            sizes.append(prod(placement.shape) * placement.dtype.itemsize)
         padded_sizes = [size + -size % _ALIGNED for size in sizes]  # -20 % 16 is 12, so 20 becomes 32
         # One buffer of bytes for all leaves, so that a single collective copies them. Each byte is written by one rank
         # and is zero on the others, so the sum over ranks has the exact bits of the owners.
@@ -482,13 +517,13 @@ class Gathering:
         # Write this rank's parts of the leaves into the buffer.
         self._full_leaves: dict[int, Tensor] = {}
         for index, size, leaf_bytes in zip(leaves, sizes, buffer.split(padded_sizes), strict=True):
-            placement, leaf = leaves[index]
+            placement, part = leaves[index]
             flat = leaf_bytes[:size].view(placement.dtype)  # the whole leaf, flattened, without the padding
             shard = placement.shard  # the matrices that this rank computes
             # If all ranks have the elements, only rank 0 writes them.
-            if leaf is not None and shard is not None and (shard.owner is not None or layout.rank == 0):
+            if part is not None and shard is not None and (shard.owner is not None or layout.rank == 0):
                 start, stop = interval_of(placement, shard)
-                flat[start:stop] = leaf.reshape(-1)
+                flat[start:stop] = part.reshape(-1)
             self._full_leaves[index] = flat.view(placement.shape)
         # Start the sum, and let the step continue: `wait` waits for its end.
         self._work: Any = None

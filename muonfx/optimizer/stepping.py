@@ -211,15 +211,17 @@ class Stepping:
         """
         return on_this_rank(leaf, value)
 
-    def load(
-        self, loads: Sequence[Load], state: PyTree, problem: Exception | None, without_state: Sequence[str]
-    ) -> None:
-        """Copy saved values into the state, or raise ``problem``, an error from reading the state dict.
+    def require_no_problem(self, problem: Exception | None, without_state: Sequence[str]) -> None:
+        """Raise ``problem``, if there is one: the error of this rank when it has read a state dict.
 
-        ``without_state`` are the parameters that keep the state that they have. All ranks must have the same.
+        Over several ranks, this raises the error of any rank. ``without_state`` are the names of the parameters without
+        saved state, which must be the same on all ranks.
         """
         if problem is not None:
             raise problem
+
+    def load(self, loads: Sequence[Load], state: PyTree) -> None:
+        """Copy saved values into the state, after `require_no_problem`."""
         self.assign(loads, state)
 
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:

@@ -942,14 +942,15 @@ class TransformOptimizer(Optimizer):
         groups = self._tracked_groups.groups
         entries = self._current["entries"]  # what `optimizer.state` shows
         to_load = StateToLoad()  # nothing
-        problem: Exception | None = None  # an error of this rank; `load` raises it, on all ranks together
+        problem: Exception | None = None  # an error of this rank
         try:
             not_trained = self._parameters.not_trained()  # walks through the models, which may raise
             to_load = read_state_dict(state_dict, self._stepping, groups, entries, rename, not_trained)
         except Exception as error:
             problem = error
+        self._stepping.require_no_problem(problem, to_load.without_state)  # raises it, on all ranks together
         with torch.no_grad():
-            self._stepping.load(to_load.loads, self._current["state"], problem, to_load.without_state)
+            self._stepping.load(to_load.loads, self._current["state"])
         self._load_groups(to_load.groups, "load_state_dict: the state dict")
         for message in to_load.warnings:
             warn_caller(message)
