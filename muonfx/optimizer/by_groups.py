@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from muonfx import tree
@@ -33,13 +32,10 @@ def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tr
     Matrices of equal shape are updated together, as a stack such as a tensor of shape (12, 64, 64). ``shapes`` has the
     shape of each stack by name.
     """
-    versions: list[Transform] = []
-    shapes_of_matrices: dict[str, tuple[int, int]] = {}
-    for version in tx.arguments["versions"]:
-        # The versions differ only in numbers, so all have the shapes of the last one.
-        stacked_version, shapes_of_matrices = stacked(version, shapes)
-        versions.append(stacked_version)
-    return tx.replace(versions=tuple(versions)), shapes_of_matrices
+    results = [stacked(version, shapes) for version in tx.arguments["versions"]]
+    stacked_versions = tuple([version for version, _ in results])
+    _, shapes_of_matrices = results[0]  # of all versions, which differ only in numbers
+    return tx.replace(versions=stacked_versions), shapes_of_matrices
 
 
 @transform(
@@ -55,7 +51,6 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
     The versions are one transform with other numbers, and share one state. For example, ``versions`` are
     ``(momentum(0.9), momentum(0.5))``, and ``members`` are ``(("a", "b"), ("c",))``.
     """
-    members_of_version = [frozenset(names) for names in members]  # sets, to look up names fast
 
     def init(params: PyTree) -> PyTree:
         # Numbers have no effect on the initial state, so any version creates it.
@@ -77,16 +72,15 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
         merged_updates: Gradients = dict.fromkeys(updates)
         old_leaves, treedef = tree.flatten(state)
         merged_leaves = list(old_leaves)
-        for version, names in zip(versions, members_of_version, strict=True):
+        for version, members_of_version in zip(versions, members, strict=True):
+            names = [name for name in members_of_version if name in updates]
             group_updates: Gradients = dict.fromkeys(updates)  # None for each parameter
             for name in names:
-                if name in updates:
-                    group_updates[name] = updates[name]
+                group_updates[name] = updates[name]
             new_updates, new_state = version.run(group_updates, state, params, donate=donate, **extras)
             # Keep the updates of the members.
             for name in names:
-                if name in updates:
-                    merged_updates[name] = new_updates[name]
+                merged_updates[name] = new_updates[name]
             # Keep the state tensors that this version has changed.
             for index, (new_leaf, old_leaf) in enumerate(zip(tree.leaves(new_state), old_leaves, strict=True)):
                 # The same object: a tensor of other parameters, which another version updates.
@@ -124,7 +118,7 @@ def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], s
     return common, conflicts
 
 
-def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers], defaults: Numbers) -> Transform:
+def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Transform:
     """Return a transform with the hyperparameters of all param groups, which users and schedulers may have changed.
 
     If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`, which
@@ -135,14 +129,9 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers], defau
         tx: the transform of the optimizer, with the numbers from construction.
         root: the visit of ``tx``: its parameters and its numbers, and those of each transform that it calls.
         groups: the parameter names and the current numbers of each group.
-        defaults: the numbers of ``tx`` by dotted name.
     """
     common, conflicts = common_numbers(groups)  # conflicts: the names of numbers that differ between groups
-    changes = common
-    if not torch.compiler.is_compiling():  # a trace cannot compare the identities of numbers that change
-        changes = {name: number for name, number in common.items() if number is not defaults[name]}
-    if changes:  # none at construction
-        tx = with_hyperparams(tx, changes)
+    tx = with_hyperparams(tx, common)  # the same object if no number has changed, as at construction
     if not conflicts:  # usually: all groups have the same numbers
         return tx
     return _split_by_groups(tx, root, groups, conflicts)
@@ -164,17 +153,31 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
     conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
     if conflicts_of_tx and not runs_once(visited):  # it can run for each group separately
         return _versions(tx, visited, groups)
-    # A transform that runs once for all parameters cannot have several numbers, only several tensors of one value,
-    # which `CommonTensors` of the stepping compares.
-    for name in conflicts_of_tx:
-        numbers = [group.numbers[name] for group in groups if name in group.numbers]
-        if not all(isinstance(number, Tensor) for number in numbers):
-            raise different_values(visited, name)
+    _require_tensors(visited, conflicts_of_tx, groups)
     # Do the same within each transform that `tx` calls.
     new_children: list[Transform] = []
     for child, child_visit in zip(tx.children, visited.calls, strict=True):
         new_children.append(_split_by_groups(child, child_visit, groups, conflicts))
     return with_inner(tx, new_children)
+
+
+def _require_tensors(visited: Visit, names: Iterable[str], groups: Sequence[GroupMembers]) -> None:
+    """Raise if a number differs between groups, and is no tensor, though its transform runs once for all parameters.
+
+    Each group has a tensor of its own, and `CommonTensors` requires that all have one value. ``names`` are the dotted
+    names of the numbers that differ.
+    """
+    for name in names:
+        numbers = [group.numbers[name] for group in groups if name in group.numbers]
+        if not all(isinstance(number, Tensor) for number in numbers):
+            raise different_values(visited, name)
+
+
+class _Version(NamedTuple):
+    """A transform with the numbers of some param groups, and the parameters of these groups."""
+
+    tx: Transform
+    names: list[str]
 
 
 def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:
@@ -184,17 +187,17 @@ def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> 
     the same numbers.
     """
     default_of = dict(zip(visited.numbers.names, numbers_of(tx), strict=True))  # by dotted name
-    versions: dict[tuple[object, ...], Transform] = {}  # by their numbers
-    members_of: dict[tuple[object, ...], tuple[str, ...]] = {}  # parameter names, by the numbers of their version
+    version_of: dict[tuple[object, ...], _Version] = {}  # by its numbers
     for group in groups:
         # A group of parameters that `tx` does not update may lack the numbers: its defaults have no effect.
         numbers = [group.numbers.get(name, default) for name, default in default_of.items()]
         key = tuple([_identity(number) for number in numbers])  # groups with equal numbers have one version
-        if key not in versions:
-            versions[key] = with_numbers(tx, iter(numbers))
-            members_of[key] = ()
-        members_of[key] += tuple(group.names)
-    return by_groups(tuple(versions.values()), tuple(members_of.values()))
+        if key not in version_of:
+            version_of[key] = _Version(with_numbers(tx, iter(numbers)), [])
+        version_of[key].names.extend(group.names)
+    versions = tuple([version.tx for version in version_of.values()])
+    members = tuple([tuple(version.names) for version in version_of.values()])
+    return by_groups(versions, members)
 
 
 def _identity(number: Number) -> object:

@@ -421,7 +421,7 @@ class SteppingOverRanks(Stepping):
         """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
         return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
 
-    def _prepare(self, tx: Transform, params: NamedTensors) -> None:
+    def _use(self, tx: Transform, params: NamedTensors) -> None:
         self._current = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:

@@ -24,7 +24,7 @@ from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import check_extras, patterns_in
 from muonfx.core.value import numbers_of, prepared, with_numbers
 from muonfx.core.visit import Visit, visit
-from muonfx.optimizer.by_groups import GroupMembers, different_values, for_groups, runs_once
+from muonfx.optimizer.by_groups import GroupMembers, common_numbers, different_values, for_groups, runs_once
 from muonfx.optimizer.group_numbers import (
     CallersTensors,
     Number,
@@ -54,6 +54,33 @@ class FormerState(NamedTuple):
     state: PyTree
 
 
+class _CommonNumber(NamedTuple):
+    """A number that one transform reads for several groups, each of which has a tensor for it."""
+
+    visited: Visit
+    """The visit of the transform."""
+    name: str
+    """The dotted name of the number, such as "scale_by_learning_rate.learning_rate"."""
+    tensors: list[Tensor]
+    """The tensor of each group. All must have one value."""
+
+
+def _common_numbers_of(visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> list[_CommonNumber]:
+    """Return the numbers that are a tensor in several groups, and that one transform reads for all of these."""
+    common: list[_CommonNumber] = []
+    for visited in visits:
+        for name in visited.numbers.names:
+            tensors: list[Tensor] = []
+            for numbers in numbers_of_groups:
+                number = numbers.get(name)
+                if isinstance(number, Tensor):
+                    tensors.append(number)
+            # A transform that runs once for each group may have several values.
+            if len(tensors) > 1 and runs_once(visited):
+                common.append(_CommonNumber(visited, name, tensors))
+    return common
+
+
 class CommonTensors:
     """Compares the tensors of several groups that must have the same value, because one transform reads them.
 
@@ -63,21 +90,10 @@ class CommonTensors:
     """
 
     def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
-        """Find the numbers that are a tensor in several groups, and that one transform reads for all of these."""
-        self._common: list[tuple[Visit, str, list[Tensor]]] = []
-        """The visit of a transform, the dotted name of a number, and the tensor in each group, which must be equal."""
+        """Find the tensors. `check` compares them."""
+        self._common_numbers = _common_numbers_of(visits, numbers_of_groups)
         self._write_counts: list[int] = []
-        """How often each of these tensors had been written to when `check` last compared them."""
-        for visited in visits:
-            for name in visited.numbers.names:  # such as "scale_by_learning_rate.learning_rate"
-                tensors: list[Tensor] = []
-                for numbers in numbers_of_groups:
-                    number = numbers.get(name)
-                    if isinstance(number, Tensor):
-                        tensors.append(number)
-                # A transform that runs once for each group may have several values.
-                if len(tensors) > 1 and runs_once(visited):
-                    self._common.append((visited, name, tensors))
+        """How often each of the tensors had been written to when `check` last compared them."""
 
     def check(self) -> None:
         """Raise ValueError if two groups have tensors of different values, where one transform reads both.
@@ -85,17 +101,27 @@ class CommonTensors:
         For example, a scheduler has written into the rate of one group only. A comparison waits for the device, so the
         tensors are compared only if one of them was written to.
         """
-        if torch.compiler.is_compiling() or not self._common:
+        if torch.compiler.is_compiling() or not self._common_numbers:
             return
         write_counts: list[int] = []
-        for _, _, tensors in self._common:
-            write_counts += [tensor._version for tensor in tensors]  # torch increases it with every write
+        for common in self._common_numbers:
+            write_counts += [tensor._version for tensor in common.tensors]  # torch increases it with every write
         if write_counts == self._write_counts:  # no write since they were last equal
             return
-        for visited, name, tensors in self._common:
+        for visited, name, tensors in self._common_numbers:
             if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
                 raise different_values(visited, name)
         self._write_counts = write_counts
+
+
+class _LastRead(NamedTuple):
+    """The param groups that `Stepping.refresh` has read last. If they have changed since, it rebuilds the transform."""
+
+    groups: Sequence[TrackedGroup]
+    numbers: list[dict[str, Number]]
+    """The numbers of each group by dotted name: the dict objects that `read_numbers` has returned."""
+    common_tensors: CommonTensors
+    """The tensors in several groups that must have one value."""
 
 
 class Stepping:
@@ -121,6 +147,8 @@ class Stepping:
         """``tx`` without `offload` around it."""
         self.visits = tuple(visit(self.inner, meta_params))
         """One visit for each transform in ``tx``: its parameters, and the names of its hyperparameters."""
+        self.root = self.visits[0]
+        """The visit of the whole transform. The others are of the transforms that it calls."""
         self.rules = update_rules_of(self.visits)
         """For each parameter name, its label and the transforms that update it."""
         self.defaults = hyperparams(tx)
@@ -128,7 +156,10 @@ class Stepping:
         self._store = store_of(tx)
         """The memory of the state, such as host memory under `offload`."""
         self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
+        self.callers_tensors = CallersTensors()
+        """Records tensors that were put into several groups, of which each has a copy. An optimizer sets its own."""
         # `refresh` replaces the following attributes if the numbers in the param groups have changed.
+        self._last_read: _LastRead | None = None
         self._placed = self.inner
         """The transform that `step` runs: ``tx`` with the current numbers, in buckets and in the store."""
         self._placed_structure: object = None
@@ -136,14 +167,6 @@ class Stepping:
 
         It changes when groups get different numbers for the first time, so that `by_groups` is needed.
         """
-        self._last_groups: Sequence[TrackedGroup] | None = None
-        """The param groups that the last `refresh` has read; None before the first time."""
-        self._last_numbers: list[dict[str, Number]] = []
-        """The numbers in these groups by dotted name: the dict objects that `read_numbers` has returned."""
-        self.callers_tensors = CallersTensors()
-        """Records tensors that were put into several groups, of which each has a copy. An optimizer sets its own."""
-        self._common = CommonTensors((), ())
-        """The tensors in several groups that must have one value."""
 
     def transform_with(self, tx: Transform) -> Transform:
         """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
@@ -157,7 +180,7 @@ class Stepping:
         check_params(params)
         warn_of_unmatched(patterns_in(self.tx), params)
         # The state does not depend on the numbers in the groups, so the transform from construction creates it.
-        state = self._placed_transforms(self.inner, params, self.visits[0]).functions.init(params)
+        state = self._placed_transforms(self.inner, params, self.root).functions.init(params)
         self.refresh(params, groups)  # also raises if a number in the groups is out of range
         return self._with_former_values(state, former)
 
@@ -251,25 +274,34 @@ class Stepping:
         number is out of range, or if groups have different tensors for a number that one transform reads for all.
         """
         numbers = read_numbers(groups)
+        last = self._last_read
         # Identities suffice: `read_numbers` returns the dict objects of its last call if no number has changed.
-        if self._last_groups is groups and all(map(is_, numbers, self._last_numbers)):
-            self._common.check()  # a caller may have written into a tensor
+        if last is not None and last.groups is groups and all(map(is_, numbers, last.numbers)):
+            last.common_tensors.check()  # a caller may have written into a tensor
             return
-        # 1. Each group gets its own tensors; those that must have one value are compared.
+        # Each group gets its own tensors; those that must have one value are compared.
         if not torch.compiler.is_compiling():
             numbers = separate_tensors(groups, numbers, self.callers_tensors)
-        self._common = CommonTensors(self.visits, numbers)
-        self._common.check()
-        # 2. The transform checks its numbers. Its error names an argument; replace it by one with the key of a group.
+        common_tensors = CommonTensors(self.visits, numbers)
+        common_tensors.check()
+        self._rebuild(params, groups, numbers)
+        # Last: if a line above raises an error, the next step reads the groups again.
+        self._last_read = _LastRead(groups, numbers, common_tensors)
+
+    def _rebuild(
+        self, params: NamedTensors, groups: Sequence[TrackedGroup], numbers: Sequence[dict[str, Number]]
+    ) -> None:
+        """Rebuild the transform with the ``numbers`` of the param groups. It raises ValueError for a bad number.
+
+        Its error has the name of an argument, such as "learning_rate". It is replaced by one with the key of a group,
+        such as "lr".
+        """
         try:
-            self._prepare(self._with_numbers(groups, numbers), params)
+            self._use(self._with_numbers(groups, numbers), params)
         except ValueError:
             for tracked, group_numbers in zip(groups, numbers, strict=True):
                 require_in_range(self.tx, tracked.numbers.hyperparams, group_numbers, self.defaults)
             raise  # no single number is the cause
-        # Set last: if a line above raises an error, the next step reads the groups again.
-        self._last_groups = groups
-        self._last_numbers = numbers
 
     def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> Transform:
         """Return the transform with the hyperparameters of the param groups, ``numbers``.
@@ -277,10 +309,22 @@ class Stepping:
         If groups have different numbers for a transform, such as two rates, `by_groups` replaces it. That runs the
         transform once for each set of numbers.
         """
-        tx = for_groups(self.inner, self.visits[0], self.members(groups, numbers), self.defaults)
-        if torch.compiler.is_compiling() and any(visited.tx.factory is accumulate for visited in self.visits):
+        tx = for_groups(self.inner, self.root, self.members(groups, numbers))
+        if torch.compiler.is_compiling() and self._accumulates():
             tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
+
+    def _accumulates(self) -> bool:
+        """Return True if the transform contains `accumulate`."""
+        return any(visited.tx.factory is accumulate for visited in self.visits)
+
+    def current_numbers(self, groups: Sequence[TrackedGroup]) -> dict[str, Number]:
+        """Return the hyperparameters in the param groups by dotted name: ``{"muon.momentum.decay": 0.95}``.
+
+        Where groups have different values, return the value of the first group.
+        """
+        numbers, _names_that_differ = common_numbers(self.members(groups, read_numbers(groups)))
+        return numbers
 
     def members(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> list[GroupMembers]:
         """Return the parameter names and the hyperparameters of each group, in an order that is equal on all ranks.
@@ -305,17 +349,17 @@ class Stepping:
         whole_leaves = [self.full_leaf(index, leaf) for index, leaf in enumerate(leaves)]
         return tx, tree.unflatten(treedef, whole_leaves), params, grads
 
-    def _prepare(self, tx: Transform, params: NamedTensors) -> None:
-        """Use a transform, rebuilt with the current hyperparameters, in the following steps.
+    def _use(self, tx: Transform, params: NamedTensors) -> None:
+        """Run ``tx``, which was rebuilt with the current hyperparameters, in the following steps.
 
-        It is placed: divided into buckets of parameters, and connected with the memory of the state.
+        It is *placed*: divided into buckets of parameters, and connected with the memory of the state.
         """
         if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
             placed = with_numbers(self._placed, iter(numbers_of(tx)))
         else:  # the first time, or `by_groups` is needed: this takes longer
             placed = self._placed_transforms(tx, params)
             self._placed_structure = tx.structure
-        self._placed = prepared(placed)
+        self._placed = prepared(placed)  # a bad number raises now, not in the step
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:
         """Run one step and return the next state. The parameters in ``call`` are updated in place.
@@ -327,18 +371,23 @@ class Stepping:
         # Extra arguments, such as value=loss: a transform must accept each of them.
         check_extras(self.tx, call.extras)
         check_values_of_extras([visited.tx for visited in self.visits], call.extras)
-        # Donated tensors may be overwritten, so they must not share memory.
-        updates, state = call.updates, call.state
-        if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
-            donate = Donation(updates=False, state=True)
-        else:  # copy each donated tensor that shares memory with another one
-            donate, updates, state = unshared(call.donate, updates, state, call.params)
+        call = _with_separate_memory(call)
         if self._store != IN_MEMORY:
-            require_room(self._store, state, call.params, donate)
+            require_room(self._store, call.state, call.params, call.donate)
         # Each bucket of parameters is changed as soon as its updates are computed, which saves memory.
         extras = {**call.extras, "apply_to_params": add_in_place}
-        _, new_state = self._placed.run(updates, state, call.params, donate=donate, **extras)
+        _, new_state = self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)
         return new_state
+
+
+def _with_separate_memory(call: Arguments) -> Arguments:
+    """Return the arguments of a step, in which donated tensors, which it may overwrite, share no memory with others."""
+    if torch.compiler.is_compiling():  # a trace cannot compare memory; only the optimizer holds the state
+        donate = Donation(updates=False, state=True)
+        return Arguments(call.updates, call.state, call.params, donate, call.extras)
+    # Copies each donated tensor that shares memory with another one.
+    donate, updates, state = unshared(call.donate, call.updates, call.state, call.params)
+    return Arguments(updates, state, call.params, donate, call.extras)
 
 
 def add_in_place(params: NamedTensors, updates: Mapping[str, Tensor | None]) -> None:

@@ -28,10 +28,9 @@ from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename
 from muonfx.internal.tracing import uncompiled
 from muonfx.internal.wrappers import unwrapped
-from muonfx.optimizer.by_groups import common_numbers
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.gradient_check import GradientCheck, require_dense_and_real
-from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, read_numbers
+from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup
 from muonfx.optimizer.initial_state import InitialState, Path
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_rounding
@@ -223,8 +222,7 @@ class TransformOptimizer(Optimizer):
         frozen, unfrozen = divide_frozen(named)
         self._stepping = self._stepping_for(tx, unfrozen, frozen)
         trained, left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
-        root = self._stepping.visits[0]  # the visit of the whole transform; the others are of transforms that it calls
-        warn_of_ascent(root, self._stepping.rules, trained)
+        warn_of_ascent(self._stepping.root, self._stepping.rules, trained)
         self._track(TrackedParameters(models_of(params), model, trained, frozen, left_out))
         self._callers_tensors.note(self._stepping.defaults)
         # 3. Create the groups, then the state. torch's constructor calls `add_param_group` for each group. That looks
@@ -473,10 +471,8 @@ class TransformOptimizer(Optimizer):
         It has the current hyperparameters, so a checkpoint that is saved with it records them. Where groups have
         different values, it has the value of the first group.
         """
-        groups = self._tracked_groups.groups
-        # The second result has the names of numbers that differ between groups, which is no error here.
-        common, _ = common_numbers(self._stepping.members(groups, read_numbers(groups)))
-        return self._stepping.transform_with(with_hyperparams(self.tx, common))
+        numbers = self._stepping.current_numbers(self._tracked_groups.groups)
+        return self._stepping.transform_with(with_hyperparams(self.tx, numbers))
 
     @property
     def transform_state(self) -> PyTree:
