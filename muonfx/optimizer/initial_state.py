@@ -48,8 +48,8 @@ class InitialState:
         self._params = _checksums(params)
 
     @classmethod
-    def of_unknown_params(cls, state: PyTree, paths: Set[Path]) -> InitialState:
-        """Return a record of leaves that were made from several weights. It is of none, so a step makes them again."""
+    def to_renew(cls, state: PyTree, paths: Set[Path]) -> InitialState:
+        """Return a record of leaves that the next step initializes again, because it has no parameters to compare."""
         no_params: NamedTensors = {}
         return cls(no_params, state, paths)
 
@@ -65,17 +65,15 @@ class InitialState:
         return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
 
     def renewed(self, params: NamedTensors, state: PyTree, initial: PyTree) -> InitialState:
-        """Initialize a state again after other weights were loaded, except for the tensors that somebody has written.
+        """Copy the initial values for new weights into a state, and return a new record, of the tensors copied.
 
-        For example, the iterate that `schedule_free` keeps becomes a copy of the new weights.
+        For example, the iterate that `schedule_free` keeps becomes a copy of the new weights. Tensors that the caller
+        has loaded or written since they were initialized keep their values.
 
         Args:
             params: the parameters with their new weights.
             state: the state to change.
-            initial: the initial state for the new weights, whose values are copied.
-
-        Returns:
-            A new record, of the tensors that have initial values now.
+            initial: the initial state for the new weights.
         """
         unwritten_paths = self.unwritten(state)
         leaves = _tensors(state)
@@ -83,6 +81,27 @@ class InitialState:
         for path in unwritten_paths:
             leaves[path].copy_(initial_leaves[path])
         return InitialState(params, state, unwritten_paths)
+
+
+def with_new_leaves(
+    record: InitialState | None, new_paths: Set[Path], params: NamedTensors, state: PyTree, former_state: PyTree
+) -> InitialState | None:
+    """Return the record of initial values after some leaves of a state were initialized, such as an added parameter's.
+
+    Args:
+        record: the record so far; None after the first step, when no leaf has its initial value.
+        new_paths: the paths of the leaves that were initialized just now.
+        params: the parameters from which they were initialized.
+        state: the state. Its other leaves have the values of ``former_state``.
+        former_state: the state before.
+    """
+    if record is not None:
+        # Before the first step, other leaves have initial values, too, perhaps from weights that were replaced since.
+        # The next step initializes all of them again.
+        return InitialState.to_renew(state, new_paths | record.unwritten(former_state))
+    if new_paths:
+        return InitialState(params, state, new_paths)
+    return None
 
 
 def _tensors(state: PyTree) -> dict[Path, Tensor]:

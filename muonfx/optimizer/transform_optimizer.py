@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.gradient_check import GradientCheck, require_dense_and_real
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup
-from muonfx.optimizer.initial_state import InitialState, Path
+from muonfx.optimizer.initial_state import InitialState, Path, with_new_leaves
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_rounding
 from muonfx.optimizer.named_parameters import (
@@ -90,6 +90,17 @@ class _Current(TypedDict):
     """The entries of ``optimizer.state``, which show this state."""
     initial: InitialState | None
     """A record of the leaves that have initial values; None after the first step."""
+
+
+class _StepInputs(NamedTuple):
+    """What a step reads on this rank."""
+
+    loss: Any
+    """The result of the closure; None without a closure."""
+    params: NamedTensors
+    gradients: Gradients
+    problem: Exception | None
+    """An error of this rank. The parameters and gradients are then not checked, and the step will not use them."""
 
 
 # Who has what:
@@ -249,11 +260,11 @@ class TransformOptimizer(Optimizer):
         """Return the attributes for ``copy.deepcopy`` and pickle. Raise TypeError if the optimizer runs over ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
-        # First read what the caller has changed in `optimizer.state`, the weights and the groups, as a step does.
-        self._adopt_state()
-        self._update_initial_state()
-        self._tracked_groups.follow(self._groups, self._stepping.rules)  # sets "param_names", which a copy reads
-        self._tracked_groups.synchronize()
+        # A copy cannot compare with earlier values: first adopt what the caller has changed since the last step.
+        self._adopt_state()  # in `optimizer.state`
+        self._update_initial_state_alone()  # in the weights
+        self._tracked_groups.follow(self._groups, self._stepping.rules)  # in the members of groups
+        self._tracked_groups.synchronize()  # in the numbers of groups
         attributes: dict[str, Any] = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
@@ -279,12 +290,12 @@ class TransformOptimizer(Optimizer):
         # Create the attributes that are not copied, for the copied parameters.
         named = self._named_params()
         self._callers_tensors = CallersTensors()
-        self._stepping = self._stepping_for(tx, named, not_trained={})
+        self._stepping = self._stepping_for(tx, named, {})
         self._track(TrackedParameters([], None, trained=named, frozen={}, left_out={}))
         self._tracked_groups.record(self._groups, self._stepping.rules)
         self._rate_check = OneRateCheck(self._tracked_groups.rates())
         if initial_paths is not None:
-            self._current["initial"] = InitialState.of_unknown_params(self._current["state"], initial_paths)
+            self._current["initial"] = InitialState.to_renew(self._current["state"], initial_paths)
         # A step does this, too, but torch.compile may trace the first one.
         self._stepping.refresh(named, self._tracked_groups.groups)
         own_groups(self)
@@ -336,22 +347,32 @@ class TransformOptimizer(Optimizer):
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
         with self._undone_on_error() as former:
-            # 1. A transform with labels for the new parameters, which shows those that have the label None.
-            self._stepping = self._stepping_for(self._transform_for(unfrozen), {**named, **unfrozen})
-            trained, _ = divide(unfrozen, self._stepping.rules)
+            trained = self._extend_stepping(named, unfrozen)
             if pairs and not trained:
                 raise ValueError(
                     f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
                     "another label for it"
                 )
-            # 2. Groups of the new parameters, then a state of all groups. Earlier parameters keep their values.
             self._add_groups(param_group, list(trained.items()), as_one=True)
-            self._create_state(former)
-            # 3. Records of these tensors, in which later steps look for replaced parameters.
-            self._parameters.add_models(models_of([param_group]))
-            self._parameters.track(trained)
-            self._parameters.leave_out(frozen)
+            self._create_state(former)  # earlier parameters keep their values
+            self._record_added(param_group, trained, frozen)
         warn_of_rounding(self._stepping, self._tracked_groups.groups, trained)
+
+    def _extend_stepping(self, named: NamedTensors, new: NamedTensors) -> NamedTensors:
+        """Use a transform with labels for the ``new`` parameters too. Return those that it trains, by name.
+
+        The others have the label None. ``named`` are the earlier parameters.
+        """
+        tx = self._transform_for(new)
+        self._stepping = self._stepping_for(tx, {**named, **new}, self._parameters.not_trained_params())
+        trained, _left_out = divide(new, self._stepping.rules)
+        return trained
+
+    def _record_added(self, param_group: Group, trained: NamedTensors, frozen: NamedTensors) -> None:
+        """Record the parameters of a group that was added, so that later steps find tensors that replace them."""
+        self._parameters.add_models(models_of([param_group]))
+        self._parameters.track(trained)
+        self._parameters.leave_out(frozen)
 
     def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
         """Add a param group for named parameters to ``param_groups``, or one for each label.
@@ -368,11 +389,17 @@ class TransformOptimizer(Optimizer):
             return
         self._callers_tensors.note(entries)  # to warn if the caller writes into a tensor of which groups have copies
         for new_group in new_groups(self._stepping, entries, pairs, as_one=as_one):
-            absent_keys = self.defaults.keys() - new_group.keys()
-            super().add_param_group(new_group)
-            # torch's method adds all of `defaults`, such as "momentum", which the transforms of this group do not read.
-            for key in absent_keys:
-                del self._groups[-1][key]
+            self._append_group(new_group)
+
+    def _append_group(self, group: Group) -> None:
+        """Append a group to ``param_groups`` as it is, without the entries of `defaults` that torch's method adds.
+
+        For example, "momentum" is a default for schedulers, and the transforms of another group do not read it.
+        """
+        absent_keys = self.defaults.keys() - group.keys()
+        super().add_param_group(group)
+        for key in absent_keys:
+            del self._groups[-1][key]
 
     @property
     def groups_without_rate(self) -> tuple[int, ...]:
@@ -391,7 +418,8 @@ class TransformOptimizer(Optimizer):
         """The param groups, with the parameters that the model has now."""
         # Functions of torch read the groups before they call a method of the optimizer. For example,
         # `set_optimizer_state_dict` looks up each parameter of the groups in a model that may have been sharded since.
-        if "state" not in self._current or torch.compiler.is_compiling():  # in the constructor, or in a trace
+        is_constructed = "state" in self._current
+        if not is_constructed or torch.compiler.is_compiling():
             return self._groups
         replaced = self._parameters.replaced_in_models()  # {former tensor: new tensor}
         if replaced:
@@ -429,24 +457,20 @@ class TransformOptimizer(Optimizer):
         """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self._stepping.tx
 
-    def _stepping_for(self, tx: Transform, named: NamedTensors, not_trained: NamedTensors | None = None) -> Stepping:
+    def _stepping_for(self, tx: Transform, named: NamedTensors, not_trained: NamedTensors) -> Stepping:
         """Return the object that creates the state of the named parameters and steps on them.
 
         Args:
             tx: the transform. It may give some parameters the label None, so that they get no state.
             named: the parameters to train, by name.
             not_trained: other parameters of the model, such as frozen ones, which get no state, but are in the layout.
-                None after construction, when `_parameters` has them.
         """
-        if not_trained is None:
-            not_trained = self._parameters.not_trained_params()
         layout, settings = self._settings
         check_usable(named, layout)
         _, others = divide(not_trained, named)
         stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
-        # The transform has the labels, such as ``partition(transforms, {"w": "muon", "b": None})``. They are read from
-        # the object that was created for all named parameters. If some have the label None, another one is created
-        # for the others.
+        # Only the transform has the labels, as in ``partition(transforms, {"w": "muon", "b": None})``. So they are read
+        # from an object for all parameters. If some have the label None, it is replaced by one for the others.
         names_left_out = {name for name, rule in stepping.rules.items() if rule.is_left_out}
         if names_left_out:
             left_out, trained = divide(named, names_left_out)
@@ -478,7 +502,7 @@ class TransformOptimizer(Optimizer):
     def transform_state(self) -> PyTree:
         """The current state, in the form that `transform` accepts. The next step overwrites the tensors."""
         self._adopt_state()
-        self._update_initial_state()
+        self._update_initial_state_alone()
         return self._stepping.shown(self._current["state"])
 
     def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
@@ -497,8 +521,9 @@ class TransformOptimizer(Optimizer):
             >>> tx.update(grads, state, params)[0]
             {'weight': tensor([[-0.1000, -0.1000]])}
         """
+        # First adopt what the caller has changed, as a step does.
         self._use_replacements()
-        self._update_initial_state(may_communicate=True)
+        self._update_initial_state()
         named = self._named_params()
         params = {name: param.detach() for name, param in named.items()}
         grads = _gradients_of(named)
@@ -512,50 +537,28 @@ class TransformOptimizer(Optimizer):
         """
         if self._parameters.on_meta:
             former = None  # state on the meta device has no values to keep
-        # 1. Read the groups, and create the state.
         self._tracked_groups.record(self._groups, self._stepping.rules)
         named = self._named_params()
         # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             state = self._stepping.init(named, self._tracked_groups.groups, former)
-        # 2. Record which leaves have initial values: if weights are loaded before the first step, it renews these.
         if former is None:
-            self._current["initial"] = InitialState(named, state)
+            initial = InitialState(named, state)
         else:
             # A path names a leaf, such as ("momentum", "trace", "0.weight"). Only leaves of added parameters are new.
             added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
-            self._record_initial(added_paths, named, state, former.state)
-        # 3. Use the new state.
+            initial = with_new_leaves(self._current["initial"], added_paths, named, state, former.state)
+        self._current["initial"] = initial
         self._current["state"] = state
         self._show_all(named)
 
-    def _record_initial(self, new_paths: set[Path], named: NamedTensors, state: PyTree, former_state: PyTree) -> None:
-        """Record which tensors of the state have initial values, so that a step renews them if weights were loaded.
-
-        Args:
-            new_paths: the paths of the leaves that were initialized just now, such as those of an added parameter.
-            named: the parameters from which they were initialized.
-            state: the state. Its other leaves have the values of ``former_state``.
-            former_state: the state before.
-        """
-        former_initial = self._current["initial"]
-        if former_initial is not None:
-            # Before the first step, other leaves have initial values, too, perhaps from weights that were replaced
-            # since. The next step initializes all of them again.
-            paths = new_paths | former_initial.unwritten(former_state)
-            self._current["initial"] = InitialState.of_unknown_params(state, paths)
-        elif new_paths:  # a step was made: other leaves do not have their initial values
-            self._current["initial"] = InitialState(named, state, new_paths)
-
-    def _update_initial_state(self, *, may_communicate: bool = False, problem: Exception | None = None) -> None:
+    def _update_initial_state(self, problem: Exception | None = None) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
 
         Weights may be loaded after construction, and some transforms copy or measure the parameters in ``init``.
-        Tensors that the caller has loaded or written are kept.
+        Tensors that the caller has loaded or written are kept. All ranks must call this together.
 
-        Args:
-            may_communicate: True if all ranks call this together. False does nothing over ranks.
-            problem: an error of this rank, which is raised on all ranks.
+        ``problem`` is an error that this rank has found before, or None. It is raised on all ranks.
         """
         if torch.compiler.is_compiling():  # first: to read the record would compile the second step again
             return
@@ -563,8 +566,6 @@ class TransformOptimizer(Optimizer):
         if initial is None:  # a step was made
             return
         params = {name: param.detach() for name, param in self._named_params().items()}
-        if self._is_over_ranks(params) and not may_communicate:  # the next step does it, together with all ranks
-            return
         has_changed = False
         if problem is None and not self._parameters.on_meta:  # parameters on the meta device have no values
             has_changed = not initial.is_of(params)
@@ -573,6 +574,16 @@ class TransformOptimizer(Optimizer):
             with torch.no_grad():
                 new_state = self._stepping.initial_state(params)
                 self._current["initial"] = initial.renewed(params, self._current["state"], new_state)
+
+    def _update_initial_state_alone(self) -> None:
+        """In one process, initialize the state again if parameters were changed before the first step.
+
+        Over ranks, do nothing: the next step does it, together with all ranks.
+        """
+        if torch.compiler.is_compiling() or self._current["initial"] is None:
+            return
+        if not self._is_over_ranks(self._named_params()):
+            self._update_initial_state()
 
     def _show_all(self, named: NamedTensors) -> None:
         """Fill ``optimizer.state`` with the current state tensors of the named parameters.
@@ -609,7 +620,7 @@ class TransformOptimizer(Optimizer):
         if initial_values:  # the next step initializes these leaves again if weights are loaded before it
             paths = tree.paths(state)
             restarted_paths = {paths[load.leaf_index] for load in initial_values}
-            self._record_initial(restarted_paths, named, state, state)
+            self._current["initial"] = with_new_leaves(self._current["initial"], restarted_paths, named, state, state)
         # 3. Show the tensors of the state in place of those that were assigned.
         self._show_all(named)
         warn_of_shared(entries, emptied)
@@ -623,66 +634,91 @@ class TransformOptimizer(Optimizer):
         if not emptied:
             return []
         if self._stepping.is_over_ranks:  # the caller may have emptied the state on one rank only
-            raise ValueError(
-                f"optimizer.state: the state of {emptied[0]!r} was emptied, which an optimizer over ranks cannot start "
-                "again, because they create a state together: write into its tensors instead, as in "
-                "optimizer.state[param]['momentum.trace'].zero_()"
-            )
+            raise _emptied_over_ranks(emptied[0])
         initial_leaves = tree.leaves(self._stepping.initial_state(named))
         emptied_names = set(emptied)
-        # A slot has the names of the parameters to which a leaf of the state belongs.
         loads: list[Load] = []
-        for index, slot in enumerate(self._current["entries"].slots):
-            if emptied_names.issuperset(slot.names):  # its only parameter, or all parameters if they share the leaf
-                loads.append(Load(index, initial_leaves[index]))
+        for leaf_index, slot in enumerate(self._current["entries"].slots):
+            # The parameter of this leaf, or all parameters if they share it.
+            if emptied_names.issuperset(slot.names):
+                loads.append(Load(leaf_index, initial_leaves[leaf_index]))
         return loads
 
     # ------------------------------------------------------------------------------------------- replaced parameters
 
-    def _use_replacements(self, *, at_step: bool = False, may_communicate: bool = True) -> None:
+    def _use_replacements(self) -> None:
         """If parameters were replaced in the groups or the model, use the new tensors and move the state to them.
 
         Examples are ``model.to("cuda")``, ``fully_shard(model)`` after construction, and an engine that puts copies of
-        the parameters into the groups.
-
-        Args:
-            at_step: True if a step follows, so that the new tensors must have the gradients.
-            may_communicate: True if all ranks call this together. False leaves changes that need all ranks to the next
-                step.
+        the parameters into the groups. All ranks must call this together if the state has to move.
         """
         self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
         if not self._tracked_groups.are_current(self._groups):  # rarely
-            self._follow_replacements(at_step, may_communicate)
-        if not at_step:  # a step calls it later, together with the other ranks
-            self._update_initial_state()
+            self._follow_groups()
+            self._use_tensors(self._parameters.replaced(self._named_params(), at_step=False))
+        self._update_initial_state_alone()
 
-    def _follow_replacements(self, at_step: bool, may_communicate: bool) -> None:
-        """Read edited groups, and use the tensors that have replaced parameters.
+    def _use_replacements_at_step(self) -> None:
+        """Before a step, use tensors that have replaced parameters, and move the state to them.
 
-        The arguments are described in `_use_replacements`. If the new tensors have the device, dtype and sharding of
-        the replaced ones, the tensors of the state are kept; else new ones are created, and the values are copied.
+        Raise ValueError if only the replaced tensors have gradients, and not the new ones.
         """
-        # 1. Parameters of the model that somebody has put into the groups, and that have no state.
+        self._adopt_state()
+        if not self._tracked_groups.are_current(self._groups):
+            self._follow_groups()
+            self._use_tensors(self._parameters.replaced(self._named_params(), at_step=True))
+
+    def _use_replacements_alone(self) -> None:
+        """Use tensors that have replaced parameters, without communication: on this rank alone.
+
+        Over ranks, errors and changes that need all ranks are left to the next step. Until then, only `param_groups`
+        shows new tensors to which the state has to move.
+        """
+        try:
+            self._adopt_state()
+            if not self._tracked_groups.are_current(self._groups):
+                self._follow_alone()
+            self._update_initial_state_alone()
+        except (TypeError, ValueError):
+            # Groups or ``optimizer.state`` may have been edited wrongly on one rank only.
+            if not self._stepping.is_over_ranks:
+                raise
+
+    def _follow_alone(self) -> None:
+        """Read edited groups and use new tensors, unless all ranks have to create or move state together."""
+        if self._stepping.is_over_ranks and self._parameters.added_in(self._groups):  # their state must be created
+            return
+        self._follow_groups()
+        named = self._named_params()
+        replaced = self._parameters.replaced(named, at_step=False)
+        must_move = not self._parameters.have_same_placement(replaced)  # to another device, or sharded in another way
+        if must_move and self._is_over_ranks({**named, **replaced}):
+            return
+        self._use_tensors(replaced)
+
+    def _follow_groups(self) -> None:
+        """Read groups that somebody has edited. Create state for parameters of the model that were put into them."""
         added = self._parameters.added_in(self._groups)
         if added:
-            if self._stepping.is_over_ranks and not may_communicate:
-                return  # the next step creates their state, together with the other ranks
             self._add_listed(added)
-        # 2. Other changes of the groups, such as parameters that were moved to another group.
+        # Other changes, such as parameters that were moved to another group.
         self._tracked_groups.follow(self._groups, self._stepping.rules)
-        # 3. Tensors that have replaced parameters.
-        replaced = self._parameters.replaced(self._named_params(), at_step=at_step)
+
+    def _use_tensors(self, replaced: NamedTensors) -> None:
+        """Use tensors that have replaced parameters, by name, and move the state to them.
+
+        If they have the device, dtype and sharding of the replaced ones, the tensors of the state are kept. Otherwise
+        new ones are created, and the values are copied.
+        """
         if not replaced:
             return
         named = {**self._named_params(), **replaced}
-        if self._parameters.have_same_placement(replaced):  # the tensors of the state fit the new parameters
+        if self._parameters.have_same_placement(replaced):
             self._put_in_groups(named)
             self._show_all(named)
             self._parameters.track(named)
-        elif may_communicate or not self._is_over_ranks(named):
+        else:
             self._move_state(named)
-        # Else the next step moves the state, together with the other ranks. Until then, only `param_groups` shows the
-        # new tensors.
 
     def _is_over_ranks(self, named: NamedTensors) -> bool:
         """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
@@ -698,7 +734,7 @@ class TransformOptimizer(Optimizer):
             check_real(named)
         with self._undone_on_error() as former, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # construction has given the warnings
-            self._stepping = self._stepping_for(self.tx, named)
+            self._stepping = self._stepping_for(self.tx, named, self._parameters.not_trained_params())
             # The state fits only if the same transforms update each parameter.
             for name, rule in self._stepping.rules.items():
                 if rule != former.stepping.rules[name]:
@@ -716,15 +752,14 @@ class TransformOptimizer(Optimizer):
         name.
         """
         with self._undone_on_error() as former:
-            all_params = {**self._tracked_groups.named, **added}
-            self._stepping = self._stepping_for(self._transform_for(added), all_params)
-            rules = self._stepping.rules
-            left_out = added.keys() - rules.keys()  # those with the label None
-            if left_out:
+            trained = self._extend_stepping(self._tracked_groups.named, added)
+            names_left_out = added.keys() - trained.keys()  # those with the label None
+            if names_left_out:
                 raise ValueError(
-                    f"param_groups: {min(left_out)!r} was added, but its label is None, so that it is not trained: "
-                    "remove it from the groups, or recreate the optimizer with other labels"
+                    f"param_groups: {min(names_left_out)!r} was added, but its label is None, so that it is not "
+                    "trained: remove it from the groups, or recreate the optimizer with other labels"
                 )
+            rules = self._stepping.rules
             self._parameters.track(added)  # first, because `names_of` raises for tensors that are not tracked
             # The groups have other members now: add the hyperparameters of their transforms.
             names_per_group = self._parameters.names_of(self._groups)
@@ -766,14 +801,7 @@ class TransformOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None or zeros, also of tensors that replaced parameters of the model."""
         if not torch.compiler.is_compiling():
-            # Put the new tensors into the groups, from which torch's method reads the parameters.
-            try:
-                self._use_replacements(may_communicate=False)
-            except (TypeError, ValueError):
-                # Groups or ``optimizer.state`` may have been edited wrongly on one rank only. Over ranks, the next step
-                # raises the error on all of them.
-                if not self._stepping.is_over_ranks:
-                    raise
+            self._use_replacements_alone()  # puts new tensors into the groups, from which torch's method reads them
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -807,57 +835,62 @@ class TransformOptimizer(Optimizer):
     def _step(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
         """Run a step and return the result of the closure.
 
-        An error of this rank is kept in ``problem``. The calls after the ``try`` block raise it on all ranks, which
-        would otherwise wait for this one.
+        If this rank has an error, it is not raised at once, because the other ranks would wait for this one. The
+        following calls, which all ranks make together, raise it on all of them.
         """
-        loss: Any = None
-        problem: Exception | None = None
-        # 1. Compute the gradients, and check everything that this rank can check alone.
-        try:
-            if closure is not None:
-                loss = _evaluate(closure)
-            params, gradients = self._check_step()
-        except Exception as error:
-            problem = error
-            params = self._tracked_groups.named  # only to call what the other ranks call
-            gradients = _gradients_of(params)
-        # 2. Update the parameters.
-        self._update_initial_state(may_communicate=True, problem=problem)
+        inputs = self._inputs_of_step(closure)
+        self._update_initial_state(inputs.problem)
         donate = Donation(updates=self.donate_grads, state=True)  # the step may overwrite these tensors
-        call = Arguments(gradients, self._current["state"], params, donate, extras)
-        state = self._stepping.step(call, problem)
-        # 3. Keep the new state, and show it in `optimizer.state`.
+        call = Arguments(inputs.gradients, self._current["state"], inputs.params, donate, extras)
+        state = self._stepping.step(call, inputs.problem)
+        # Keep the new state, and show it in `optimizer.state`.
         self._current["state"] = state
         self._current["initial"] = None  # weights that are loaded from now on do not change the state
         self._current["entries"].update(self.state, state, self._stepping.show)
         if self._stepping.has_lacked_gradients:
-            self._gradient_check.warn_of_none(params)
-        return loss
+            self._gradient_check.warn_of_none(inputs.params)
+        return inputs.loss
 
-    def _check_step(self) -> tuple[NamedTensors, Gradients]:
-        """Prepare a step: check everything, and return ``(parameters, gradients)``, two dicts by name.
+    def _inputs_of_step(self, closure: Callable[[], Any] | None) -> _StepInputs:
+        """Compute the loss, and check everything that this rank can check alone. Return an error, do not raise it."""
+        loss: Any = None
+        try:
+            if closure is not None:
+                loss = _evaluate(closure)
+            params, gradients = self._prepare_step()
+        except Exception as error:
+            params = self._tracked_groups.named
+            return _StepInputs(loss, params, _gradients_of(params), error)
+        return _StepInputs(loss, params, gradients, None)
 
-        This also adopts changes that the caller has made in ``optimizer.state``, the groups and the model, and rebuilds
-        the transform if hyperparameters have changed.
+    def _prepare_step(self) -> tuple[NamedTensors, Gradients]:
+        """Adopt what the caller has changed since the last step, and check the gradients.
+
+        Return ``(parameters, gradients)``, two dicts by name.
         """
-        is_traced = torch.compiler.is_compiling()
-        # 1. Changes by the caller. A traced graph is valid for the current parameters and groups only.
-        if not is_traced:
-            self._use_replacements(at_step=True)
-            self._tracked_groups.read_new_keys(self._stepping.rules)
-            self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
-            self._rate_check.check(self._tracked_groups)
-        # 2. The gradients.
+        if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters and groups only
+            self._use_replacements_at_step()
+            self._read_group_keys()
         params = self._named_params()
         gradients = _gradients_of(params)
-        require_dense_and_real(gradients)
-        if not is_traced:
-            check_writable("step: params", params)
-            self._gradient_check.check(params, gradients)
-            self._callers_tensors.warn_of_written()
-        # 3. The hyperparameters, such as a rate that a scheduler has changed.
-        self._stepping.refresh(params, self._tracked_groups.groups)
+        self._check_tensors(params, gradients)
+        self._stepping.refresh(params, self._tracked_groups.groups)  # with a rate that a scheduler has changed
         return params, gradients
+
+    def _read_group_keys(self) -> None:
+        """Read keys that were added to the groups, and warn of those without effect and of a rate that looks wrong."""
+        self._tracked_groups.read_new_keys(self._stepping.rules)
+        self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
+        self._rate_check.check(self._tracked_groups)
+
+    def _check_tensors(self, params: NamedTensors, gradients: Gradients) -> None:
+        """Raise if a step cannot update the parameters with these gradients, and warn of tensors without effect."""
+        require_dense_and_real(gradients)
+        if torch.compiler.is_compiling():
+            return
+        check_writable("step: params", params)
+        self._gradient_check.check(params, gradients)
+        self._callers_tensors.warn_of_written()
 
     # -------------------------------------------------------------------------------------------------- persistence
 
@@ -897,12 +930,14 @@ class TransformOptimizer(Optimizer):
         For example, the state of `normalize_neurons` is on the rank that computes a matrix. In one process, there are
         none. ``saved_state`` has the entries of each parameter, by its index among all parameters of the groups.
         """
-        index_of = {name: index for index, name in enumerate(self._named_params())}
-        slots = self._current["entries"].slots
-        for leaf_index, leaf in self._stepping.exported(self._current["state"]).items():
-            slot = slots[leaf_index]  # the parameters that have this leaf, and its key, such as "momentum.trace"
-            for name in slot.names:
-                saved_state[index_of[name]][slot.key] = leaf
+        exported = self._stepping.exported(self._current["state"])  # by the index of a leaf of the state
+        if not exported:
+            return
+        indices = self._current["entries"].indices  # of the leaves of each parameter: {"bias": {"momentum.trace": 0}}
+        for param_index, name in enumerate(self._named_params()):
+            for key, leaf_index in indices[name].items():
+                if leaf_index in exported:
+                    saved_state[param_index][key] = exported[leaf_index]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
         """Copy the values of a `state_dict` into the state and the groups of this optimizer.
@@ -1112,6 +1147,15 @@ def _evaluate(closure: Callable[[], Any]) -> Any:
         )
     with torch.enable_grad():
         return closure()
+
+
+def _emptied_over_ranks(name: str) -> ValueError:
+    """Return an error for a parameter whose entries were removed from ``optimizer.state`` over several ranks."""
+    return ValueError(
+        f"optimizer.state: the state of {name!r} was emptied, which an optimizer over ranks cannot start "
+        "again, because they create a state together: write into its tensors instead, as in "
+        "optimizer.state[param]['momentum.trace'].zero_()"
+    )
 
 
 def _gradients_of(params: NamedTensors) -> Gradients:
