@@ -116,7 +116,7 @@ class Muon(TransformOptimizer):
         if model is None:  # with a known model, the caller may pass only some parameters
             _warn_of_no_matrices(tx.arguments["labels"], dict(named_pairs(params_or_model)))
         # 2. The optimizer that applies it. A model without AdamW's parameters is no mistake.
-        with _without_unused_label_warning():
+        with _without_warning(_UNUSED_LABEL):
             super().__init__(
                 params, tx, donate_grads=donate_grads, bucket_bytes=bucket_bytes, layout=layout, model=model
             )
@@ -135,12 +135,8 @@ class Muon(TransformOptimizer):
         >>> Muon.transform_for(torch.nn.Linear(4, 4), 0.01, labels={"weight": "muon", "bias": "adamw"}).name
         'partition'
         """
-        # `_transform` has the arguments of the constructor except those of the optimizer, and no defaults.
-        signature = inspect.signature(Muon)
-        of_optimizer = ("layout", "donate_grads", "bucket_bytes")
-        parameters = [parameter for name, parameter in signature.parameters.items() if name not in of_optimizer]
-        bound = bind("Muon", signature.replace(parameters=parameters), (params, lr), options)
-        bound.apply_defaults()
+        bound = bind("Muon", _signature_of_transform(), (params, lr), options)  # raises for an unknown option
+        bound.apply_defaults()  # those of `Muon`
         return _transform(**bound.arguments)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,7 +145,7 @@ class Muon(TransformOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to train, and label them as at construction. See `TransformOptimizer.add_param_group`."""
-        with _without_unused_label_warning():
+        with _without_warning(_UNUSED_LABEL):
             super().add_param_group(param_group)
 
     def _transform_for(self, new: NamedTensors) -> Transform:
@@ -169,13 +165,15 @@ class Muon(TransformOptimizer):
 
         For example, ``{"layer.weight": "muon", "layer.bias": "adamw"}``, each with its reason.
         """
-        # Labels are roles, such as "hidden" and "embedding", if `adamw_lr` was a dict; else "muon" and "adamw".
-        has_roles = "hidden" in self.tx.arguments["transforms"]
         # Frozen parameters would get the label None. A parameter that is added is trained: Lightning puts one into the
         # groups before it is unfrozen again.
-        with warnings.catch_warnings(), _as_trained(new.values()):
-            warnings.filterwarnings("ignore", message="user rule")  # a rule may match only earlier parameters
-            return _labels_for(self._labels, new, self._model_with(new), roles=has_roles)
+        with _without_warning(_UNMATCHED_RULE), _as_trained(new.values()):
+            return _labels_for(self._labels, new, self._model_with(new), roles=self._has_roles)
+
+    @property
+    def _has_roles(self) -> bool:
+        """True if labels are roles, such as "hidden" and "embedding", because `adamw_lr` or the decay was a dict."""
+        return "hidden" in self.tx.arguments["transforms"]  # else "muon" and "adamw"
 
     def _model_with(self, new: NamedTensors) -> nn.Module | None:
         """Return the first known model that has all of these parameters under their names, or None.
@@ -187,6 +185,15 @@ class Muon(TransformOptimizer):
             if all(params.get(name) is param for name, param in new.items()):
                 return model
         return None
+
+
+def _signature_of_transform() -> inspect.Signature:
+    """Return the signature of `Muon` without the arguments that do not change its transform, such as ``layout``."""
+    signature = inspect.signature(Muon)
+    parameters = dict(signature.parameters)
+    for name in ("layout", "donate_grads", "bucket_bytes"):
+        del parameters[name]
+    return signature.replace(parameters=list(parameters.values()))
 
 
 def _transform(
@@ -313,11 +320,18 @@ def _as_trained(params: Iterable[Tensor]) -> Generator[None]:
             param.requires_grad = False
 
 
+_UNUSED_LABEL = "partition: no parameter has the label '(adamw|muon|hidden)'"
+"""A warning that is not given: a model may have no parameter of AdamW, and `Muon` itself warns if none is Muon's."""
+
+_UNMATCHED_RULE = "user rule"
+"""The beginning of a warning that is not given for added parameters: a rule may match only earlier ones."""
+
+
 @contextmanager
-def _without_unused_label_warning() -> Generator[None]:
-    """Return a context manager that suppresses the warning that no parameter has the label of Muon, or of AdamW."""
+def _without_warning(message: str) -> Generator[None]:
+    """Return a context manager that suppresses a warning. ``message`` is a regular expression for its beginning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="partition: no parameter has the label '(adamw|muon|hidden)'")
+        warnings.filterwarnings("ignore", message=message)
         yield
 
 
