@@ -65,18 +65,27 @@ def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGr
     """
     if not dist.is_initialized():  # one process
         return None
-    # A layout, a function that creates one, or None. It may also be within the transform, as in `sharded(tx, layout)`.
-    layout = options.get("layout")
-    for argument in (*args, *options.values()):
-        if isinstance(argument, Sharded):
-            layout = argument.layout
+    layout = _layout_in(args, options)
     if isinstance(layout, Layout):
         return layout.group
     if layout is not None:
         return _group_of_function(layout)
     # Without a layout, only DTensors are distributed. Plain parameters belong to this process.
     params = args[0] if args else options.get("params")
-    return dist.group.WORLD if _are_on_all_ranks(params) else None
+    if _are_on_all_ranks(params):
+        return dist.group.WORLD
+    return None
+
+
+def _layout_in(args: Sequence[Any], options: Mapping[str, Any]) -> object:
+    """Return the layout in the arguments of an optimizer, or the function that creates one, or None.
+
+    It is the argument ``layout``, or in the transform, as in ``TransformOptimizer(model, sharded(tx, layout))``.
+    """
+    for argument in (*args, *options.values()):
+        if isinstance(argument, Sharded):
+            return argument.layout
+    return options.get("layout")
 
 
 def _group_of_function(layout: object) -> dist.ProcessGroup | None:
