@@ -419,17 +419,20 @@ class TransformOptimizer(Optimizer):
         # Functions of torch read the groups before they call a method of the optimizer. For example,
         # `set_optimizer_state_dict` looks up each parameter of the groups in a model that may have been sharded since.
         is_constructed = "state" in self._current
-        if not is_constructed or torch.compiler.is_compiling():
-            return self._groups
-        replaced = self._parameters.replaced_in_models()  # {former tensor: new tensor}
-        if replaced:
-            for group in self._groups:
-                group["params"] = [replaced.get(param, param) for param in group["params"]]
+        if is_constructed and not torch.compiler.is_compiling():
+            self._put_new_tensors_in_groups()
         return self._groups
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._groups = groups
+
+    def _put_new_tensors_in_groups(self) -> None:
+        """Write tensors that have replaced parameters of the model into the groups. The state moves to them later."""
+        replaced = self._parameters.replaced_in_models()  # {former tensor: new tensor}
+        if replaced:
+            for group in self._groups:
+                group["params"] = [replaced.get(param, param) for param in group["params"]]
 
     def _named_params(self) -> NamedTensors:
         """Return a dict from name to parameter, from the param groups: ``{"0.weight": tensor, "0.bias": tensor}``."""
@@ -606,7 +609,6 @@ class TransformOptimizer(Optimizer):
         entries = self._current["entries"]  # what `optimizer.state` had before
         if not entries.is_edited(self.state):
             return
-        state = self._current["state"]
         named = self._tracked_groups.named
         # 1. Read and check all changes.
         entries_of = entries_by_name(entries, self.state, self._groups)
@@ -614,16 +616,24 @@ class TransformOptimizer(Optimizer):
         emptied = [name for name in named if entries.indices[name] and name not in entries_of]
         assigned_values = read_assigned(entries, entries_of, self._stepping)
         initial_values = self._initial_values_of(emptied, named)
-        # 2. Copy the values into the state.
+        # 2. Copy the values into the state, and show its tensors in place of those that were assigned.
         with torch.no_grad():
-            self._stepping.assign(assigned_values + initial_values, state)
-        if initial_values:  # the next step initializes these leaves again if weights are loaded before it
-            paths = tree.paths(state)
-            restarted_paths = {paths[load.leaf_index] for load in initial_values}
-            self._current["initial"] = with_new_leaves(self._current["initial"], restarted_paths, named, state, state)
-        # 3. Show the tensors of the state in place of those that were assigned.
+            self._stepping.assign(assigned_values + initial_values, self._current["state"])
+        self._record_restarted(initial_values, named)
         self._show_all(named)
         warn_of_shared(entries, emptied)
+
+    def _record_restarted(self, initial_values: list[Load], named: NamedTensors) -> None:
+        """Record which leaves got initial values, so that a step renews them if weights are loaded before it.
+
+        ``named`` are all parameters.
+        """
+        if not initial_values:
+            return
+        state = self._current["state"]
+        paths = tree.paths(state)
+        restarted_paths = {paths[load.leaf_index] for load in initial_values}
+        self._current["initial"] = with_new_leaves(self._current["initial"], restarted_paths, named, state, state)
 
     def _initial_values_of(self, emptied: list[str], named: NamedTensors) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed from ``optimizer.state``.
