@@ -93,7 +93,7 @@ class _Current(TypedDict):
 
 
 class _StepInputs(NamedTuple):
-    """What a step reads on this rank."""
+    """The values that a step reads on this rank, and its error if it has one."""
 
     loss: Any
     """The result of the closure; None without a closure."""
