@@ -42,6 +42,18 @@ def is_new(outputs: PyTree, updates: PyTree) -> bool:
     return tree.ids(updates).isdisjoint(tree.ids(outputs))
 
 
+def donation_of_outputs(tx: Transform, outputs: PyTree, updates: PyTree, donation: Donation) -> Donation:
+    """Return the donation to the next transform of a chain: whether it may overwrite the outputs of ``tx``.
+
+    ``donation`` is the donation to ``tx``, which received ``updates``. The state is donated to all or to none.
+    """
+    # Two conditions. First, the transform has promised that its state does not share the memory of the outputs.
+    no_state_has_them = donation.state and tx._keeps_donation_promise
+    # Second, the caller of the chain does not have them: they are new, or were donated.
+    may_overwrite = no_state_has_them and (donation.updates or is_new(outputs, updates))
+    return Donation(may_overwrite, donation.state)
+
+
 @transform(
     locality=lambda *transforms: widest(entries_of(transforms).values()),
     combinator=Combinator(in_sequence=True),
@@ -92,14 +104,10 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
         overwritten, and so may the output of one transform by the next.
         """
         new_state: dict[str, PyTree] = {}
-        may_overwrite = donate.updates  # True if the current updates are used neither by the caller nor in a state
+        donation = donate
         for name, tx in entries.items():
-            donation = Donation(may_overwrite, donate.state)
             outputs, new_state[name] = tx.run(updates, state[name], params, donate=donation, **extras)
-            # Two conditions to overwrite the outputs. First, the transform has promised that its state does not share
-            # their memory. Second, the caller does not have them: they are new, or were donated.
-            no_state_has_them = donate.state and tx._keeps_donation_promise
-            may_overwrite = no_state_has_them and (may_overwrite or is_new(outputs, updates))
+            donation = donation_of_outputs(tx, outputs, updates, donation)
             updates = outputs
         return updates, new_state
 

@@ -15,13 +15,13 @@ each matrix is sent once. A wrapper, such as `partition`, keeps its own update; 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from muonfx import tree
 from muonfx.core import Donation, Locality, Transform
-from muonfx.core.chain import chain_entries
+from muonfx.core.chain import chain_entries, donation_of_outputs
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Declaration
 from muonfx.core.value import make_factory, numbers_of, with_numbers
@@ -130,9 +130,6 @@ def execution_of(visited: Visit) -> str:
     return "on pieces"
 
 
-_LEAF_BY_LEAF = "leaf by leaf"
-
-
 def _execution_at(visited: Visit, where: Where) -> str:
     """Return how a transform runs there: "leaf by leaf" if it can run on any leaves or shards, else as `execution_of`.
 
@@ -142,9 +139,9 @@ def _execution_at(visited: Visit, where: Where) -> str:
     # The locality says how much of a tree a transform reads to compute one element: ELEMENT < MATRIX < LEAF < TREE.
     locality = visited.tx.locality
     if locality is Locality.ELEMENT:
-        return _LEAF_BY_LEAF
+        return "leaf by leaf"
     if locality <= Locality.LEAF and not where.is_sharded:
-        return _LEAF_BY_LEAF
+        return "leaf by leaf"
     return execution_of(visited)
 
 
@@ -157,7 +154,7 @@ def _run_together(execution_of_member: Mapping[K, str]) -> list[list[K]]:
     groups: list[list[K]] = []
     previous_execution = ""
     for member, execution in execution_of_member.items():
-        can_run_together = execution in (_LEAF_BY_LEAF, "matrix stage")  # any other member is a group of its own
+        can_run_together = execution in ("leaf by leaf", "matrix stage")  # any other member is a group of its own
         if can_run_together and execution == previous_execution:
             groups[-1].append(member)
         else:
@@ -246,18 +243,21 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     the extra argument ``apply_to_params``, and adds its updates to the parameters.
     """
     execution = _execution_at(visited, where)
-    if execution == _LEAF_BY_LEAF:
+    # 1. Some parameters are complete before others: each bucket, or the last members of a chain, applies its updates.
+    if execution == "leaf by leaf":
         return _place_leaf_by_leaf(fixed(visited), visited.params, where, applies=applies)
-    if execution == "matrix stage":
-        return _place_on_owners(fixed(visited), where, applies=applies)
     if execution == "chain":  # a member of it needs the whole tree or, over ranks, whole matrices
         return _place_chain(visited, where, applies=applies)
-    # A "route" or "around" is a wrapper. The others are "sum over leaves", "on pieces" and "whole tree".
-    place = _place_wrapper if execution in ("route", "around") else _place_whole_tree
-    result = place(visited, where)
+    # 2. All updates are applied at the end.
+    if execution == "matrix stage":
+        rewritten = _place_on_owners(fixed(visited), where)
+    elif execution in ("route", "around"):  # a wrapper, such as `partition`
+        rewritten = _place_wrapper(visited, where)
+    else:  # "sum over leaves", "on pieces" or "whole tree"
+        rewritten = _place_whole_tree(visited, where)
     if applies:
-        return applying(result)
-    return result
+        return applying(rewritten)
+    return rewritten
 
 
 def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
@@ -274,13 +274,10 @@ def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, app
     return tx
 
 
-def _place_on_owners(tx: Transform, where: Where, *, applies: bool) -> Transform:
+def _place_on_owners(tx: Transform, where: Where) -> Transform:
     """Rewrite a transform, or a chain, so that each whole matrix is updated on one rank, which owns it."""
     assert where.ranks is not None
-    on_owners = where.ranks.on_owners(tx)
-    if applies:
-        return applying(on_owners)
-    return on_owners
+    return where.ranks.on_owners(tx)
 
 
 def _place_whole_tree(visited: Visit, where: Where) -> Transform:
@@ -329,17 +326,13 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     entries = chain_entries(visited.tx)  # the members by name
     assert entries is not None
     visit_of = dict(zip(entries, visited.calls, strict=True))
-    names_of_groups = _run_together({name: _execution_at(member, where) for name, member in visit_of.items()})
+    groups = _run_together({name: _execution_at(member, where) for name, member in visit_of.items()})
     rewritten: dict[str, Transform] = {}
-    for index, names in enumerate(names_of_groups):
+    for index, names in enumerate(groups):
         members = {name: visit_of[name] for name in names}
-        is_last = index == len(names_of_groups) - 1
-        result = _place_group(members, visited.params, where, applies=applies and is_last)
-        if applies and not is_last and result.extras.takes_all:
-            result = without_apply(result)  # else it would pass the argument on, to a transform that applies updates
-        rewritten[str(index)] = result
-    # The rewritten chain has groups as members, but the state keeps the names of the original members.
-    return in_groups(as_chain(rewritten), tuple(names_of_groups))
+        is_last = index == len(groups) - 1
+        rewritten[str(index)] = _place_group(members, visited.params, where, applies=applies and is_last)
+    return in_groups(as_chain(rewritten), tuple(groups))
 
 
 def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
@@ -352,9 +345,12 @@ def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where
         return _place(visits[0], where, applies=applies)
     # Several members run as one chain. They run in the same way, so the first one decides.
     group = as_chain({name: fixed(visited) for name, visited in members.items()})
-    if _execution_at(visits[0], where) == "matrix stage":
-        return _place_on_owners(group, where, applies=applies)
-    return _place_leaf_by_leaf(group, meta_params, where, applies=applies)
+    if _execution_at(visits[0], where) == "leaf by leaf":
+        return _place_leaf_by_leaf(group, meta_params, where, applies=applies)
+    on_owners = _place_on_owners(group, where)
+    if applies:
+        return applying(on_owners)
+    return on_owners
 
 
 @stand_in
@@ -365,50 +361,63 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
     For the groups ``(["clip"], ["momentum", "scale"])`` the state has the keys "clip", "momentum" and "scale". Member
     number 1 of ``tx`` receives and returns the dict of the last two.
     """
+    named_groups = list(zip(groups, tx.children, strict=True))
 
-    # The caller has the state by member, with keys such as "momentum". The chain ``tx`` has it by group: "0", "1".
     def init(params: PyTree) -> dict[str, PyTree]:
-        return _by_member(tx.functions.init(params), groups)
+        state: dict[str, PyTree] = {}
+        for names, group in named_groups:
+            state |= _state_by_member(names, group.functions.init(params))
+        return state
 
     def update(
-        updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
+        updates: PyTree,
+        state: dict[str, PyTree],
+        params: PyTree = None,
+        *,
+        donate: Donation = NOTHING,
+        apply_to_params: ApplyToParams | None = None,
+        **extras: Any,
     ):
-        updates, new_by_group = tx.run(updates, _by_group(state, groups), params, donate=donate, **extras)
-        new_state = _by_member(new_by_group, groups)
+        """Pass the updates through the groups in order, as `chain` does."""
+        new_state: dict[str, PyTree] = {}
+        donation = donate
+        for index, (names, group) in enumerate(named_groups):
+            if index == len(named_groups) - 1 and apply_to_params is not None:  # the updates are final here
+                extras["apply_to_params"] = apply_to_params
+            group_state = _state_of_group(names, state)
+            outputs, new_group_state = group.run(updates, group_state, params, donate=donation, **extras)
+            new_state |= _state_by_member(names, new_group_state)
+            donation = donation_of_outputs(group, outputs, updates, donation)
+            updates = outputs
         # In the order of the old state: the order of the keys is part of the structure.
         return updates, {name: new_state[name] for name in state}
 
     return init, update
 
 
-def _by_member(by_group: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dict[str, PyTree]:
-    """Convert the states of groups of members to a dict by member.
+def _state_of_group(names: list[str], state: Mapping[str, PyTree]) -> PyTree:
+    """Return the state that a group of members receives, from the state of all members by name.
 
-    >>> _by_member({"0": "a", "1": {"momentum": "b", "scale": "c"}}, (["clip"], ["momentum", "scale"]))
-    {'clip': 'a', 'momentum': 'b', 'scale': 'c'}
+    A single member is no chain, so its state is not in a dict by name.
+
+    >>> state = {"clip": "a", "momentum": "b", "scale": "c"}
+    >>> _state_of_group(["clip"], state), _state_of_group(["momentum", "scale"], state)
+    ('a', {'momentum': 'b', 'scale': 'c'})
     """
-    state: dict[str, PyTree] = {}
-    for names, group_state in zip(groups, by_group.values(), strict=True):
-        if len(names) == 1:  # a single member is no chain, so its state is not in a dict by name
-            state[names[0]] = group_state
-        else:
-            state |= group_state
-    return state
+    if len(names) == 1:
+        return state[names[0]]
+    return {name: state[name] for name in names}
 
 
-def _by_group(state: Mapping[str, PyTree], groups: tuple[list[str], ...]) -> dict[str, PyTree]:
-    """Convert a dict by member to the states of groups, by the number of the group; it undoes `_by_member`.
+def _state_by_member(names: list[str], group_state: PyTree) -> dict[str, PyTree]:
+    """Return a dict by name of the states of a group's members; it undoes `_state_of_group`.
 
-    >>> _by_group({"clip": "a", "momentum": "b", "scale": "c"}, (["clip"], ["momentum", "scale"]))
-    {'0': 'a', '1': {'momentum': 'b', 'scale': 'c'}}
+    >>> _state_by_member(["clip"], "a")
+    {'clip': 'a'}
     """
-    by_group: dict[str, PyTree] = {}
-    for index, names in enumerate(groups):
-        if len(names) == 1:  # a single member is no chain, and has its state without a dict by name
-            by_group[str(index)] = state[names[0]]
-        else:
-            by_group[str(index)] = {name: state[name] for name in names}
-    return by_group
+    if len(names) == 1:
+        return {names[0]: group_state}
+    return group_state
 
 
 @stand_in
@@ -440,29 +449,6 @@ def applying(tx: Transform):
     return tx.functions.init, update
 
 
-@stand_in
-def without_apply(tx: Transform):
-    """Run a transform with all extra arguments but ``apply_to_params``.
-
-    An earlier member of a chain with ``**extras`` would pass it on. If it is `offload` or `sharded`, or calls one of
-    them, this one would add its updates to the parameters before the later members have changed them.
-    """
-
-    def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        *,
-        donate: Donation = NOTHING,
-        apply_to_params: ApplyToParams | None = None,
-        **extras: Any,
-    ):
-        """Run ``tx``. The argument ``apply_to_params`` is taken out of ``extras``, and not used."""
-        return tx.run(updates, state, params, donate=donate, **extras)
-
-    return tx.functions.init, update
-
-
 # ------------------------------------------------------------------------------------------- one for each structure
 
 
@@ -476,29 +462,33 @@ class PlacedTransforms:
         # global_like(local) returns meta tensors of the whole parameters; None in one process
         self.where = where
         self._global_like = global_like
-        self._entries: dict[Any, list[_Entry]] = {}
+        self._entries: dict[Hashable, list[_Entry]] = {}
 
     def __call__(self, tx: Transform, params: PyTree, visited: Visit | None = None) -> Transform:
-        """Return `placed` of a transform with its current numbers, for local parameters."""
-        key = tx.treedef, tree.flatten(params)[1]
-        entry = self._fitting(key, params) or self._add(key, tx, params, visited)
-        # The same structure with other numbers, such as a new learning rate: only the numbers are replaced.
-        if entry.original is not tx:
-            entry.placed = with_numbers(entry.placed, iter(numbers_of(tx)))
-            entry.original = tx
-        return entry.placed
+        """Return the transform that does the work of ``tx`` where its tensors are, for local parameters.
 
-    def _fitting(self, key: Any, params: PyTree) -> _Entry | None:
+        It is built by `placed` for the first transform of a structure. For a later one, such as the same transform with
+        a new learning rate, only the numbers are replaced. ``visited`` is the first `Visit` of ``tx``, if known.
+        """
+        key = tx.treedef, tree.flatten(params)[1]  # the structures of both, without numbers and tensors
+        entry = self._find(key, params)
+        if entry is None:
+            entry = self._add(key, tx, params, visited)
+        return entry.with_numbers_of(tx)
+
+    def _find(self, key: Hashable, params: PyTree) -> _Entry | None:
+        """Return the entry of a transform that was placed for these structures and the shapes of the parameters."""
         for entry in self._entries.get(key, ()):
             # One layout always gives the same global shapes.
             if self._global_like is not None or entry.fits(params):
                 return entry
         return None
 
-    def _add(self, key: Any, tx: Transform, params: PyTree, visited: Visit | None) -> _Entry:
-        if sum(map(len, self._entries.values())) >= self.LIMIT:
+    def _add(self, key: Hashable, tx: Transform, params: PyTree, visited: Visit | None) -> _Entry:
+        """Place a transform for the whole parameters, of which ``params`` may be shards, and return the new entry."""
+        number_of_entries = sum(map(len, self._entries.values()))
+        if number_of_entries >= self.LIMIT:
             self._entries.clear()
-        # The transform is placed for whole parameters, of which this rank may hold shards.
         global_like = self._global_like or meta_like
         meta_params = global_like(params)
         entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
@@ -508,6 +498,8 @@ class PlacedTransforms:
 
 @dataclass(eq=False)
 class _Entry:
+    """A transform that was placed for parameters of some shapes. Its numbers are those of the latest call."""
+
     meta_params: PyTree
     original: Transform
     """The transform whose numbers `placed` has."""
@@ -520,6 +512,13 @@ class _Entry:
             if leaf is not None and (meta_leaf is None or meta_leaf.shape != leaf.shape):
                 return False
         return True
+
+    def with_numbers_of(self, tx: Transform) -> Transform:
+        """Return the placed transform with the numbers of ``tx``, which has the structure of the original."""
+        if self.original is not tx:
+            self.placed = with_numbers(self.placed, iter(numbers_of(tx)))
+            self.original = tx
+        return self.placed
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
