@@ -21,7 +21,7 @@ from muonfx.core.visit import Placeholder, record_calls, stand_in
 from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import (
     BucketedState,
-    can_be_shared_out,
+    can_be_divided,
     init_in_store,
     moves,
     sizes_of,
@@ -60,25 +60,23 @@ def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[l
 
     A bucket is a list of names. In ``buckets``, such as ``[["q", "k"], ["mlp"]]``, are the parameters for which the
     transform was placed. A step with other parameters, or without some of them, divides its parameters into buckets
-    again. The decorators make a transform of the returned functions: `stand_in` one like ``tx``, and `with_memory` one
-    that has the dict ``_cache`` between its calls.
+    again. The state stays in memory as a whole. The decorators make a transform of the returned functions: `stand_in`
+    one like ``tx``, and `with_memory` one that has the dict ``_cache`` between its calls.
     """
     names_in_buckets = sorted(itertools.chain.from_iterable(buckets))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
         current_buckets = buckets
-        if sorted(_present(params)) != names_in_buckets:
+        if sorted(_present(params)) != names_in_buckets:  # a step with other parameters
             current_buckets = buckets_by_shape(params, bucket_bytes)
-        # All parameters at once. This is before the cache is written: `torch.cond` may trace such a step in a branch,
-        # which must not write.
-        if params is None or len(current_buckets) <= 1:
-            return tx.run(updates, state, params, donate=donate, **extras)
-        parameters = remembered_parameters(_cache, state, updates)
-        if not can_be_shared_out(tree.leaves(state), parameters):
-            return tx.run(updates, state, params, donate=donate, **extras)
-        call = Arguments(updates, state, params, donate, extras)
-        return _run_in_buckets(tx, call, IN_MEMORY, parameters, current_buckets)
+        # `torch.cond` may trace a step with one bucket in a branch, which must not write to the cache.
+        if len(current_buckets) > 1:
+            parameters = remembered_parameters(_cache, state, updates)
+            if can_be_divided(state, parameters):
+                call = Arguments(updates, state, params, donate, extras)
+                return _run_in_buckets(tx, call, IN_MEMORY, parameters, current_buckets)
+        return tx.run(updates, state, params, donate=donate, **extras)
 
     return tx.functions.init, update
 
@@ -115,9 +113,11 @@ def in_store(_cache: Memory, tx: Transform, store: Store):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket. The next state is in the store again."""
         parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
-        if can_be_shared_out(tree.leaves(state), parameters):
+        if can_be_divided(state, parameters):
             sizes = sizes_of(_present(updates), state, parameters)
-            buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]  # without updates, one empty bucket
+            buckets = split_into_buckets(sizes, store.bucket_bytes)
+            if not buckets:  # without updates, `tx` runs once, for no parameter
+                buckets = [[]]
         else:  # a tensor without a parameter, such as a sum over all leaves, belongs to no bucket
             buckets = [tree.names(updates)]
         call = Arguments(updates, state, params, donate, extras)
@@ -231,9 +231,8 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
             stored_own_state = bucketed.end()
         # An inner transform has stored its new state. The wrapper may have replaced this state, as by `torch.where` of
         # the old and the new one, by tensors that are not in the store.
-        for index, inner_state in enumerate(inner_states):
-            new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index])
-        return new_updates, division.merge(stored_own_state, new_inner_states)
+        whole_state = division.merge(stored_own_state, new_inner_states)
+        return new_updates, stored_again(store, device, state, whole_state)
 
     return init, update
 

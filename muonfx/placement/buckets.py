@@ -9,6 +9,7 @@ In this file, `parameters` has the name of the parameter, or None, for each leaf
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -50,9 +51,9 @@ def moves(leaf: object, parameter: str | None) -> bool:
     return parameter is not None and isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.numel() > 0
 
 
-def can_be_shared_out(leaves: Sequence[object], parameters: Sequence[str | None]) -> bool:
+def can_be_divided(state: PyTree, parameters: Sequence[str | None]) -> bool:
     """Return True if each tensor of a state, 0-d tensors excepted, belongs to a parameter. Buckets require this."""
-    for leaf, parameter in zip(leaves, parameters, strict=True):
+    for leaf, parameter in zip(tree.leaves(state), parameters, strict=True):
         if parameter is None and isinstance(leaf, Tensor) and leaf.ndim > 0:
             return False
     return True
@@ -199,11 +200,6 @@ def _merged(state: PyTree, bucket_state: PyTree) -> PyTree:
     return tree.unflatten(treedef, leaves)
 
 
-# In place of the number of a bucket.
-_NO_BUCKET = -1  # a leaf whose parameter is in no bucket
-_EVERY_BUCKET = -2  # a counter: a leaf without a parameter
-
-
 class BucketedState:
     """A context manager for a step with offloaded state: it loads, updates and writes back one bucket at a time.
 
@@ -229,45 +225,48 @@ class BucketedState:
         buckets: Sequence[Sequence[str]],
         donate: Donation,
     ) -> None:
-        self.buckets = buckets
         self._store = store
         self._device = device
         self._donate = donate
         self._leaves, self._treedef = tree.flatten(state)
         self._new_leaves = list(self._leaves)
-        # For each leaf, the number of the bucket of its parameter, such as 0 for "q" in [["q", "k"], ["mlp"]];
-        # `_NO_BUCKET` or `_EVERY_BUCKET` for others.
-        self._bucket_of = _bucket_of_leaves(parameters, buckets)
-        # For each bucket, the indices of the leaves that are loaded and written back.
+        # For each bucket, the indices of the leaves of its parameters. A leaf whose parameter is in no bucket stays as
+        # it is.
+        self._leaves_of_bucket = _leaves_of_buckets(parameters, buckets)
+        # The indices of the leaves without a parameter, which every bucket updates.
+        self._counters = [index for index, parameter in enumerate(parameters) if parameter is None]
+        # For each bucket, the indices of the leaves that are loaded and written back. All others are used where they
+        # are.
         self._moving: list[list[int]] = [[] for _ in buckets]
         # By the index of a moving leaf, the tensor in the store to which its new value is written.
         self._targets: dict[int, Tensor] = {}
         self._transfer: BucketTransfer | None = None
-        if store != IN_MEMORY and not store.is_direct(device):  # else the update uses the state where it is
-            self._start_transfer(parameters)
+        if store != IN_MEMORY and not store.is_direct(device):
+            for indices, moving in zip(self._leaves_of_bucket, self._moving, strict=True):
+                moving += [index for index in indices if moves(self._leaves[index], parameters[index])]
+            self._targets = self._allocate_targets(sorted(itertools.chain.from_iterable(self._moving)))
+        if self._targets:
+            stored_buckets = [_take(self._leaves, indices) for indices in self._moving]
+            self._transfer = BucketTransfer(device, stored_buckets, on_disk=store.on_disk)
 
-    def _start_transfer(self, parameters: Sequence[str | None]) -> None:
-        """Allocate the memory of the next state in the store, and start to load the first bucket.
+    def _allocate_targets(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Return, by index, the tensor in the store to which the new value of each of these leaves is written.
 
-        A leaf whose parameter is in no bucket is not updated, and stays where it is.
+        A donated leaf in the store is overwritten. One that is not donated, or was loaded from a checkpoint and is not
+        in the store yet, gets a new tensor.
         """
-        # The leaves that move, by bucket, and the tensor in the store to which each new value is written.
-        without_target: list[int] = []  # leaves for which the store needs new tensors
-        for index, leaf in enumerate(self._leaves):
-            bucket_index = self._bucket_of[index]
-            if bucket_index == _NO_BUCKET or not moves(leaf, parameters[index]):
-                continue
-            self._moving[bucket_index].append(index)
+        targets: dict[int, Tensor] = {}
+        without_target: list[int] = []
+        for index in indices:
+            leaf = self._leaves[index]
             if self._donate.state and self._store.has(leaf, self._device):
-                self._targets[index] = leaf  # it is overwritten
-            else:  # not donated, or loaded from a checkpoint and not in the store yet
+                targets[index] = leaf
+            else:
                 without_target.append(index)
+        # All are allocated in one call, because on a disk they share one file.
         specs = [tree.spec(self._leaves[index]) for index in without_target]
-        new_tensors = self._store.allocate(specs, self._device)
-        self._targets.update(zip(without_target, new_tensors, strict=True))
-        if any(self._moving):
-            leaves_of_buckets = [_take(self._leaves, indices) for indices in self._moving]
-            self._transfer = BucketTransfer(self._device, leaves_of_buckets, on_disk=self._store.on_disk)
+        targets.update(zip(without_target, self._store.allocate(specs, self._device), strict=True))
+        return targets
 
     @property
     def may_write_state(self) -> bool:
@@ -279,35 +278,31 @@ class BucketedState:
 
         The update may overwrite it if `may_write_state`. Leaves that are needed afterwards are then copies.
         """
-        # 1. The leaves of this bucket that move between store and device, by index.
-        loaded: dict[int, Tensor] = {}
-        if self._transfer is not None:
-            tensors = self._transfer.fetch(bucket_index)
-            loaded = dict(zip(self._moving[bucket_index], tensors, strict=True))
-        # 2. All other leaves as they are, or as copies.
         leaves = list(self._leaves)
-        for index, leaf in enumerate(leaves):
-            if index in loaded:
-                leaves[index] = loaded[index]
-            elif self._must_be_copied(index, bucket_index):
-                leaves[index] = leaf.clone()
+        for index in self._leaves_to_copy(bucket_index):
+            if isinstance(leaves[index], Tensor):
+                leaves[index] = leaves[index].clone()
+        if self._transfer is not None:
+            loaded = self._transfer.fetch(bucket_index)
+            for index, leaf in zip(self._moving[bucket_index], loaded, strict=True):
+                leaves[index] = leaf
         return tree.unflatten(self._treedef, leaves)
 
-    def _must_be_copied(self, index: int, bucket_index: int) -> bool:
-        """Return True if the update of a bucket may overwrite the leaf `index`, which is still needed afterwards.
+    def _leaves_to_copy(self, bucket_index: int) -> list[int]:
+        """Return the indices of leaves that the update of a bucket may overwrite, but that are needed afterwards.
 
-        The update is allowed to write to all leaves if `may_write_state`. Leaves that were loaded are copies already,
-        so this is about leaves that are used where they are, such as a step count of all parameters.
+        Leaves that are loaded are copies already, so this is about leaves that are used where they are, such as a step
+        count of all parameters. Leaves of other buckets are not updated.
         """
-        if not self.may_write_state or not isinstance(self._leaves[index], Tensor):
-            return False
-        # A counter: every bucket starts from the same value, so only the last may overwrite it, if it is donated.
-        if self._bucket_of[index] == _EVERY_BUCKET:
-            is_last = bucket_index == len(self.buckets) - 1
-            return not (self._donate.state and is_last)
-        # A leaf of another bucket is not updated. One of this bucket belongs to the caller, unless it is donated.
-        is_updated = self._bucket_of[index] == bucket_index
-        return is_updated and not self._donate.state
+        if not self.may_write_state:
+            return []
+        if not self._donate.state:  # the caller needs all leaves
+            not_loaded = [index for index in self._leaves_of_bucket[bucket_index] if index not in self._targets]
+            return [*self._counters, *not_loaded]
+        is_last = bucket_index == len(self._moving) - 1
+        if is_last:
+            return []
+        return self._counters  # the next bucket starts from the same values
 
     def write_back(self, bucket_index: int, new_state: PyTree) -> None:
         """Take over the new state of one bucket, and start to copy the leaves that move into the store.
@@ -316,9 +311,8 @@ class BucketedState:
         """
         # 1. The leaves of this bucket, and the counters, which have the same new value in every bucket.
         new_leaves = tree.leaves(new_state)
-        for index, leaf in enumerate(new_leaves):
-            if self._bucket_of[index] in (bucket_index, _EVERY_BUCKET):
-                self._new_leaves[index] = leaf
+        for index in (*self._leaves_of_bucket[bucket_index], *self._counters):
+            self._new_leaves[index] = new_leaves[index]
         if self._transfer is None:  # nothing moves
             return
         # 2. The next state has the tensors of the store in place of those on the device.
@@ -374,17 +368,21 @@ def _take(leaves: Sequence[Any] | Mapping[int, Any], indices: Sequence[int]) -> 
     return [leaves[index] for index in indices]
 
 
-def _bucket_of_leaves(parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]) -> list[int]:
-    """Return, for each leaf of a state, the number of its parameter's bucket, `_NO_BUCKET` or `_EVERY_BUCKET`.
+def _leaves_of_buckets(parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Return, for each bucket, the indices of the leaves of a state that belong to its parameters.
 
-    `parameters` has the name of each leaf's parameter. A leaf without one (-2) is a counter, which every bucket
-    updates; "frozen" (-1) is in no bucket.
+    `parameters` has the name of each leaf's parameter. Here the leaf of "frozen", and one without a parameter, are in
+    no bucket:
 
-    >>> _bucket_of_leaves(["w", None, "b", "frozen"], [["w"], ["b"]])
-    [0, -2, 1, -1]
+    >>> _leaves_of_buckets(["w", None, "b", "frozen"], [["w"], ["b"]])
+    [[0], [2]]
     """
-    bucket_of_name: dict[str | None, int] = {None: _EVERY_BUCKET}  # None: a leaf without a parameter
+    bucket_of_name: dict[str | None, int] = {}
     for bucket_index, names in enumerate(buckets):
         for name in names:
             bucket_of_name[name] = bucket_index
-    return [bucket_of_name.get(name, _NO_BUCKET) for name in parameters]
+    leaves_of_buckets: list[list[int]] = [[] for _ in buckets]
+    for index, name in enumerate(parameters):
+        if name in bucket_of_name:
+            leaves_of_buckets[bucket_of_name[name]].append(index)
+    return leaves_of_buckets
