@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -104,41 +105,60 @@ def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, 
     return top
 
 
+class _Eigenvalues(NamedTuple):
+    """The eigenvalues of a matrix that belong to a grid of singular values, and a bound of the error of each."""
+
+    values: torch.Tensor
+    error: torch.Tensor | float
+
+
 def _after_stage(steps: Sequence[Step], top: float, error: float) -> float:
     """Bound singular values that begin in `[0, top]`, after steps on one Gram matrix.
 
-    The error of each rounded product is assumed to be `error` times its largest eigenvalue. The function follows
-    `muonfx.polar.iteration.composed` to first order, on a grid of singular values `s`: `r`, `g` and `q` are the
-    eigenvalues of the matrices `R`, `G` and `Q`, and `r_error`, `g_error` and `q_error` bound their errors. An error in
-    R or G changes a function of it by the error times the derivative. Multiples of I are exact.
+    The function follows `muonfx.polar.iteration.composed` on a grid of singular values `s`, with the eigenvalues of the
+    matrices R, G and Q. The error of each rounded product is assumed to be `error` times its largest eigenvalue.
+    Products of two errors are neglected.
     """
     s = _grid(top)
-    r = s * s
-    r_error = error * top * top
-    q = torch.ones_like(s)
-    q_error = torch.zeros_like(s)
-    for index, (a, b, c) in enumerate(steps):
-        # G = a I + b R + c R^2: dG = (b + 2 c R) dR, and the rounding of the product
-        g = a + r * (b + c * r)
-        g_rounding = error * (g - a).abs().max()
-        g_error = (b + 2 * c * r).abs() * r_error + g_rounding
-
-        # Q <- G Q: |d(G Q)| <= |G| |dQ| + |Q| |dG|, and the rounding of the product
-        q_error = g.abs() * q_error + q.abs() * g_error
-        q = g * q
+    r = _Eigenvalues(s * s, error * top * top)
+    q = _Eigenvalues(torch.ones_like(s), torch.zeros_like(s))
+    for index, step in enumerate(steps):
+        g = _polynomial(step, r, error)
+        q = _exact_product(g, q)
         if index > 0:  # the first Q is G itself, not a product that rounds
-            multiple_of_identity = q[0]  # the value at s = 0
-            q_error = q_error + error * (q - multiple_of_identity).abs().max()
-
-        # R <- G (G R): two rounded products. The error of G counts once, in Q: R is updated with the same G.
+            multiple_of_identity = q.values[0]  # the value at s = 0, which is exact
+            rounding = error * (q.values - multiple_of_identity).abs().max()
+            q = _Eigenvalues(q.values, q.error + rounding)
         is_last = index == len(steps) - 1
         if not is_last:
-            inner_rounding = error * (g * r).abs().max()
-            new_r = g * g * r
-            r_error = g * g * r_error + g.abs() * inner_rounding + error * new_r.max()
-            r = new_r
-    bounds = (q.abs() + q_error) * s
+            r = _next_gram(g, r, error)
+    bounds = (q.values.abs() + q.error) * s
     return (1 + error) * float(bounds.max())
+
+
+def _polynomial(step: Step, r: _Eigenvalues, error: float) -> _Eigenvalues:
+    """Return the eigenvalues of `G = a I + b R + c R^2`: dG = (b + 2 c R) dR, and the rounding of the product."""
+    a, b, c = step
+    values = a + r.values * (b + c * r.values)
+    derivative = b + 2 * c * r.values
+    rounding = error * (values - a).abs().max()  # the multiple of I is exact
+    return _Eigenvalues(values, derivative.abs() * r.error + rounding)
+
+
+def _exact_product(g: _Eigenvalues, q: _Eigenvalues) -> _Eigenvalues:
+    """Return the eigenvalues of `G Q` without rounding: |d(G Q)| <= |G| |dQ| + |Q| |dG|."""
+    return _Eigenvalues(g.values * q.values, g.values.abs() * q.error + q.values.abs() * g.error)
+
+
+def _next_gram(g: _Eigenvalues, r: _Eigenvalues, error: float) -> _Eigenvalues:
+    """Return the eigenvalues of `G (G R)`, the next R: two rounded products.
+
+    The error of G is left out. It counts once, in Q, because R is updated with the same G.
+    """
+    inner_rounding = error * (g.values * r.values).abs().max()
+    new_values = g.values * g.values * r.values
+    new_error = g.values * g.values * r.error + g.values.abs() * inner_rounding + error * new_values.max()
+    return _Eigenvalues(new_values, new_error)
 
 
 def _grid(top: float) -> torch.Tensor:
