@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from muonfx.internal.tracing import fixed
-from muonfx.polar.coefficients import CoefficientsLike, Step, schedule, step_indices
+from muonfx.polar.coefficients import Coefficients, CoefficientsLike, Step, schedule, step_indices
 from muonfx.polar.coefficients import coefficients as resolve
 from muonfx.polar.stages import default_restarts
 
@@ -39,17 +39,21 @@ def polynomials(value: CoefficientsLike | Tensor, steps: int | None = None) -> P
         _check_table(value)
         rows = step_indices(value.shape[0], steps)
         return Polynomials(steps=(), restarts=(), table=value, indices=tuple(rows))
-    known = resolve(value)
+    return _with_numbers(resolve(value), steps)
+
+
+def _with_numbers(coefficients: Coefficients, steps: int | None) -> Polynomials:
+    """Return the polynomial `(a, b, c)` of each step as numbers, the restarts of the Gram form, and the scaling."""
     # `fixed` makes plain numbers of a compiler's symbols.
-    polynomial_of_step = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(known, steps))
-    if known.restarts is None:
+    polynomial_of_step = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(coefficients, steps))
+    if coefficients.restarts is None:
         restarts = default_restarts(len(polynomial_of_step))
     else:
-        restarts = _continued(known.restarts, len(polynomial_of_step))
-    safety = fixed(known.norm_safety)
-    if known.row_scaling:  # it undoes any scaling of the whole matrix before it
+        restarts = _continued(coefficients.restarts, len(polynomial_of_step))
+    safety = fixed(coefficients.norm_safety)
+    if coefficients.row_scaling:  # it undoes any scaling of the whole matrix before it
         safety = 1.0
-    return Polynomials(polynomial_of_step, restarts, safety, known.row_scaling)
+    return Polynomials(polynomial_of_step, restarts, safety, coefficients.row_scaling)
 
 
 def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
