@@ -39,17 +39,24 @@ def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device
     `muonfx.polar.quack` finds, the library is for example "torch for float16". Ranks compare these texts, because two
     libraries would round differently.
     """
-    compute_dtypes = product_dtypes(tx, param_dtypes, device)
+    dtype_of = product_dtypes(tx, param_dtypes, device)
     library_of: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
-        if name not in compute_dtypes or inner.arguments.get("products") != "auto":
-            continue
-        dtypes = [compute_dtypes[name]]
-        # With the dtype "auto", some shapes are computed in fp16 where most are computed in bf16.
-        if dtypes == ["bfloat16"] and inner.arguments.get("dtype") == "auto":
-            dtypes.append("float16")
-        library_of[name] = _library(dtypes, device)
+        chooses_library = name in dtype_of and inner.arguments.get("products") == "auto"
+        if chooses_library:
+            library_of[name] = _library(_dtypes_of_shapes(inner, dtype_of[name]), device)
     return library_of
+
+
+def _dtypes_of_shapes(tx: Transform, dtype: str) -> list[str]:
+    """Return the dtypes of a transform's matrix products, of which most shapes have the given one.
+
+    With the setting ``dtype="auto"``, some shapes are computed in fp16 where most are computed in bf16. So "bfloat16"
+    gives ``["bfloat16", "float16"]``.
+    """
+    if dtype == "bfloat16" and tx.arguments.get("dtype") == "auto":
+        return ["bfloat16", "float16"]
+    return [dtype]
 
 
 def _library(dtypes: list[str], device: torch.device) -> str:
