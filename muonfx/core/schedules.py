@@ -69,11 +69,11 @@ class Schedule(Recorded):
 
     def _prepare(self) -> None:
         """Create the function of the step now and cache it; raise TypeError if the schedule does not define one."""
-        super()._prepare()  # calls the decorated function, whose result is then `self._built`
-        if not callable(self._built):
+        result = self._built  # of the decorated function, which is called here; it should be a function of the step
+        if not callable(result):
             name = self.factory.__name__
             raise TypeError(
-                f"{name}: found a function that returns {self._built!r}, expected a function that returns a schedule: "
+                f"{name}: found a function that returns {result!r}, expected a function that returns a schedule: "
                 "decorate def f(): return lambda step: ..., and call f()"
             )
 
