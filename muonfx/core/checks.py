@@ -533,28 +533,20 @@ def warn_of_growing_graphs(
     index = _index_of_graph(leaves)
     if index is None or any(number.requires_grad for number in numbers):
         return
-    reason = _mistake_in_graph(caller, leaves[index], updates)
-    if reason:
-        name = tree.names(params)[index]
-        warn_caller(
-            f"{caller}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
-            f"parameters, {reason}. The graph grows with every step. Unless you differentiate through the optimizer, "
-            "detach the parameters, {n: p.detach() for n, p in model.named_parameters()}, or step under torch.no_grad()"
-        )
-
-
-def _mistake_in_graph(caller: str, leaf: object, updates: PyTree) -> str:
-    """Return why the graph of a parameter is probably a mistake, such as "because ..."; "" if it may be intended.
-
-    Updates have a graph if the user differentiates through the steps, as with ``create_graph=True``. A graph of
-    `MANY_UPDATES` updates is then reported once.
-    """
+    # Updates have a graph if the user differentiates through the steps, as with `create_graph=True`.
     if not any(update.requires_grad for update in tree.tensors(updates)):
-        return "because the gradients have no graph"
-    # Not `>=`, and not in "apply_updates", which follows in the same step: there is one warning.
-    if caller == "update" and updates_in_graph(leaf) == MANY_UPDATES:
-        return f"because one graph records the last {MANY_UPDATES} updates"
-    return ""
+        reason = "because the gradients have no graph"
+    # It is reported once: at the tenth of the updates, and not in "apply_updates", which follows in the same step.
+    elif caller == "update" and updates_in_graph(leaves[index]) == MANY_UPDATES:
+        reason = f"because one graph records the last {MANY_UPDATES} updates"
+    else:  # the graph may be intended
+        return
+    name = tree.names(params)[index]
+    warn_caller(
+        f"{caller}: found parameters with an autograd graph of earlier steps, such as {name!r}, expected detached "
+        f"parameters, {reason}. The graph grows with every step. Unless you differentiate through the optimizer, "
+        "detach the parameters, {n: p.detach() for n, p in model.named_parameters()}, or step under torch.no_grad()"
+    )
 
 
 def _index_of_graph(leaves: Sequence[object]) -> int | None:
