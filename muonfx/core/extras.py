@@ -100,17 +100,25 @@ def extras_of(update: Callable[..., object]) -> Extras:
 def forwarding(outer: Extras, inner: Iterable[Extras]) -> Extras:
     """Return the extra arguments of a function that forwards its ``**extras`` to transforms with the extras ``inner``.
 
-    It requires and accepts the extra arguments of the inner transforms, too.
+    It requires and accepts the extra arguments of the inner transforms, too. One that it names with a default is
+    optional.
+
+    >>> def outer_update(updates, state, params=None, *, value=1.0, **extras): ...
+    >>> def inner_update(updates, state, params=None, *, value, loss): ...
+    >>> extras = forwarding(extras_of(outer_update), [extras_of(inner_update)])
+    >>> sorted(extras.required), sorted(extras.accepted)
+    (['loss'], ['loss', 'value'])
     """
     required = outer.required
-    accepted: frozenset[str] | None = outer.named - _OUR_EXTRAS
+    accepted = outer.named - _OUR_EXTRAS
+    accepts_any = False
     for extras in inner:
-        required |= extras.required - outer.named  # an argument that it names with a default is optional
-        if accepted is None or extras.accepted is None:
-            accepted = None  # any name
+        required |= extras.required - outer.named
+        if extras.accepted is None:
+            accepts_any = True
         else:
             accepted |= extras.accepted
-    return Extras(outer.named, outer.takes_all, required, accepted)
+    return Extras(outer.named, outer.takes_all, required, None if accepts_any else accepted)
 
 
 def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> None:
