@@ -156,16 +156,17 @@ def _matches(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Match]:
 def _mixed_nodes(matches_of: Mapping[TypedPath, Sequence[_Match]]) -> set[TypedPath]:
     """Return the paths of the nodes of a state that have a child that is no parameter.
 
-    In ``{"momenta": {"b": ...}, "options": {"b": 0.9, "eps": 1e-8}}``, "options" is such a node, and so is the whole
-    state. In the path ("options", "eps"), no parameter begins at the index 1, so the node ("options",) is mixed.
-    ``matches_of`` has the matches in each path.
+    In ``{"momenta": {"b": ...}, "options": {"b": 0.9, "eps": 1e-8}}``, "options" is such a node, because of "eps". So
+    is the whole state. ``matches_of`` has, for the path of each leaf, the places in it at which it names a parameter.
     """
     mixed: set[TypedPath] = set()
     for path, matches in matches_of.items():
-        starts = {match.start for match in matches}
-        for start in range(len(path)):
-            if start not in starts:
-                mixed.add(path[:start])  # the node with the child path[start]
+        starts_of_parameters = {match.start for match in matches}
+        for depth in range(len(path)):
+            node = path[:depth]
+            child_is_parameter = depth in starts_of_parameters  # the child of the node on this path is `path[depth]`
+            if not child_is_parameter:
+                mixed.add(node)
     return mixed
 
 
