@@ -267,21 +267,11 @@ class Placeholder:
 
 
 @stand_in
-def _recorder(tx: Transform, index: int, record: Callable[[int, PyTree], None], replaced: bool):
-    """Replace inner transform number ``index`` while the ``init`` of a wrapper runs, to find what the wrapper passes.
-
-    ``record`` is called with the index and the parameters. With ``replaced``, a `Placeholder` is returned as the state,
-    so that its place in the wrapper's state can be found.
-    """
-
-    def init(params: PyTree) -> PyTree:
-        record(index, params)  # the wrapper has called this `init` with the parameters of the inner transform
-        if replaced:
-            return Placeholder(index)
-        return tx.functions.init(params)
+def _with_init(tx: Transform, init: Callable[[PyTree], PyTree]):
+    """Take the place of a transform, with another ``init``. It is never updated."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None):
-        raise AssertionError("a recorder is never run")
+        raise AssertionError("this transform is only initialized")
 
     return init, update
 
@@ -311,15 +301,20 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
     """
     params_of: dict[int, PyTree] = {}
 
-    def record(index: int, inner_params: PyTree) -> None:
-        params_of[index] = inner_params
+    def recorder(index: int, inner: Transform) -> Transform:
+        """Return a transform to put in the place of the inner transform number ``index``."""
 
-    # Not prepared, as by a call of the factory, because a recorder has no locality or extra arguments to find.
-    factory: Any = _recorder
-    recorders: list[Transform] = []
-    for index, inner in enumerate(tx.children):
-        recorders.append(Transform._record(factory, inner, index, record, replaced))
-    tx_with_recorders = tx.with_children(recorders)
+        def init(inner_params: PyTree) -> PyTree:
+            params_of[index] = inner_params
+            if replaced:
+                return Placeholder(index)
+            return inner.functions.init(inner_params)
+
+        # Not prepared, as by a call of the factory, because it has no locality or extra arguments to find.
+        factory: Any = _with_init
+        return Transform._record(factory, inner, init)
+
+    tx_with_recorders = tx.with_children([recorder(index, inner) for index, inner in enumerate(tx.children)])
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
         state = tx_with_recorders.functions.init(params)
