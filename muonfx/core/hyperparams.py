@@ -144,10 +144,10 @@ def check_numbers(value: Recorded) -> None:
     Such a number, as in ``scale(torch.tensor([0.1, 0.2]))``, would be broadcast over the elements of a parameter.
     """
     for _, inner in walk(value):
-        for name, types in sorted(inner.factory.definition.plain.items()):
-            number = inner.arguments[name]
-            # Only arguments that are annotated as numbers; `ndim` is 0 for a 0-d tensor.
-            if "float" in types and isinstance(number, Tensor) and number.ndim:
+        for name, number in sorted(inner.arguments.items()):
+            if not inner.factory.definition.is_number(name):  # by its annotation
+                continue
+            if isinstance(number, Tensor) and number.ndim > 0:
                 raise ValueError(
                     f"{inner.factory.__name__}: {name} must be a number or a 0-d tensor, found a tensor of shape "
                     f"{tuple(number.shape)}; to run several values at once, use torch.func.vmap over a muonfx.stack"

@@ -64,10 +64,14 @@ class Definition:
     declaration: object
     """Further options of the decorator; for `transform`, a `Declaration`."""
 
+    def is_number(self, name: str) -> bool:
+        """Return True if an argument is annotated as a number: ``float`` or `ScalarOrSchedule`, perhaps ``| None``."""
+        return "float" in self.plain[name]
+
     def as_float(self, name: str, value: Any) -> object:
         """Return the value of an argument, converted to float if it is an int and the annotation is float."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
-        if is_int and "float" in self.plain[name]:
+        if is_int and self.is_number(name):
             return float(value)
         return value
 
@@ -425,7 +429,8 @@ class Recorded:
         type_names = factory.definition.plain[name]  # such as {"float", "None"}; empty if it is not checked
         if not type_names:
             return argument
-        if "float" in type_names and isinstance(argument, cls._number_types):  # a schedule in place of a number
+        is_number = factory.definition.is_number(name)
+        if is_number and isinstance(argument, cls._number_types):  # a schedule in place of a number
             return argument
         return check_plain(factory.__name__, name, argument, type_names)
 
