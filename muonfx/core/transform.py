@@ -514,9 +514,10 @@ class Transform(Recorded):
             check_numbers(self)
         cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
         key = (treedef, tuple(specs), number_shapes)
-        expected = cache.get(key)
-        if expected is not None or None in specs:
-            return expected
+        if key in cache:
+            return cache[key]
+        if None in specs:
+            return None
         meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # init has already issued these warnings
@@ -552,11 +553,8 @@ class Transform(Recorded):
         """
         names = self.extras.named
         keywords = extras
-        if extras and not self.extras.takes_all:
-            keywords = {}  # a name for another transform of the chain would be a TypeError
-            for name, extra in extras.items():
-                if name in names:
-                    keywords[name] = extra
+        if not self.extras.takes_all:  # a name for another transform of the chain would be a TypeError
+            keywords = {name: extra for name, extra in extras.items() if name in names}
         # Not with ``**extras`` alone: a function that does not name `donate` may read its inputs after a call.
         if "donate" in names:
             keywords["donate"] = donate
