@@ -483,12 +483,16 @@ def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> tu
     return gram, small, why
 
 
-_Method = tuple[Literal["standard", "gram"], tuple[GramStage, ...], str]
-"""The form of the iteration, its stages (steps with one Gram matrix each), and the reason for the form."""
+class _Method(NamedTuple):
+    """The form of the iteration, its stages (steps with one Gram matrix each), and the reason for the form as text."""
+
+    form: Literal["standard", "gram"]
+    stages: tuple[GramStage, ...]
+    why: str
 
 
 def _choose_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
-    """Choose the form of the iteration: return "standard" or "gram", its stages, and the reason as text.
+    """Choose the form of the iteration, by the argument `method` of `orthogonalize`.
 
     A stage is the steps that share one Gram matrix ``X X^T``. The standard form has one step in each stage, and so
     multiplies by the whole matrix in every step. The Gram form has several, in small products.
@@ -496,44 +500,54 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
     coefficients = request.coefficients
     method = request.method
     if coefficients.table is not None:
-        return "standard", (), "a tensor of coefficients requires the standard form"
+        return _Method("standard", (), "a tensor of coefficients requires the standard form")
     if method == "standard":
-        return "standard", standard(coefficients.steps), "as given"
+        return _Method("standard", standard(coefficients.steps), "as given")
     if method == "auto":
         return _cheaper_method(compute, rates, request, products)
     if method == "gram":
-        restarts = stable_restarts(coefficients.steps, coefficients.restarts, coefficients.safety, compute)
+        restarts = _stable_restarts(compute, coefficients)
     else:  # the lengths of stages: (2, 1, 2) restarts after 2 and 3 steps
         lengths = [fixed(length) for length in method]
         restarts = tuple(itertools.accumulate(lengths[:-1]))
-    return "gram", _gram_stages(restarts, request), "as given"
+    return _Method("gram", _gram_stages(restarts, request), "as given")
 
 
 def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
     """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form."""
-    coefficients = request.coefficients
-    plain = standard(coefficients.steps)  # the stages of the standard form, of one step each
-    # Cases in which rounding does not permit the Gram form, or in which it saves nothing.
-    if request.short < SMALLEST_GRAM:
-        return "standard", plain, f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
-    if coefficients.row_scaling:
-        why = "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
-        return "standard", plain, why
-    restarts = stable_restarts(coefficients.steps, coefficients.restarts, coefficients.safety, compute)
-    number_of_stages = len(restarts) + 1
-    if number_of_stages == len(plain):  # one step in each stage, which is the standard form
-        return "standard", plain, f"{compute} rounds too much for two steps on one Gram matrix"
-    # Else the cheaper form.
-    stages = _gram_stages(restarts, request)
+    standard_stages = standard(request.coefficients.steps)  # of one step each
+    why_not_gram = _why_not_gram(compute, request)
+    if why_not_gram:
+        return _Method("standard", standard_stages, why_not_gram)
+    gram_stages = _gram_stages(_stable_restarts(compute, request.coefficients), request)
     short, long = fixed(request.short), fixed(request.long)
-    gram_cost = _cost(stages, short, long, rates, products)
-    standard_cost = _cost(plain, short, long, rates, products)
+    gram_cost = _cost(gram_stages, short, long, rates, products)
+    standard_cost = _cost(standard_stages, short, long, rates, products)
     why = (
-        f"{gram_cost:.2e} multiply-adds in stages of {_lengths(stages)} steps, {standard_cost:.2e} in the standard form"
+        f"{gram_cost:.2e} multiply-adds in stages of {_lengths(gram_stages)} steps, {standard_cost:.2e} in the "
+        "standard form"
     )
     if gram_cost < standard_cost:
-        return "gram", stages, why
-    return "standard", plain, why
+        return _Method("gram", gram_stages, why)
+    return _Method("standard", standard_stages, why)
+
+
+def _why_not_gram(compute: torch.dtype, request: Request) -> str:
+    """Return why rounding does not permit the Gram form, or why it saves nothing; "" if it may be the cheaper form."""
+    coefficients = request.coefficients
+    if request.short < SMALLEST_GRAM:
+        return f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
+    if coefficients.row_scaling:
+        return "row scaling computes the first Gram matrix anyway, and its eigenvalues are unknown"
+    number_of_stages = len(_stable_restarts(compute, coefficients)) + 1
+    if number_of_stages == len(coefficients.steps):  # one step in each stage, which is the standard form
+        return f"{compute} rounds too much for two steps on one Gram matrix"
+    return ""
+
+
+def _stable_restarts(compute: torch.dtype, coefficients: Polynomials) -> tuple[int, ...]:
+    """Return the numbers of steps after which the Gram form needs a new Gram matrix, for products in a dtype."""
+    return stable_restarts(coefficients.steps, coefficients.restarts, coefficients.safety, compute)
 
 
 def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage, ...]:
