@@ -217,22 +217,21 @@ class Orthogonalizer:
         # an error before anything is written.
         jobs = self._jobs(xs, watched, differentiated, max_scratch_bytes, workspace)
 
-        # Which inputs are overwritten by their results: donated ones that share no memory with another.
-        overwrite = [False] * len(xs)
+        overwrite = [False] * len(xs)  # which inputs are overwritten by their results
         if donate and not watched:
             shared = sharing(xs)
             overwrite = [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
-        results = list(xs)
+        results = list(xs)  # an overwritten input is its own result
         is_empty = [x.numel() == 0 for x in xs]
-        for i, x in enumerate(xs):
-            if is_empty[i] and not overwrite[i]:  # no job computes it, and an input is not returned itself
-                results[i] = torch.empty_like(x)
         for job in jobs:
             indices = [i for i in job.indices if not is_empty[i]]
             ys = _run([xs[i] for i in indices], [overwrite[i] for i in indices], job)
             for i, y in zip(indices, ys, strict=True):
                 results[i] = y
+        for i, x in enumerate(xs):
+            if is_empty[i] and not overwrite[i]:  # no job computes an empty matrix
+                results[i] = torch.empty_like(x)
         return results
 
     def _jobs(
@@ -461,11 +460,8 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job) -> Tensor:
     workspace = job.workspace or Workspace()  # memory for temporary tensors, which each batch overwrites
     workspace.clear()
     batch_dtype = plan.rounded_to or plan.dtype
-    # The result of a piece is a view of the batch, unless it is copied to a destination or cast to another dtype. The
-    # next batch must not overwrite such a view, so the batch is in new memory then.
-    have_destinations = all(piece.destination is not None for piece in batch)
     memory_of_batch = workspace
-    if not have_destinations and batch_dtype == job.kind.dtype:
+    if _has_views(batch, batch_dtype, job.kind):  # the next batch must not overwrite them
         memory_of_batch = Workspace()
     joined = _joined(batch, batch_dtype, memory_of_batch)
     return outside_autocast(
@@ -477,6 +473,12 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job) -> Tensor:
         workspace=workspace,
         results=memory_of_batch,
     )
+
+
+def _has_views(batch: list[_Piece], batch_dtype: torch.dtype, kind: _Kind) -> bool:
+    """Return True if some results stay views of the batch: not copied to a destination or cast to another dtype."""
+    have_destinations = all(piece.destination is not None for piece in batch)
+    return not have_destinations and batch_dtype == kind.dtype
 
 
 def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> Tensor:
