@@ -112,8 +112,9 @@ def normalize_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     Return the batch in the dtype `compute`, in the same memory: its dtype, or one with as many bytes. A bf16 matrix is
     scaled in fp32 or fp64 before it is rounded to fp16, so its large elements do not overflow.
     """
-    has_wider_dtype = batch.dtype != torch.float64 and batch.device.type != "mps"  # MPS has no fp64
-    if has_wider_dtype and not batch.is_cpu:  # fp64 sums of squares do not overflow
+    # MPS has no fp64, and a CPU would make a wide copy. For fp64 itself there is no wider dtype.
+    can_sum_in_fp64 = batch.device.type not in ("cpu", "mps") and batch.dtype != torch.float64
+    if can_sum_in_fp64:
         return normalize_in_fp64_(batch, safety, compute)
     return normalize_by_powers_(batch, safety, compute)
 
