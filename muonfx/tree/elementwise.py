@@ -252,9 +252,8 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
     """Return ``x * c`` for a 0-d tensor ``c``, with a foreach call; with ``reuse``, the results overwrite ``xs``."""
-    if _would_widen(
-        xs
-    ):  # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` has the dtype of `c`
+    # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` has the dtype of `c`.
+    if _would_widen(xs):
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
     factors = _scalar_for_each(c, xs)
     if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
