@@ -16,6 +16,7 @@ import torch
 from muonfx import tree
 from muonfx.core.checks import warn_caller
 from muonfx.core.transform import Position, Transform, within
+from muonfx.tree import PyTree
 
 _AFTER = {"after_learning_rate", "last", "last_observer"}  # positions that require the final updates
 _LAST = {"last", "last_observer"}
@@ -98,20 +99,30 @@ def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
     # Children are examined on their own, and an observer, such as a recorder of metrics, may run at every call.
     if tx.children or tx.position == "observer":
         return ""
-    # A call with updates of zero shows the effect. The parameters are not known here, so the transform runs on an
-    # example.
-    params = {"w": torch.ones(2, 2)}
-    zeros = {"w": torch.zeros(2, 2)}
-    try:
-        state = tx.functions.init(params)
-        updates, _ = tx.run(zeros, state, params)
-    except Exception:  # it depends on the names, shapes or masks of the real parameters
+    example = _run_on_zeros(tx)
+    if example is None:
         return ""
+    updates, state = example
     if list(tree.tensors(state)):
         return "changes its state"
     if after_zeros and any(bool(leaf.any()) for leaf in tree.tensors(updates)):
         return "changes the parameters"
     return ""
+
+
+def _run_on_zeros(tx: Transform) -> tuple[PyTree, PyTree] | None:
+    """Return the updates of a transform for gradients of zero, and its initial state, for an example of a parameter.
+
+    None if it cannot run on the example, because it depends on the names, shapes or masks of the real parameters.
+    """
+    params = {"w": torch.ones(2, 2)}
+    zeros = {"w": torch.zeros(2, 2)}
+    try:
+        state = tx.functions.init(params)
+        updates, _ = tx.run(zeros, state, params)
+    except Exception:
+        return None
+    return updates, state
 
 
 class _Placed(NamedTuple):
@@ -188,7 +199,8 @@ def _warning(earlier: _Placed, later: _Placed) -> str:
 def signs(tx: Transform) -> frozenset[int]:
     """Return the possible signs of updates relative to the gradient: a set of 1 (same), -1 (reversed), 0 (unknown).
 
-    A learning rate reverses the sign, since its updates are added to the parameters.
+    A learning rate reverses the sign, since its updates are added to the parameters. Updates that still have the sign
+    of the gradient would increase the loss, which an optimizer warns of.
     """
     return combine_signs(tx, map(signs, tx.children))
 
