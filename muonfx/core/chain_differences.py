@@ -150,22 +150,26 @@ def _level_of_key(key: ast.expr | None, item: ast.expr) -> str:
 
 
 def _positional_arguments(call: ast.Call) -> dict[str, ast.expr]:
-    """Return the positional arguments of a call by their levels: ".scale" and ".scale_2" for two calls of ``scale``.
+    """Return the positional arguments of a call by their levels in an `ArgumentPath`.
 
-    The level of an argument that is no call is its index, "[0]", or empty if there is only one, as in ``MatrixView("in
-    out -> out in")``. The transforms of `partition` have an empty level, too, and its labels, if they are a dict,
-    ".labels".
+    >>> def levels(code):
+    ...     return list(_positional_arguments(ast.parse(code, mode="eval").body))
+    >>> levels("chain(scale(0.5), scale(2.0))"), levels("partition({'a': scale(0.5)}, {'w': 'a'})")
+    (['.scale', '.scale_2'], ['', '.labels'])
+    >>> levels("MatrixView('in out -> out in')"), levels("f(1, 2)")
+    ([''], ['[0]', '[1]'])
     """
     is_partition = ast.unparse(call.func) == "partition"
     arguments: dict[str, ast.expr] = {}
     for index, argument in enumerate(call.args):
-        level = f"[{index}]"
         if isinstance(argument, ast.Call):
             level = unused_name(f".{ast.unparse(argument.func)}", arguments)
-        elif is_partition and isinstance(argument, ast.Dict):
+        elif is_partition and isinstance(argument, ast.Dict):  # the first has the transforms, the second the labels
             level = ".labels" if index else ""
         elif len(call.args) == 1:
             level = ""
+        else:
+            level = f"[{index}]"
         arguments[level] = argument
     return arguments
 
