@@ -124,6 +124,7 @@ def offload(
 
     @torch.no_grad()
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        """Run ``tx`` with its state in the store. Raise before any change if a disk has no room for the next state."""
         if is_differentiated():
             raise RuntimeError(
                 "offload: torch.func differentiates this step, and state that is copied to and from its store has no "

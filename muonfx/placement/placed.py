@@ -167,7 +167,7 @@ def _run_together(execution_of_member: Mapping[K, str]) -> list[list[K]]:
 
 
 def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS, *, visited: Visit | None = None) -> Transform:
-    """Return a transform that does the work of ``tx`` where its tensors are.
+    """Return a transform with the updates of ``tx`` that runs on shards, by buckets, or with its state in a store.
 
     Args:
         tx: a transform.
