@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ def buffer(nbytes: int, device: torch.device, *, pin: bool = False) -> Tensor:
 def nbytes_in_buffer(leaves: Sequence[Tensor]) -> int:
     """Return how many bytes of a buffer some tensors need, including the padding between them."""
     return sum(rounded_up(leaf.nbytes, ALIGNED) for leaf in leaves)
+
+
+class _Loaded(NamedTuple):
+    """The state of one bucket in its buffer on the device."""
+
+    views: list[Tensor]
+    """The tensors of the state, which are views of the buffer."""
+    ready: torch.cuda.Event | None
+    """On a GPU, the event after which the views have the values. None on a CPU, where they have them already."""
 
 
 class BucketTransfer:
@@ -51,8 +60,8 @@ class BucketTransfer:
         self._device = device
         # 1. The jobs that this transfer gave to the worker thread.
         self._jobs: list[Future[Any]] = []
-        # By the index of a bucket that is being loaded, the result of `_read`.
-        self._loads: dict[int, Future[tuple[list[Tensor], torch.cuda.Event | None]]] = {}
+        # By the index of a bucket that is being loaded, its future state.
+        self._loads: dict[int, Future[_Loaded]] = {}
         # 2. The two buffers on the device, each for the largest bucket. Bucket number `i` uses the buffer `i % 2`.
         size = max(map(nbytes_in_buffer, buckets), default=0)
         count = min(2, len(buckets))
@@ -125,24 +134,21 @@ class BucketTransfer:
         if bucket_index < len(self._buckets):
             self._loads[bucket_index] = self._do(lambda: self._read(bucket_index))
 
-    def _read(self, bucket_index: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """Copy the state of a bucket into its buffer on the device.
-
-        Return views of the buffer, and the event after which they have the values; None if they have them already.
-        """
+    def _read(self, bucket_index: int) -> _Loaded:
+        """Copy the state of a bucket into its buffer on the device."""
         stored = self._buckets[bucket_index]
         views = _split(self._buffers[bucket_index % 2], stored)
         for tensor in stored:
             read_ahead(tensor)
         if self._stream is None:  # on a CPU
             _copy_on_cpu(stored, views)
-            return views, None
+            return _Loaded(views, ready=None)
         sources = stored
         if self._staging:  # state on disk: a GPU reads from pinned host memory only
             sources = _split(self._staging[bucket_index % 2], stored)
             self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
             _copy_on_cpu(stored, sources)
-        return views, _copy_to_gpu(self._stream, sources, views)
+        return _Loaded(views, ready=_copy_to_gpu(self._stream, sources, views))
 
     def _write(
         self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], computed: torch.cuda.Event | None
