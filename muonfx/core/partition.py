@@ -99,6 +99,7 @@ class _Chooser:
     """The value that replaces None for a parameter that is None, if a function chooses the values."""
 
     def __init__(self, argument: str, source: object, memory: Memory | None = None) -> None:
+        """Store the source of the values. Raise if it is a condition on modules or a whole model, which give none."""
         if isinstance(source, Condition) and source.needs_modules():
             raise _condition_on_modules(argument, source)
         if isinstance(source, torch.nn.Module):

@@ -225,6 +225,11 @@ class BucketedState:
         buckets: Sequence[Sequence[str]],
         donate: Donation,
     ) -> None:
+        """Find the leaves of each bucket, and start to load the first. The arguments are described in the class.
+
+        With the buckets ``[["w"], ["b"]]``, the state ``{"count": tensor, "mu": {"w": tensor, "b": tensor}}`` has one
+        leaf for each bucket, and "count" is a counter.
+        """
         self._store = store
         self._device = device
         self._donate = donate
