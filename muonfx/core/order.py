@@ -208,8 +208,9 @@ def signs(tx: Transform) -> frozenset[int]:
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
     """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls.
 
-    Signs in sequence multiply: a chain of transforms with the signs {1} and {-1} has the sign {-1}. A `partition` of
-    them has the signs {1, -1}, since the updates of a wrapper may come from any transform that it calls.
+    An optimizer warns by them of a missing learning rate: updates must not have the sign of the gradient. Signs in
+    sequence multiply: a chain of transforms with the signs {1} and {-1} has the sign {-1}. A `partition` of them has
+    the signs {1, -1}, since the updates of a wrapper may come from any transform that it calls.
     """
     signs_of_tx = frozenset({_sign_without_inner(tx)})  # {-1} for a learning rate
     inner_signs = list(inner)
