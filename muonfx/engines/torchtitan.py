@@ -13,7 +13,7 @@ from muonfx.core.chain_differences import CHAINS
 from muonfx.engines.parts import with_parts
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.muon import Muon
-from muonfx.optimizer.saved_chains import SavedChain, chain_in, record_of
+from muonfx.optimizer.saved_chains import ChainRecord, SavedChain, record_of
 
 __all__ = ["muon"]
 
@@ -122,9 +122,9 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
         chain_of: dict[str, SavedChain] = {}
         # The chains of each parameter, from the record of the group in which it was saved.
         for name in live_group["param_names"]:
-            record = flat.get(f"param_groups.{name}.{CHAINS}")
-            if record:  # None if a new parameter is not in the checkpoint
-                chain_of[name] = chain_in(record, plain_name_of[name])
+            saved_list = flat.get(f"param_groups.{name}.{CHAINS}")
+            if saved_list:  # None if a new parameter is not in the checkpoint
+                chain_of[name] = ChainRecord.from_list(saved_list).chain_of(plain_name_of[name])
         groups.append({**group, CHAINS: record_of(chain_of)})
     return {**state_dict, "param_groups": groups}
 

@@ -9,6 +9,7 @@ it, ``chain(momentum(), orthogonalize(view=MatrixView("(qkv=3 out) in -> qkv out
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -94,29 +95,36 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
         if not inner_chains:
             return identity()
         return inner_chains[0]
-    return _for_parameter(tx.with_children(inner_chains), name)
+    return _without_schedules(_for_parameter(tx.with_children(inner_chains), name))
 
 
-def _for_parameter(chain: Transform, name: str) -> Transform:
+def _for_parameter(tx: Transform, name: str) -> Transform:
     """Return a transform in which each argument for all parameters has the value for one of them only.
 
-    For example, a view with patterns of many parameters becomes ``MatrixView("out in -> out in")``.
+    For example, a view with patterns of many parameters becomes ``MatrixView("out in -> out in")``, and the mask
+    ``{"w": True, "b": False}`` becomes ``{"parameter": True}`` for "w".
     """
     changes: dict[str, Any] = {}  # the new values by the name of the argument
-    for argument, value in chain.arguments.items():
+    for argument, value in tx.arguments.items():
         if isinstance(value, MatrixView):
             changes[argument] = MatrixView(value.text(name))
         elif isinstance(value, Mapping) and name in value:
-            changes[argument] = {"parameter": value[name]}  # a dict, as the transform requires
-    if changes:
-        chain = chain.replace(**changes)
-    # Schedules are compared and reported with the numbers of groups. Their replacement is not checked, because its
-    # values fit no argument: momentum would refuse a decay of 1.
-    parts: list[Any] = list(chain.parts)
+            changes[argument] = {"parameter": value[name]}  # the transform accepts a dict only
+    if not changes:
+        return tx
+    return tx.replace(**changes)
+
+
+def _without_schedules(tx: Transform) -> Transform:
+    """Return a transform with `any_schedule` in place of each schedule among its own arguments.
+
+    So chains with other schedules are equal: schedules are compared with the numbers of the groups, in `resuming`.
+    """
+    parts: list[Any] = list(tx.parts)
     for index, part in enumerate(parts):
         if isinstance(part, Schedule):
             parts[index] = any_schedule()
-    return chain.with_parts(parts)
+    return tx.with_parts(parts)  # without a check of the values: momentum would refuse a decay of 1
 
 
 @schedule
@@ -136,31 +144,78 @@ class SavedChain(NamedTuple):
     fingerprint: str
 
 
+class ChainRecord(NamedTuple):
+    """The chains of the parameters in a param group that was saved."""
+
+    param_count: int
+    """How many parameters the group had."""
+    usual_chain: SavedChain
+    """The chain of most parameters, whose names are not saved, to keep the state dict small."""
+    exceptions: dict[str, SavedChain]
+    """The chains of all other parameters by name."""
+
+    @classmethod
+    def from_list(cls, saved_list: Sequence[Any]) -> ChainRecord:
+        """Return the record that a state dict has as a list.
+
+        >>> record = ChainRecord.from_list([3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]])
+        >>> record.exceptions
+        {'b': SavedChain(code='scale(0.5)', fingerprint='7f1e')}
+        """
+        param_count, usual, *chains_with_names = saved_list
+        exceptions: dict[str, SavedChain] = {}
+        for code, fingerprint, *names in chains_with_names:
+            for name in names:
+                exceptions[name] = SavedChain(code, fingerprint)
+        return cls(param_count, SavedChain(*usual), exceptions)
+
+    def to_list(self) -> list[Any]:
+        """Return the list for a state dict: the number of parameters, the usual chain, and each other with its names.
+
+        A list and no dict, because torch.distributed.checkpoint stores a list without tensors as one value.
+
+        >>> chain, other_chain = SavedChain("momentum()", "d4c1"), SavedChain("scale(0.5)", "7f1e")
+        >>> ChainRecord(3, chain, {"b": other_chain}).to_list()
+        [3, ['momentum()', 'd4c1'], ['scale(0.5)', '7f1e', 'b']]
+        """
+        names_of: dict[SavedChain, list[str]] = {}
+        for name, chain in self.exceptions.items():
+            names_of.setdefault(chain, []).append(name)
+        chains_with_names = [[*chain, *names] for chain, names in names_of.items()]
+        return [self.param_count, list(self.usual_chain), *chains_with_names]
+
+    def chain_of(self, name: str) -> SavedChain:
+        """Return the chain of a parameter that was in the saved group."""
+        return self.exceptions.get(name, self.usual_chain)
+
+    def known_chains(self, names: Sequence[str]) -> dict[str, SavedChain]:
+        """Return, by name, the chains of the parameters of a saved group, of which ``names`` are the names.
+
+        torch.distributed.checkpoint merges saved groups whose parameters are in one group now, and keeps the record of
+        one of them. Then it is not known which parameters have the usual chain, and only exceptions are returned.
+        """
+        is_merged = len(names) > self.param_count
+        is_of_other_names = not self.exceptions.keys() <= set(names)
+        if is_merged or is_of_other_names:
+            return self.exceptions
+        return {name: self.chain_of(name) for name in names}
+
+
 def record_of(chain_of: Mapping[str, SavedChain]) -> list[Any]:
     """Return the list in a state dict that has the chains of the parameters of a group, under the key `CHAINS`.
 
-    First the number of parameters, then a list for each chain: its code, its fingerprint, and the names of its
-    parameters. The chain of most parameters comes first, without names, to keep the state dict small. It is a list and
-    no dict, because torch.distributed.checkpoint stores a list without tensors as one value.
-
     ``chain_of`` has the chain of each parameter by name, without the components that wrappers add to names.
 
-    >>> first, second = SavedChain("momentum()", "d4c1"), SavedChain("scale(0.5)", "7f1e")
-    >>> record_of({"w": first, "v": first, "b": second})
+    >>> chain, other_chain = SavedChain("momentum()", "d4c1"), SavedChain("scale(0.5)", "7f1e")
+    >>> record_of({"w": chain, "v": chain, "b": other_chain})
     [3, ['momentum()', 'd4c1'], ['scale(0.5)', '7f1e', 'b']]
     """
     if not chain_of:
         return []
-    # The names of the parameters of each chain.
-    names_of: dict[SavedChain, list[str]] = {}
-    for name, chain in chain_of.items():
-        names_of.setdefault(chain, []).append(name)
-    usual = max(names_of, key=lambda chain: len(names_of[chain]))  # the chain of most parameters
-    record: list[Any] = [len(chain_of), list(usual)]
-    for chain, names in names_of.items():
-        if chain != usual:
-            record.append([*chain, *names])
-    return record
+    counts = Counter(chain_of.values())  # how many parameters have each chain
+    usual_chain = max(counts, key=lambda chain: counts[chain])
+    exceptions = {name: chain for name, chain in chain_of.items() if chain != usual_chain}
+    return ChainRecord(len(chain_of), usual_chain, exceptions).to_list()
 
 
 def record_of_group(
@@ -185,82 +240,43 @@ def record_of_group(
 def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> Mapping[str, Any]:
     """Return the entries of a saved group, in which the record of its chains has this optimizer's names.
 
-    For example, with ``{"b": "0.bias"}``, the chain ``["scale(0.5)", "7f1e", "b"]`` becomes
-    ``["scale(0.5)", "7f1e", "0.bias"]``. `record_of` describes the record.
+    For example, with ``{"b": "0.bias"}``, the chain of "b" becomes the chain of "0.bias".
     """
     if not saved.get(CHAINS):  # for example, torch leaves it out of a flattened state dict
         return saved
-    count, *chains = saved[CHAINS]
-    record: list[Any] = [count]
-    for code, fingerprint, *names in chains:  # the usual chain has no names
-        record.append([code, fingerprint, *[new_name_of.get(name, name) for name in names]])
-    return {**saved, CHAINS: record}
+    record = ChainRecord.from_list(saved[CHAINS])
+    exceptions = {new_name_of.get(name, name): chain for name, chain in record.exceptions.items()}
+    return {**saved, CHAINS: record._replace(exceptions=exceptions).to_list()}
 
 
-def chain_in(record: Sequence[Any], name: str) -> SavedChain:
-    """Return the chain of a parameter of the saved group with this record, which has the parameter under this name.
-
-    >>> chain_in([2, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]], "b").code
-    'scale(0.5)'
-    """
-    _, usual, *exceptions = record
-    for code, fingerprint, *names in exceptions:
-        if name in names:
-            return SavedChain(code, fingerprint)
-    return SavedChain(*usual)  # the record lists no names for the chain of most parameters
-
-
-def saved_chains(record: Sequence[Any], names: Sequence[str]) -> dict[str, SavedChain]:
-    """Return the chain of each named parameter of a saved group; nothing for parameters whose chain is not known.
-
-    >>> saved_chains([2, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]], ["w", "b"])["w"]
-    SavedChain(code='momentum()', fingerprint='d4c1')
-
-    Args:
-        record: the chains in the state dict, as `record_of` returns them, with the names of this optimizer.
-        names: the names of the parameters in the saved group.
-    """
-    count, usual, *exceptions = record
-    saved_chain_of: dict[str, SavedChain] = {}
-    for code, fingerprint, *exceptional_names in exceptions:
-        for name in exceptional_names:
-            saved_chain_of[name] = SavedChain(code, fingerprint)
-    # torch.distributed.checkpoint merges saved groups whose parameters are in one group now, and keeps one record. And
-    # names of exceptions may be unknown here. Both make it unknown which parameters have the usual chain.
-    if len(names) <= count and saved_chain_of.keys() <= set(names):
-        for name in names:
-            saved_chain_of.setdefault(name, SavedChain(*usual))
-    return saved_chain_of
-
-
-def chain_warnings(
+def chain_warning(
     source: str,
     visited: Stepping | VisitedTransform,
     groups: Sequence[TrackedGroup],
     saved_groups: Sequence[Group | None],
-) -> list[str]:
-    """Return a warning if saved chains differ from the chains of an optimizer in more than numbers, else no warning.
+) -> str | None:
+    """Return a warning if the chain of a parameter differs from its saved one in more than numbers, else None.
 
-    It is no error, as `muonfx.checkpoint.load` raises it, because torch's functions that load state dicts have no
-    argument to allow the difference. Parameters without a saved chain are not compared.
+    The chain of a parameter is the code of all transforms that update it. A difference is no error, as
+    `muonfx.checkpoint.load` raises it, because torch's functions that load state dicts have no argument to allow it.
 
     Args:
         source: begins the warning, such as "load_state_dict: the state dict".
         visited: has the transform of the optimizer.
         groups: the groups of the optimizer.
-        saved_groups: the saved group of each group, or None. torch leaves out the record of a flattened state dict.
+        saved_groups: the group of the state dict for each of these groups, or None. One without chains is not compared.
     """
     lines: list[str] = []
     for tracked, saved in zip(groups, saved_groups, strict=True):
         if saved is not None and saved.get(CHAINS):
-            saved_chain_of = saved_chains(saved[CHAINS], saved["param_names"])
+            saved_chain_of = ChainRecord.from_list(saved[CHAINS]).known_chains(saved["param_names"])
             lines += _differences(tracked, chains_of(visited, tracked.names), saved_chain_of)
     if not lines:
-        return []
-    return [
+        return None
+    return (
         f"{source} was saved with another chain. The state fits and was loaded, but updates will differ: "
         f"{first_lines(lines)}. To continue the saved run, create the optimizer with the saved arguments"
-    ]
+    )
 
 
 def _differences(
@@ -271,9 +287,9 @@ def _differences(
     Args:
         tracked: the group, whose label begins each line.
         chain_of: the chain of each of its parameters in this optimizer.
-        saved_chain_of: the chain of each parameter in the state dict.
+        saved_chain_of: the chain of each parameter in the state dict, if it is known.
     """
-    # Per pair of chains that differ, the names of the parameters that have them, to report each difference once.
+    # Parameters with one difference are reported together: their names, by the two chains that differ.
     names_of: dict[tuple[SavedChain, Transform], list[str]] = {}
     for name, chain in chain_of.items():
         saved_chain = saved_chain_of.get(name)
@@ -281,11 +297,17 @@ def _differences(
             names_of.setdefault((saved_chain, chain), []).append(name)
     lines: list[str] = []
     for (saved_chain, chain), names in names_of.items():
-        titles: list[str] = []  # which parameters differ, such as "group 'muon'", if not all of the optimizer
-        if tracked.group.get("label") is not None:
-            titles.append(f"group {tracked.group['label']!r}")
-        if len(names) < len(chain_of):
-            titles.append(format_list(names))
+        title = _title(tracked.group.get("label"), names, is_whole_group=len(names) == len(chain_of))
         for difference in differences_of_chains(saved_chain.code, repr(chain)).structure:
-            lines.append(", ".join([*titles, difference]))
+            lines.append(title + difference)
     return lines
+
+
+def _title(label: str | None, names: Sequence[str], *, is_whole_group: bool) -> str:
+    """Return which parameters of a group a line is about, such as "group 'muon', 'w' and 'b', "."""
+    title = ""
+    if label is not None:
+        title += f"group {label!r}, "
+    if not is_whole_group:
+        title += f"{format_list(names)}, "
+    return title

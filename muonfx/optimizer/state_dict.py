@@ -13,7 +13,7 @@ from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
 from muonfx.optimizer.resuming import first_lines, keys_of_schedules
-from muonfx.optimizer.saved_chains import chain_warnings, with_new_names
+from muonfx.optimizer.saved_chains import chain_warning, with_new_names
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
 
@@ -293,10 +293,10 @@ def read_state_dict(
     # 3. All differences in one error, before any change; else the warnings.
     _raise_problems(problems)
     loads.sort(key=lambda load: load.leaf_index)  # all ranks load in this order
-    warnings = [
-        *_warnings(groups, saved_groups, without_state),
-        *chain_warnings("load_state_dict: the state dict", stepping, groups, matched_groups),
-    ]
+    warnings = _warnings(groups, saved_groups, without_state)
+    other_chain = chain_warning("load_state_dict: the state dict", stepping, groups, matched_groups)
+    if other_chain is not None:
+        warnings.append(other_chain)
     return StateToLoad(matched_groups, loads, without_state, warnings)
 
 

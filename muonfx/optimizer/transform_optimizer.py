@@ -55,7 +55,7 @@ from muonfx.optimizer.param_groups import (
     own_groups,
 )
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, numbers_warning, schedule_texts
-from muonfx.optimizer.saved_chains import chain_warnings, record_of_group
+from muonfx.optimizer.saved_chains import chain_warning, record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
     StateEntries,
@@ -1081,8 +1081,9 @@ class TransformOptimizer(Optimizer):
             source = "load_transform_state: the state"
             self._load_groups(matched_groups, source)
             # Last, because a warning may be turned into an error, and the load must be complete then.
-            for warning in chain_warnings(source, self._stepping, self._tracked_groups.groups, matched_groups):
-                warn_caller(warning)
+            other_chain = chain_warning(source, self._stepping, self._tracked_groups.groups, matched_groups)
+            if other_chain is not None:
+                warn_caller(other_chain)
 
     def _load_groups(self, saved_groups: Sequence[Group | None], source: str) -> None:
         """Copy the entries of saved groups, such as "lr", into the groups, and warn of numbers that differ.

@@ -36,7 +36,7 @@ from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
 from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, numbers_warning, schedule_texts
-from muonfx.optimizer.saved_chains import VisitedTransform, chain_warnings, record_of_group
+from muonfx.optimizer.saved_chains import VisitedTransform, chain_warning, record_of_group
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
 
 _REQUESTED_RATE = "requested_lr"
@@ -364,7 +364,10 @@ class ZeroOptimizer(Optimizer):
         if lines:
             advice = ". With a scheduler of DeepSpeed, the rates are the code's, as in org_lrs of WarmupCosineLR"
             texts.append(numbers_warning(source, lines) + advice)
-        return texts + chain_warnings(source, self._visited(), self._tracked_groups(), saved_groups)
+        other_chain = chain_warning(source, self._visited(), self._tracked_groups(), saved_groups)
+        if other_chain is not None:
+            texts.append(other_chain)
+        return texts
 
     def _require_same_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless saved param groups have the parameters and the hyperparameters of this optimizer's groups."""
