@@ -130,8 +130,10 @@ class KnownModel(NamedTuple):
     """A model that contains parameters of an optimizer."""
 
     ref: weakref.ref[nn.Module]
-    names: frozenset[str] | None
-    """The names, also of tied parameters, under which the model has parameters of the optimizer; None if it has all."""
+    has_all_params: bool
+    """True if the optimizer was given all parameters of the model."""
+    names: frozenset[str] = frozenset()
+    """Otherwise the names, also of tied parameters, under which the model has parameters of the optimizer."""
 
 
 class TrackedParameters:
@@ -156,16 +158,19 @@ class TrackedParameters:
         frozen: NamedTensors,
         left_out: NamedTensors,
     ) -> None:
-        """Record the models, and the position of each parameter in them."""
+        """Record the models and the parameters: ``trained``, ``frozen``, and ``left_out`` because of the label None.
+
+        The optimizer has all parameters of ``models``, but perhaps not all of ``model_of_names``, which gave the names.
+        """
         self._models: list[KnownModel] = []
         if model_of_names is not None:
             self._add_model_of_names(model_of_names, {*trained.values(), *frozen.values(), *left_out.values()})
         self.add_models(models)
+        self.tracked: dict[str, TrackedParameter] = {}
+        """The parameters that have state, by name."""
         # By name. Frozen weights may be large, so the weights of a model are not kept alive.
         self._frozen = self._without_reference(frozen)
         self._left_out = self._without_reference(left_out)
-        self.tracked: dict[str, TrackedParameter] = {}
-        """The parameters that have state, by name."""
         self._new_in_groups: dict[str, Tensor] = {}
         """New tensors of the models that the groups have already, by name, while the state is of the former ones."""
         self.version = 0
@@ -175,7 +180,12 @@ class TrackedParameters:
     @property
     def models(self) -> list[nn.Module]:
         """The models that contain the optimizer's parameters, without models that have been deleted."""
-        return [model for ref, _ in self._models if (model := ref()) is not None]
+        models: list[nn.Module] = []
+        for known_model in self._models:
+            model = known_model.ref()
+            if model is not None:
+                models.append(model)
+        return models
 
     @property
     def names(self) -> dict[Tensor, str]:
@@ -193,7 +203,7 @@ class TrackedParameters:
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Record models of which the optimizer has all parameters."""
         for model in models:
-            self._models.append(KnownModel(weakref.ref(model), None))
+            self._models.append(KnownModel(weakref.ref(model), has_all_params=True))
 
     def _add_model_of_names(self, model: nn.Module, params: Set[Tensor]) -> None:
         """Record a model from which the caller may have given only some parameters to the optimizer, ``params``.
@@ -211,23 +221,15 @@ class TrackedParameters:
         if has_all:  # then also a parameter that the model gets later should be in the optimizer
             self.add_models([model])
         else:
-            self._models.append(KnownModel(weakref.ref(model), frozenset(names)))
+            self._models.append(KnownModel(weakref.ref(model), has_all_params=False, names=frozenset(names)))
 
     def track(self, named: NamedTensors) -> None:
-        """Record the named tensors for which the optimizer now has state, and their positions in the models.
+        """Record the named tensors for which the optimizer now has state, as they are now.
 
-        A position is a module with the name of its attribute, such as ``(model[0], "weight")``. If the module has
-        another tensor there later, as after ``fully_shard``, this tensor has replaced the parameter.
+        A later difference from this record means that a parameter was replaced or moved.
         """
-        position_of = self._positions()  # the position of each tensor in the models
-        # A module may be used after the model that contained it was deleted, so positions recorded earlier count, too.
-        for tracked in self.tracked.values():
-            if tracked.position is None:
-                continue
-            param_of_module = tracked.position.current()
-            if param_of_module is not None:
-                position_of.setdefault(param_of_module, tracked.position)  # a position in a model takes precedence
-        # Record each tensor as it is now: a later difference from this record means that it was replaced or moved.
+        # Positions in the models replace those that were recorded earlier, which remain if a model was deleted.
+        position_of = {**self._recorded_positions(), **self._positions()}
         for name, param in named.items():
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self.tracked[name] = TrackedParameter(
@@ -264,6 +266,17 @@ class TrackedParameters:
             for attribute, param in module._parameters.items():
                 if param is not None:  # such as the bias of Linear(bias=False)
                     position_of.setdefault(param, Position(weakref.ref(module), attribute))
+        return position_of
+
+    def _recorded_positions(self) -> dict[Tensor, Position]:
+        """Return the position at which each parameter was recorded, by the tensor that is there now."""
+        position_of: dict[Tensor, Position] = {}
+        for tracked in self.tracked.values():
+            if tracked.position is None:
+                continue
+            param = tracked.position.current()
+            if param is not None:
+                position_of.setdefault(param, tracked.position)
         return position_of
 
     def _modules(self) -> Iterator[nn.Module]:
@@ -305,36 +318,29 @@ class TrackedParameters:
                 others[name] = current
         return others
 
-    def replaced(self, named: NamedTensors, *, at_step: bool) -> NamedTensors:
-        """Find parameters that were replaced or moved, and return the tensor that each name has now.
+    def current_params(self, named: NamedTensors) -> NamedTensors:
+        """Return the tensor that each parameter has now, from the tensors in the param groups by name.
+
+        If a tensor was replaced in the models, as by ``fully_shard(model)``, it is the new one.
+        """
+        return {**named, **self._replaced_in_models(named)}
+
+    def replaced(self, current: NamedTensors) -> NamedTensors:
+        """Return the tensors in ``current``, by name, that have replaced parameters, or were moved to another device.
 
         For example, ``{"0.weight": dtensor}`` after ``fully_shard(model)``, which replaces the parameters. After
         ``param.data = param.data.cuda()``, the tensor object is the same, but on another device: it is included, too.
-        The caller moves the optimizer state to these tensors.
-
-        Args:
-            named: the parameters in the param groups.
-            at_step: True before a step, which needs gradients of the new tensors: raise if only the replaced ones
-                have them.
+        The caller moves the optimizer state to these tensors. Raise ValueError if a shape has changed.
         """
-        # The tensor of each name now: the model's, if it has another one, else the tensor in the groups.
-        current = {**named, **self._replaced_in_models(named)}
-        if at_step:
-            self._require_new_gradients(current)
         replaced: dict[str, Tensor] = {}
         for name, param in current.items():
             tracked = self.tracked[name]  # the parameter as it was when its state was created
-            if param.shape != tracked.shape:  # the state has the former shape, and cannot be converted
-                cause = FSDP1 if getattr(param, "_fsdp_flattened", False) else CAUSES
-                raise ValueError(
-                    f"{name!r} has shape {tuple(param.shape)}, expected {tuple(tracked.shape)}, as at construction: "
-                    f"{cause}"
-                )
+            _require_same_shape(name, param, tracked)
             if tracked.param is not param or param.device != tracked.device:
                 replaced[name] = param
         return replaced
 
-    def _require_new_gradients(self, current: NamedTensors) -> None:
+    def require_new_gradients(self, current: NamedTensors) -> None:
         """Raise if parameters were replaced after the backward pass, so that only the former tensors have gradients.
 
         For example, ``fully_shard(model)`` was called between ``loss.backward()`` and ``optimizer.step()``. ``current``
@@ -363,20 +369,20 @@ class TrackedParameters:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
-    def replaced_in_models(self) -> dict[Tensor, Tensor]:
-        """Return a dict from each tensor in the param groups that was replaced in the models to the new tensor.
+    def put_into(self, groups: Iterable[Group]) -> None:
+        """Put the tensors that have replaced parameters in the models into the param groups, where users expect them.
 
-        For example, ``{weight: dtensor}`` after ``fully_shard(model)``. The caller puts the new tensors into the
-        groups, where users expect the parameters of the model. The state moves to them later, such as at the next step.
+        For example, the DTensors after ``fully_shard(model)``. The state moves to them later, such as at the next step.
         """
-        param_of: dict[str, Tensor] = {}  # the tensor in the groups, by name
-        for name, tracked in self.tracked.items():
-            # An earlier call may have put a new tensor there, which itself was replaced since.
-            param_of[name] = self._new_in_groups.get(name, tracked.param)
-        new_param_of = self._replaced_in_models(param_of)
-        # The groups now have tensors that have no state yet: remember that they are the model's, not an engine's.
-        self._new_in_groups.update(new_param_of)
-        return {param_of[name]: new_param for name, new_param in new_param_of.items()}
+        # The tensor that the optimizer has put into the groups for each name, at construction or by an earlier call.
+        param_of = {name: self._new_in_groups.get(name, tracked.param) for name, tracked in self.tracked.items()}
+        new_params = self._replaced_in_models(param_of)
+        if not new_params:
+            return
+        self._new_in_groups.update(new_params)
+        new_param_of = {param_of[name]: new_param for name, new_param in new_params.items()}
+        for group in groups:
+            group["params"] = [new_param_of.get(param, param) for param in group["params"]]
 
     def _replaced_in_models(self, named: NamedTensors) -> NamedTensors:
         """Return, by name, the tensors that have replaced parameters in the models since the last `track`.
@@ -393,15 +399,17 @@ class TrackedParameters:
         gathered_ids = self._gathered_by_fsdp2()
         replaced: dict[str, Tensor] = {}
         for name, new_param in others.items():
-            param_in_groups = named.get(name)
-            # The tensor in the groups has the state, or is a new one from the model, or is the copy of an engine.
-            is_tracked = param_in_groups is self.tracked[name].param
-            is_new_in_groups = name in self._new_in_groups and param_in_groups is self._new_in_groups[name]
-            is_from_engine = not is_tracked and not is_new_in_groups
-            if not is_from_engine and id(new_param) not in gathered_ids:
+            is_gathered = id(new_param) in gathered_ids
+            if not is_gathered and not self._is_of_engine(name, named[name]):
                 replaced[name] = new_param
         _remove_tied(replaced, named)  # the third case
         return replaced
+
+    def _is_of_engine(self, name: str, param_in_groups: Tensor) -> bool:
+        """Return True if the tensor in the groups was put there by an engine: this optimizer has put none like it."""
+        has_state = param_in_groups is self.tracked[name].param
+        is_from_model = param_in_groups is self._new_in_groups.get(name)
+        return not has_state and not is_from_model
 
     def _gathered_by_fsdp2(self) -> set[int]:
         """Return the ids of the tensors that FSDP2 has put into modules for the time of forward and backward.
@@ -442,17 +450,16 @@ class TrackedParameters:
         return added
 
     def names_of(self, groups: Iterable[Group]) -> list[list[str]]:
-        """Return the names of the parameters in each group, such as ``[["0.weight"], ["0.bias"]]``.
+        """Return the names of the parameters in each group that a user or engine has edited: ``[["w"], ["b"]]``.
 
-        Somebody has edited the groups: a new tensor gets the name of the tensor that it replaces. Raise ValueError if a
-        tensor replaces no parameter, or if a parameter is in the groups twice or not at all.
+        A new tensor gets the name of the tensor that it replaces. Raise ValueError if a tensor replaces no parameter,
+        or if a parameter is in the groups twice or not at all.
         """
-        name_of: dict[Tensor, str] = {}
-        for name, param in self._others_in_models().items():  # the models have it in place of a parameter
-            name_of[param] = name
-        # After the new tensors, because a tied one may have state itself: it keeps the name of its state.
-        for name, tracked in self.tracked.items():
-            name_of[tracked.param] = name
+        # Tensors that have state, and tensors of the models that have replaced them. A tied tensor may be one of each:
+        # it keeps the name of its state.
+        name_of_tracked = {tracked.param: name for name, tracked in self.tracked.items()}
+        name_of_replacement = {param: name for name, param in self._others_in_models().items()}
+        name_of = {**name_of_replacement, **name_of_tracked}
         names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
         self._require_each_once(Counter(itertools.chain(*names_per_group)))
         return names_per_group
@@ -540,17 +547,17 @@ class TrackedParameters:
         """
         known_ids = {id(param) for param in named.values()}
         outside: dict[str, Tensor] = {}
-        for ref, names_of_model in self._models:
-            model = ref()
+        for known_model in self._models:
+            model = known_model.ref()
             if model is None:  # it was deleted
                 continue
             for name, param in model.named_parameters():
                 if id(param) in known_ids or name in self._left_out:  # in the optimizer, or left out by its label
                     continue
-                has_all = names_of_model is None  # the optimizer was given all parameters of this model
-                # A known name with an unknown tensor: the parameter was replaced. Other names may be another
-                # optimizer's, unless this one was given the whole model.
-                if has_all or name in names_of_model or name in named:
+                # The optimizer has a parameter of this name, so that the tensor has replaced it. A parameter of another
+                # name may be another optimizer's, unless this one was given the whole model.
+                has_this_name = name in known_model.names or name in named
+                if known_model.has_all_params or has_this_name:
                     outside[name] = param
         return outside
 
@@ -566,15 +573,27 @@ def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
         replaced: the new tensors by parameter name.
         named: the tensors in the groups by parameter name.
     """
-    while True:
-        # How often each tensor would be in the groups with the replacements.
-        times = Counter(id(replaced.get(name, param)) for name, param in named.items())
-        tied = [name for name, param in replaced.items() if times[id(param)] > 1]
-        if not tied:
-            return
-        for name in tied:
+    # Repeated, because a removal ties other names if the former tensor itself has replaced another one. For example,
+    # the groups have A, B and C, and would get B, C and C: the second name keeps B, so the first must keep A.
+    while tied_names := _tied_names(replaced, named):
+        for name in tied_names:
             del replaced[name]
-        # A parameter that has its former tensor again may have this in common with another replacement: check again.
+
+
+def _tied_names(replaced: NamedTensors, named: NamedTensors) -> list[str]:
+    """Return the names in ``replaced`` whose new tensors would be in the groups under several names."""
+    times = Counter(id(replaced.get(name, param)) for name, param in named.items())
+    return [name for name, param in replaced.items() if times[id(param)] > 1]
+
+
+def _require_same_shape(name: str, param: Tensor, tracked: TrackedParameter) -> None:
+    """Raise ValueError if the tensor of a parameter has another shape than its state, which cannot be converted."""
+    if param.shape == tracked.shape:
+        return
+    cause = FSDP1 if getattr(param, "_fsdp_flattened", False) else CAUSES
+    raise ValueError(
+        f"{name!r} has shape {tuple(param.shape)}, expected {tuple(tracked.shape)}, as at construction: {cause}"
+    )
 
 
 def _existing(sources: Mapping[str, Position | KeptParameter]) -> NamedTensors:

@@ -420,19 +420,12 @@ class TransformOptimizer(Optimizer):
         # `set_optimizer_state_dict` looks up each parameter of the groups in a model that may have been sharded since.
         is_constructed = "state" in self._current
         if is_constructed and not torch.compiler.is_compiling():
-            self._put_new_tensors_in_groups()
+            self._parameters.put_into(self._groups)
         return self._groups
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._groups = groups
-
-    def _put_new_tensors_in_groups(self) -> None:
-        """Write tensors that have replaced parameters of the model into the groups. The state moves to them later."""
-        replaced = self._parameters.replaced_in_models()  # {former tensor: new tensor}
-        if replaced:
-            for group in self._groups:
-                group["params"] = [replaced.get(param, param) for param in group["params"]]
 
     def _named_params(self) -> NamedTensors:
         """Return a dict from name to parameter, from the param groups: ``{"0.weight": tensor, "0.bias": tensor}``."""
@@ -665,7 +658,7 @@ class TransformOptimizer(Optimizer):
         self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
         if not self._tracked_groups.are_current(self._groups):  # rarely
             self._follow_groups()
-            self._use_tensors(self._parameters.replaced(self._named_params(), at_step=False))
+            self._use_tensors(self._parameters.current_params(self._named_params()))
         self._update_initial_state_alone()
 
     def _use_replacements_at_step(self) -> None:
@@ -676,7 +669,9 @@ class TransformOptimizer(Optimizer):
         self._adopt_state()
         if not self._tracked_groups.are_current(self._groups):
             self._follow_groups()
-            self._use_tensors(self._parameters.replaced(self._named_params(), at_step=True))
+            named = self._parameters.current_params(self._named_params())
+            self._parameters.require_new_gradients(named)
+            self._use_tensors(named)
 
     def _use_replacements_alone(self) -> None:
         """Use tensors that have replaced parameters, without communication: on this rank alone.
@@ -699,12 +694,12 @@ class TransformOptimizer(Optimizer):
         if self._stepping.is_over_ranks and self._parameters.added_in(self._groups):  # their state must be created
             return
         self._follow_groups()
-        named = self._named_params()
-        replaced = self._parameters.replaced(named, at_step=False)
+        named = self._parameters.current_params(self._named_params())
+        replaced = self._parameters.replaced(named)
         must_move = not self._parameters.have_same_placement(replaced)  # to another device, or sharded in another way
-        if must_move and self._is_over_ranks({**named, **replaced}):
+        if must_move and self._is_over_ranks(named):
             return
-        self._use_tensors(replaced)
+        self._use_tensors(named)
 
     def _follow_groups(self) -> None:
         """Read groups that somebody has edited. Create state for parameters of the model that were put into them."""
@@ -714,15 +709,15 @@ class TransformOptimizer(Optimizer):
         # Other changes, such as parameters that were moved to another group.
         self._tracked_groups.follow(self._groups, self._stepping.rules)
 
-    def _use_tensors(self, replaced: NamedTensors) -> None:
-        """Use tensors that have replaced parameters, by name, and move the state to them.
+    def _use_tensors(self, named: NamedTensors) -> None:
+        """Use the tensors that the parameters have now, and move the state to those that have replaced others.
 
         If they have the device, dtype and sharding of the replaced ones, the tensors of the state are kept. Otherwise
         new ones are created, and the values are copied.
         """
+        replaced = self._parameters.replaced(named)
         if not replaced:
             return
-        named = {**self._named_params(), **replaced}
         if self._parameters.have_same_placement(replaced):
             self._put_in_groups(named)
             self._show_all(named)
