@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -28,17 +29,11 @@ class GradientCheck:
 
     def __init__(self, parameters: TrackedParameters, *, is_alone: bool) -> None:
         """Prepare the check. The first call of `check` searches the models."""
-        _count_registrations()  # `_search_outside` repeats its search after a module got a new parameter
         self._parameters = parameters
         self._is_alone = is_alone
-        self._outside: NamedTensors = {}
-        """The models' parameters that are not in the optimizer, by name, from the last search of the models."""
-        self._last_changes: object = None
-        """The values of `_changes` at the last search; if a step has the same, `_outside` is still right."""
-        self._module_lists: list[weakref.ref[nn.Module]] = []
-        """The lists of modules in the models: `ModuleList.insert` does not register the module that it inserts."""
+        self._outside = _OutsideParameters(parameters)
         self._reported: dict[str, Tensor] = {}
-        """Those of `_outside` that had gradients, and that a warning has reported."""
+        """The parameters outside of the optimizer that a warning has reported, by name."""
         self._has_warned_of_none = False
         """True after the warning that no parameter has a gradient."""
 
@@ -54,11 +49,10 @@ class GradientCheck:
         """
         check_real(named)
         self._parameters.check_frozen()
-        # Parameters of the models that are not in the optimizer. The search takes time, so it follows a change only.
         without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
-        if self._changes(without_gradient) != self._last_changes:
-            self._search_outside(named, without_gradient)
-        outside_with_gradient = {name: param for name, param in self._outside.items() if param.grad is not None}
+        # Parameters of the models that have gradients, and are not in the optimizer.
+        outside = self._outside.find(named, without_gradient)
+        outside_with_gradient = {name: param for name, param in outside.items() if param.grad is not None}
         # An error if only such parameters have gradients; a warning if parameters of the optimizer have some, too.
         has_no_gradient = len(without_gradient) == len(gradients)  # no parameter of the optimizer has one
         if has_no_gradient and outside_with_gradient:
@@ -66,37 +60,6 @@ class GradientCheck:
         self._warn_of_outside(outside_with_gradient)
         if has_no_gradient and self._is_alone:  # over ranks, the step finds out whether another rank has one
             self.warn_of_none(named)
-
-    def _search_outside(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> None:
-        """Search the models for parameters that are not in the optimizer, and set `_outside` to them.
-
-        Also record the values of `_changes`, so that the search is repeated only after a change of the models.
-        """
-        self._outside = self._parameters.outside(named)
-        # `insert` of these lists adds a module without an assignment that a hook of torch could count.
-        self._module_lists = []
-        for model in self._parameters.models:
-            for module in model.modules():
-                if isinstance(module, nn.ModuleList | nn.Sequential):
-                    self._module_lists.append(weakref.ref(module))
-        self._last_changes = self._changes(without_gradient)  # with the lengths of these lists
-
-    def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
-        """Return values that differ from the values of the last search if a model may have got a new parameter since.
-
-        This is faster than another search. The values are:
-
-        - the names of the parameters without gradient, because a parameter that was replaced has none
-        - how often the parameters of the optimizer have changed
-        - how often any module got a parameter or module by assignment
-        - the lengths of the module lists, because ``ModuleList.insert`` is no such assignment
-        """
-        lengths: list[int] = []
-        for ref in self._module_lists:
-            module = ref()
-            if module is not None:
-                lengths.append(len(module._modules))
-        return without_gradient, self._parameters.version, _registrations["assigned"], lengths
 
     def _warn_of_outside(self, with_gradient: NamedTensors) -> None:
         """Warn of parameters that have a gradient and are not in the optimizer, once for each of them."""
@@ -129,6 +92,63 @@ class GradientCheck:
             f"step() found no gradient on any of {parameters} and changes nothing: is backward() called before it, on "
             f"these parameters? {cause_over_ranks}Tensors of state_dict() and detach() get no gradient. Else: {CAUSES}"
         )
+
+
+class _OutsideParameters:
+    """Finds the parameters of the models that are not in the optimizer.
+
+    A search walks through all modules. It is repeated only if the models may have changed since the last one.
+
+    Args:
+        parameters: the parameters of the optimizer, and the models that contain them.
+    """
+
+    def __init__(self, parameters: TrackedParameters) -> None:
+        """Begin without a result: the first call of `find` searches the models."""
+        _count_registrations()  # from now on
+        self._parameters = parameters
+        self._result: NamedTensors = {}
+        """The parameters that the last search has found, by name."""
+        self._module_lists: list[weakref.ref[nn.Module]] = []
+        """The lists of modules in the models, from the last search."""
+        self._last_changes: object = None
+        """The values of `_changes` after the last search; None before the first one."""
+
+    def find(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> NamedTensors:
+        """Return, by name, the parameters of the models that are not in the optimizer.
+
+        Args:
+            named: the parameters of the optimizer.
+            without_gradient: the names of those that have no gradient. A parameter that was replaced in a model has
+                none, so other names are a reason for a new search.
+        """
+        if self._changes(without_gradient) != self._last_changes:
+            self._result = self._parameters.outside(named)
+            self._module_lists = _module_lists(self._parameters.models)
+            self._last_changes = self._changes(without_gradient)  # with the lengths of these lists
+        return self._result
+
+    def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
+        """Return values of which one differs from the last search if a model may have got a new parameter since."""
+        # `ModuleList.insert` adds a module without an assignment that a hook of torch could count.
+        lengths: list[int] = []
+        for ref in self._module_lists:
+            module = ref()
+            if module is not None:
+                lengths.append(len(module._modules))
+        changes_of_parameters = self._parameters.version
+        assignments = _registrations["assigned"]  # of a parameter or a module to any module
+        return without_gradient, changes_of_parameters, assignments, lengths
+
+
+def _module_lists(models: Iterable[nn.Module]) -> list[weakref.ref[nn.Module]]:
+    """Return weak references to the lists of modules in the models, such as ``ModuleList`` and ``Sequential``."""
+    module_lists: list[weakref.ref[nn.Module]] = []
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList | nn.Sequential):
+                module_lists.append(weakref.ref(module))
+    return module_lists
 
 
 def _only_outside(outside_with_gradient: NamedTensors, number: int) -> ValueError:
