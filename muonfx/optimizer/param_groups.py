@@ -23,12 +23,12 @@ from muonfx.optimizer.named_parameters import NamedPairs
 from muonfx.optimizer.stepping import Stepping
 from muonfx.optimizer.update_rules import (
     UpdateRule,
+    common_keys,
     group_hyperparams,
-    holders_of,
     keys_by_label,
     label_of,
     pairs_by_rule,
-    with_agreed,
+    with_common_defaults,
 )
 
 NOT_HYPERPARAMS = {"params", "label", "param_names", "lr", "initial_lr"}
@@ -78,25 +78,23 @@ _ARGUMENTS_OF_MUON = {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}
 """Arguments of `Muon` for the parameters of AdamW, and their keys in the groups of these parameters."""
 
 
-def warn_of_unread_keys(entries: Group, name: str, group_keys: Set[str], all_keys: Set[str]) -> list[str]:
-    """Warn of keys of a param group that look like hyperparameters and set none, such as "weight_dacay".
+def warn_if_unread(key: str, value: Any, name: str, group_keys: Set[str], all_keys: Set[str]) -> bool:
+    """Warn of a key of a param group that looks like a hyperparameter and sets none, such as "weight_dacay".
 
-    Return these keys, so that the caller does not warn of them again. Other unknown keys are the user's own, such as
-    "lr_scale", and are kept without a warning.
+    Return True if it was reported. Another unknown key is the user's own, such as "lr_scale", and gets no warning.
 
     Args:
-        entries: the keys to check and their values.
+        key: the key.
+        value: its value in the group.
         name: a parameter of the group, for the message.
         group_keys: the hyperparameters of the group.
         all_keys: the hyperparameters of all groups.
     """
-    unread_keys: list[str] = []
-    for key, value in entries.items():
-        problem = _problem_of_key(key, value, group_keys, all_keys)
-        if problem is not None:
-            unread_keys.append(key)
-            warn_caller(f"param_groups: {key!r} in the group of {name!r} is kept, but {problem}")
-    return unread_keys
+    problem = _problem_of_key(key, value, group_keys, all_keys)
+    if problem is None:
+        return False
+    warn_caller(f"param_groups: {key!r} in the group of {name!r} is kept, but {problem}")
+    return True
 
 
 def _problem_of_key(key: str, value: Any, group_keys: Set[str], all_keys: Set[str]) -> str | None:
@@ -163,13 +161,10 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
     pairs_of = pairs_by_rule(pairs, stepping.rules)  # a rule: the transforms of a parameter, and its label
     rules = list(pairs_of)
     if entries:
-        # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
-        group_keys = {hyperparam.key for hyperparam in group_hyperparams(rules, entries)} | holders_of(rules).keys()
-        all_keys = holders_of(set(stepping.rules.values())).keys()
-        warn_of_unread_keys(entries, pairs[0][0], group_keys, all_keys)
+        _warn_of_unread(stepping, rules, entries, pairs[0][0])
     if as_one:
-        common_entries = with_agreed(rules, entries, stepping.defaults)
-        labels_with_rate = holders_of(rules).get("lr", {})
+        common_entries = with_common_defaults(rules, entries, stepping.defaults)
+        labels_with_rate = common_keys(rules).get("lr", {})
         # A group needs one "lr": given, equal for all labels, or of a single label.
         if "lr" in common_entries or len(labels_with_rate) < 2:
             return [_complete_group(stepping, rules, common_entries, pairs)]
@@ -181,6 +176,15 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
     return groups
 
 
+def _warn_of_unread(stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, name: str) -> None:
+    """Warn of entries for new groups that look like hyperparameters and set none. ``name`` is one of the parameters."""
+    # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
+    group_keys = {hyperparam.key for hyperparam in group_hyperparams(rules, entries)} | common_keys(rules).keys()
+    all_keys = common_keys(set(stepping.rules.values())).keys()
+    for key, value in entries.items():
+        warn_if_unread(key, value, name, group_keys, all_keys)
+
+
 def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) -> Group:
     """Return the entries for the group of one label, from the entries for a group that is split by labels.
 
@@ -188,17 +192,19 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
     ``{"lr": 0.2, "my_key": 1}`` for "adamw". ``rule`` has the label and its hyperparameters, and ``rules`` those of all
     labels.
     """
-    labelled_keys = keys_by_label(rules)  # such as "muon.lr" and "adamw.lr"
-    keys_of_rule = holders_of([rule]).keys()
-    keys_of_others = holders_of(rules).keys() - keys_of_rule - NOT_HYPERPARAMS  # such as "momentum" for "adamw"
-    # Keep entries that the label reads, and keys of the user.
-    left_out = labelled_keys | keys_of_others
-    entries_of_rule = {key: value for key, value in entries.items() if key not in left_out}
-    # A value for the label alone replaces a value for all labels.
+    keys_of_rule = common_keys([rule]).keys()
+    keys_of_others = common_keys(rules).keys() - keys_of_rule - NOT_HYPERPARAMS  # such as "momentum" for "adamw"
+    label_keys = keys_by_label(rules)  # such as "muon.lr" and "adamw.lr"
+    # 1. Values for all labels, and keys of the user.
+    entries_of_rule: Group = {}
+    for key, value in entries.items():
+        if key not in keys_of_others and key not in label_keys:
+            entries_of_rule[key] = value
+    # 2. A value for this label alone replaces a value for all labels.
     for key in keys_of_rule:
-        labelled_key = f"{rule.label}.{key}"
-        if labelled_key in entries and labelled_key in labelled_keys:
-            entries_of_rule[key] = entries[labelled_key]
+        label_key = f"{rule.label}.{key}"
+        if label_key in entries and label_key in label_keys:
+            entries_of_rule[key] = entries[label_key]
     return entries_of_rule
 
 
@@ -223,7 +229,7 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     number in the group is out of range.
     """
     defaults = stepping.defaults  # the transform's numbers by dotted name: {"muon.momentum.decay": 0.95}
-    with_common_values = with_agreed(rules, group, defaults)
+    with_common_values = with_common_defaults(rules, group, defaults)
     # All numbers of the group by dotted name, with copies of tensors, which no other group has.
     group_numbers = GroupNumbers(group_hyperparams(rules, with_common_values))
     completed = group_numbers.complete(with_common_values, defaults)
@@ -263,21 +269,31 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     """
     if torch.compiler.is_compiling() or optimizer in _owners:  # a muonfx optimizer
         return
-    # Compare groups as objects: a plain copy, ``dict(group)``, is another object, and may be used on purpose.
-    ids_of_owned_groups = {id(group) for owner in _owners for group in owner.param_groups}
-    labels: list[str] = []  # of its groups that a muonfx optimizer has, too
-    for group in optimizer.param_groups:
-        if id(group) in ids_of_owned_groups or isinstance(group, OwnedGroup):
-            labels.append(repr(group.get("label")))
-    if not labels:
+    labels = _labels_of_owned(optimizer.param_groups)
+    if not labels or _calls_owner(optimizer):
         return
-    # A wrapper may have the groups of the optimizer in one of its attributes, because it calls the step of that.
-    for attribute in vars(optimizer).values():
-        if isinstance(attribute, Optimizer) and attribute in _owners:
-            return
     raise RuntimeError(
         f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
         "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
         'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
         "pass plain copies: [dict(group) for group in optimizer.param_groups]"
     )
+
+
+def _labels_of_owned(groups: Iterable[Group]) -> list[str]:
+    """Return the labels, such as "'muon'", of those groups that a muonfx optimizer has, or has had."""
+    # Compare groups as objects: a plain copy, ``dict(group)``, is another object, and may be used on purpose.
+    ids_of_owned_groups: set[int] = set()
+    for owner in _owners:
+        ids_of_owned_groups.update(map(id, owner.param_groups))
+    labels: list[str] = []
+    for group in groups:
+        if id(group) in ids_of_owned_groups or isinstance(group, OwnedGroup):
+            labels.append(repr(group.get("label")))
+    return labels
+
+
+def _calls_owner(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer wraps a muonfx optimizer: it has that, whose step it calls, in an attribute."""
+    inner_optimizers = [attribute for attribute in vars(optimizer).values() if isinstance(attribute, Optimizer)]
+    return any(inner in _owners for inner in inner_optimizers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from operator import is_
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.group_numbers import Group, GroupNumbers, Hyperparam, TrackedGroup, read_numbers
 from muonfx.optimizer.named_parameters import NamedTensors
-from muonfx.optimizer.param_groups import warn_of_unread_keys
+from muonfx.optimizer.param_groups import warn_if_unread
 from muonfx.optimizer.tracked_parameters import TrackedParameters
 from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, group_hyperparams, keys_by_label, label_of
 
@@ -65,31 +65,31 @@ class TrackedGroups:
     def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
         """Record the param groups from which later steps read the hyperparameters, such as "lr" and "momentum".
 
-        ``rules`` has, for each parameter name, the transforms that update it and their hyperparameters.
+        Keys that have no effect are removed from the groups, as `_remove_replaced_keys` describes it. ``rules`` has,
+        for each parameter name, the transforms that update it and their hyperparameters.
         """
-        tracked_groups: list[TrackedGroup] = []
-        for group in groups:
-            names: list[str] = list(group["param_names"])
-            # Usually one. The parameters of a group with the labels "muon" and "adamw" have two.
-            distinct = distinct_rules(names, rules)
-            numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
-            # A key of one label has no effect if there is one for all: "weight_decay" replaces "adamw.weight_decay".
-            for key in keys_by_label(distinct).difference(numbers.keys):
-                group.pop(key, None)
-            tracked_groups.append(TrackedGroup(group, names, numbers))
-        self.groups = tracked_groups
+        self.groups = [self._tracked_group(group, rules) for group in groups]
         self._key_counts = []  # the next step reads the keys of all groups
+
+    def _tracked_group(self, group: Group, rules: UpdateRules) -> TrackedGroup:
+        """Return a param group with the names of its parameters and the object that reads its hyperparameters."""
+        names: list[str] = list(group["param_names"])
+        # Usually one rule. The parameters of a group with the labels "muon" and "adamw" have two.
+        distinct = distinct_rules(names, rules)
+        numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
+        _remove_replaced_keys(group, keys_by_label(distinct), numbers.keys)
+        return TrackedGroup(group, names, numbers)
 
     def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
         """Return the object that reads the hyperparameters of a param group at every step.
 
-        If an object has read the group so far, for the same ``hyperparams``, return a copy of it. The copy has the
-        numbers of the last step, which show whether the user has changed "momentum" or "betas" since.
+        A group that has been read so far, with the same ``hyperparams``, gets a copy of its former object. The copy has
+        the numbers of the last step: if "momentum" and "betas" differ, the one that was changed since then counts.
         """
         former_numbers = self._former_numbers(group, names)
         if former_numbers is None or former_numbers.hyperparams != hyperparams:  # a new group, or it has other keys now
             return GroupNumbers(hyperparams)
-        return copy.copy(former_numbers)
+        return copy.copy(former_numbers)  # the former object stays as it is, for a change that is undone
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
         """Return the object that has read the hyperparameters of a group so far; None for a group of new parameters."""
@@ -123,8 +123,8 @@ class TrackedGroups:
         # 3. Later steps read these groups.
         self.record(groups, rules)
 
-    def read_new_keys(self, rules: UpdateRules) -> None:
-        """Read keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay".
+    def adopt_new_keys(self, rules: UpdateRules) -> None:
+        """Use keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay".
 
         ``rules`` has the transforms and hyperparameters of each parameter, by name.
         """
@@ -132,7 +132,7 @@ class TrackedGroups:
             return
         # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
         self.record([tracked.group for tracked in self.groups], rules)
-        self._key_counts = self._count_keys()  # again, because `record` may have removed keys
+        self._key_counts = self._count_keys()  # last, because `record` may have removed keys
         self._warn_of_unread_keys()
 
     def _warn_of_unread_keys(self) -> None:
@@ -142,11 +142,13 @@ class TrackedGroups:
             all_keys.update(tracked.numbers.keys)
         for tracked in self.groups:
             first_name = tracked.names[0] if tracked.names else "no parameter"
-            # A scheduler may write a hyperparameter of some groups into all groups, as OneCycleLR does: do not warn.
-            reported_or_known = self._reported | all_keys
-            new_entries = {key: value for key, value in tracked.group.items() if key not in reported_or_known}
-            unread_keys = warn_of_unread_keys(new_entries, first_name, set(tracked.numbers.keys), all_keys)
-            self._reported.update(unread_keys)
+            group_keys = set(tracked.numbers.keys)
+            for key, value in tracked.group.items():
+                # A scheduler may write a hyperparameter of some groups into all groups, as OneCycleLR does: no warning.
+                if key in all_keys or key in self._reported:
+                    continue
+                if warn_if_unread(key, value, first_name, group_keys, all_keys):
+                    self._reported.add(key)
 
     def warn_of_unread_rate(self) -> None:
         """Warn once if a group has an "lr" that somebody has set, and no transform of any group reads it.
@@ -192,6 +194,20 @@ class TrackedGroups:
         return [len(tracked.group) for tracked in self.groups]
 
 
+def _remove_replaced_keys(group: Group, label_keys: Set[str], read_keys: Sequence[str]) -> None:
+    """Remove keys of one label that have no effect, because the group has a key for all labels instead.
+
+    For example, "weight_decay" replaces "adamw.weight_decay".
+
+    Args:
+        group: the param group.
+        label_keys: all keys of one label that it may have.
+        read_keys: the keys from which its hyperparameters are read.
+    """
+    for key in label_keys.difference(read_keys):
+        group.pop(key, None)
+
+
 def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
     """Raise if parameters were moved into a group that lacks the hyperparameters of the transforms that update them.
 
@@ -220,7 +236,7 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
     )
 
 
-_EQUAL_STEPS = 10
+_LOW_STEPS = 10
 """After this many steps at one rate below all requested rates, it is no longer the first or last step of a schedule."""
 
 _NEGLIGIBLE = 0.01
@@ -240,9 +256,9 @@ class OneRateCheck:
         """False if the groups were made with one rate, or a warning was given."""
         self._rates_have_differed = False
         """True after a step with different learning rates, or a load of them."""
-        self._equal_steps = 0
-        """How many steps in succession had one rate in all groups, as `_is_low_rate_kept` counts them."""
-        self._last_equal_rate: float | None = None
+        self._low_steps = 0
+        """How many steps in succession had one low rate in all groups, as `_count_low_rate` counts them."""
+        self._last_low_rate: float | None = None
         """The rate that all groups had in the last of these steps."""
 
     def note_loaded(self, groups: TrackedGroups) -> None:
@@ -263,12 +279,14 @@ class OneRateCheck:
             return
         if len(set(rates)) > 1:  # they differ, as they should
             self._rates_have_differed = True
-            self._equal_steps = 0
+            self._low_steps = 0
             return
         rate = rates[0]
-        smallest = min(self._requested_rates)
-        if rate < smallest and not self._is_low_rate_kept(rate, smallest):
-            return
+        is_low = rate < min(self._requested_rates)
+        if is_low:
+            self._count_low_rate(rate)
+            if self._low_steps < _LOW_STEPS:
+                return
         self._is_needed = False
         requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
         warn_caller(
@@ -277,18 +295,16 @@ class OneRateCheck:
             "all groups: give it one number for each group, in the order of param_groups"
         )
 
-    def _is_low_rate_kept(self, rate: float, smallest: float) -> bool:
-        """Count a step at which all groups have one rate below all requested rates; return True if there were enough.
+    def _count_low_rate(self, rate: float) -> None:
+        """Count a step at which all groups have one rate below all requested ones, unless that is no mistake.
 
-        For example, SWALR brings all groups to one ``swa_lr``, and keeps them there. ``smallest`` is the smallest
-        requested rate.
+        For example, steps of SWALR count: it brings all groups to one ``swa_lr``, and keeps them there. Two kinds of
+        steps do not count: those with a negligible rate, and those of the first epoch of a warmup.
         """
-        if rate < _NEGLIGIBLE * smallest:
-            return False
-        # A warmup that changes once an epoch has one rate in the whole first epoch. So before the rates have differed,
-        # only new values count.
-        is_new_rate = rate != self._last_equal_rate
-        self._last_equal_rate = rate
-        if self._rates_have_differed or is_new_rate:
-            self._equal_steps += 1
-        return self._equal_steps >= _EQUAL_STEPS
+        if rate < _NEGLIGIBLE * min(self._requested_rates):
+            return
+        # A warmup that changes once an epoch has the same rate in the whole first epoch, and different rates after it.
+        is_repeated = rate == self._last_low_rate
+        self._last_low_rate = rate
+        if self._rates_have_differed or not is_repeated:
+            self._low_steps += 1

@@ -884,7 +884,7 @@ class TransformOptimizer(Optimizer):
 
     def _read_group_keys(self) -> None:
         """Read keys that were added to the groups, and warn of those without effect and of a rate that looks wrong."""
-        self._tracked_groups.read_new_keys(self._stepping.rules)
+        self._tracked_groups.adopt_new_keys(self._stepping.rules)
         self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
         self._rate_check.check(self._tracked_groups)
 

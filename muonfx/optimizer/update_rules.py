@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -28,11 +28,9 @@ class UpdateRule(NamedTuple):
     """True if a partition gives the parameter the label None, so that it is not trained."""
     hyperparams: tuple[Hyperparam, ...]
     """The hyperparameters of these transforms."""
-    order: tuple[int, bool, tuple[int, ...]]
-    """The sort key of its group: `_kind_of_group`, False if a transform needs whole matrices, and ``indices``."""
+    has_matrices: bool
+    """True if one of these transforms needs whole matrices."""
 
-
-_order_of = operator.attrgetter("order")
 
 UpdateRules = Mapping[str, UpdateRule]
 """The update rule of each parameter by name."""
@@ -60,29 +58,19 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
 
 
 def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
-    """Return the update rule of a parameter: its label, the hyperparameters, and the position of its param group.
+    """Return the update rule of a parameter: its transforms, its label, and the hyperparameters.
 
     Args:
         name: the name of the parameter.
         indices: the indices of the transforms that update it, among all transforms of the optimizer.
         visits: these transforms, each with the label by which a partition has selected the parameter.
     """
-    labels: list[str] = []
-    is_left_out = False
-    has_matrices = False  # True if a transform needs whole matrices
-    for visited in visits:
-        if visited.label is not None:
-            labels.append(visited.label)
-        is_left_out = is_left_out or _leaves_out(visited, name)
-        has_matrices = has_matrices or needs_matrices(visited.tx)
+    labels = [visited.label for visited in visits if visited.label is not None]
     # "muon" for a partition; "muon/large" for a partition within the transform of the label "muon".
     label = "/".join(labels) if labels else None
-    hyperparams = tuple(hyperparams_of(visits))
-    # The sort key of the param group: first Muon's groups, then Adam's, then others. Of two groups of one kind, a group
-    # with a transform of whole matrices is first, because False is less than True.
-    kind = _kind_of_group({hyperparam.key for hyperparam in hyperparams})
-    order = (kind, not has_matrices, indices)
-    return UpdateRule(indices, label, is_left_out, hyperparams, order)
+    is_left_out = any(_leaves_out(visited, name) for visited in visits)
+    has_matrices = any(needs_matrices(visited.tx) for visited in visits)
+    return UpdateRule(indices, label, is_left_out, tuple(hyperparams_of(visits)), has_matrices)
 
 
 def _leaves_out(visited: Visit, name: str) -> bool:
@@ -99,8 +87,18 @@ def _leaves_out(visited: Visit, name: str) -> bool:
     return is_partition  # a partition that gives the parameter to none of its transforms
 
 
-def _kind_of_group(keys: Set[str]) -> int:
-    """Return the kind of a group with these hyperparameters: 0 for Muon's, 1 Adam's, 2 others, 3 without any."""
+def _order_of(rule: UpdateRule) -> tuple[int, bool, tuple[int, ...]]:
+    """Return the sort key of the param group of a rule: first Muon's groups, then Adam's, then others.
+
+    Of two groups of one kind, a group with a transform of whole matrices is first.
+    """
+    has_no_matrices = not rule.has_matrices  # False is less than True
+    return (_kind_of_group(rule), has_no_matrices, rule.indices)
+
+
+def _kind_of_group(rule: UpdateRule) -> int:
+    """Return the kind of the group of a rule: 0 for Muon's, 1 for Adam's, 2 for others, 3 without hyperparameters."""
+    keys = {hyperparam.key for hyperparam in rule.hyperparams}
     if not keys:
         return 3
     if "betas" in keys:
@@ -155,27 +153,40 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
 
     ``visits`` has these names for each transform. If two transforms have the short name "lr", neither gets it.
     """
-    # In how many of the transforms each short name and each name without labels is.
-    short_name_counts: Counter[str] = Counter()
-    key_counts: Counter[str] = Counter()
-    for visited in visits:
-        short_name_counts.update(visited.numbers.short_names.keys())
-        key_counts.update(visited.numbers.keys)
+    repeated_short_names = _repeated([visited.numbers.short_names for visited in visits])
+    repeated_keys = _repeated([visited.numbers.keys for visited in visits])  # names without labels
     hyperparams: list[Hyperparam] = []
     for visited in visits:
-        # 1. Short names that no other transform has.
-        unique_short_names = [name for name in visited.numbers.short_names if short_name_counts[name] == 1]
-        with_short_keys = _with_short_keys(visited, unique_short_names)
+        short_names = [name for name in visited.numbers.short_names if name not in repeated_short_names]
+        with_short_keys = _with_short_keys(visited, short_names)
         hyperparams += with_short_keys
-        names_with_short_key: set[str] = set()
-        for hyperparam in with_short_keys:
-            names_with_short_key.update(hyperparam.names)
-        # 2. and 3. For all other numbers, the name without labels if it is unique, else the full name.
-        for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
-            if name in names_with_short_key:
-                continue
-            unique_key = name if key_counts[key] > 1 else key
-            hyperparams.append(Hyperparam(unique_key, (name,)))
+        hyperparams += _with_long_keys(visited, with_short_keys, repeated_keys)
+    return hyperparams
+
+
+def _repeated(names_of_transforms: Iterable[Iterable[str]]) -> set[str]:
+    """Return the names that are there several times, such as the short name "lr" of two transforms."""
+    counts = Counter(itertools.chain.from_iterable(names_of_transforms))
+    return {name for name, count in counts.items() if count > 1}
+
+
+def _with_long_keys(visited: Visit, with_short_keys: Iterable[Hyperparam], repeated_keys: Set[str]) -> list[Hyperparam]:
+    """Return the other hyperparameters of a transform, under the name without labels, or else under the full name.
+
+    Args:
+        visited: the visit of the transform.
+        with_short_keys: its hyperparameters that have a short key, such as "lr".
+        repeated_keys: the names without labels that several transforms have.
+    """
+    names_with_short_key: set[str] = set()
+    for hyperparam in with_short_keys:
+        names_with_short_key.update(hyperparam.names)
+    hyperparams: list[Hyperparam] = []
+    for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
+        if name in names_with_short_key:
+            continue
+        unique_key = name if key in repeated_keys else key
+        hyperparams.append(Hyperparam(unique_key, (name,)))
     return hyperparams
 
 
@@ -218,18 +229,23 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
     if len(rules) == 1:  # usually
         return rules[0].hyperparams
     hyperparams: list[Hyperparam] = []
-    for key, hyperparam_of_label in holders_of(rules).items():
-        distinct = list(dict.fromkeys(hyperparam_of_label.values()))  # once each, if rules have a transform in common
-        # A value in the group is a number, or a tuple of some length. One value can only set numbers of one such form.
-        forms = {(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in distinct}
-        has_common_value = key in group and len(forms) == 1
-        if len(distinct) == 1 or has_common_value:  # one key suffices, such as "weight_decay"
+    for key, hyperparam_of_label_key in common_keys(rules).items():
+        distinct = list(dict.fromkeys(hyperparam_of_label_key.values()))  # once, if rules have a transform in common
+        is_one_transform = len(distinct) == 1
+        is_common_value = key in group and _have_one_form(distinct)
+        if is_one_transform or is_common_value:  # one key suffices, such as "weight_decay"
             hyperparams += distinct
             continue
         # Otherwise a key for each label, such as "muon.weight_decay" and "adamw.weight_decay".
-        for label, hyperparam in hyperparam_of_label.items():
-            hyperparams.append(hyperparam._replace(key=f"{label}.{key}"))
+        for label_key, hyperparam in hyperparam_of_label_key.items():
+            hyperparams.append(hyperparam._replace(key=label_key))
     return tuple(hyperparams)
+
+
+def _have_one_form(hyperparams: Iterable[Hyperparam]) -> bool:
+    """Return True if one value can set all of these hyperparameters: a number, or a tuple of one length."""
+    forms = {(hyperparam.is_tuple, len(hyperparam.names)) for hyperparam in hyperparams}
+    return len(forms) == 1
 
 
 def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
@@ -237,42 +253,44 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
     if len(rules) < 2:
         return set()
     keys: set[str] = set()
-    for key, hyperparam_of_label in holders_of(rules).items():
-        for label in hyperparam_of_label:
-            keys.add(f"{label}.{key}")
+    for hyperparam_of_label_key in common_keys(rules).values():
+        keys.update(hyperparam_of_label_key)
     return keys
 
 
-def holders_of(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
-    """Return, for each key of a param group, the labels that have it: ``{"lr": {"muon": ..., "adamw": ...}}``.
+def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
+    """Return the keys that a group of several labels may have, each with what it sets, by the key for one label.
 
-    The value of a label is its `Hyperparam`: the names of the numbers that the key sets for it.
+    For example, ``{"lr": {"muon.lr": ..., "adamw.lr": ...}}``. The values are the hyperparameters of the labels, with
+    the names of their numbers.
     """
-    holders: dict[str, dict[str, Hyperparam]] = {}
+    common: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
         for hyperparam in rule.hyperparams:
             if hyperparam.is_mirror:  # "momentum" would set Muon's momentum, and repeat Adam's first beta
                 continue
-            hyperparam_of_label = holders.setdefault(hyperparam.key, {})
-            label = str(rule.label)
-            if label in hyperparam_of_label:  # two rules have one label if a mask selects some of its parameters
-                label = hyperparam.names[0]  # the dotted name, such as "muon.momentum.decay", differs between rules
-            hyperparam_of_label[label] = hyperparam
-    return holders
+            key = hyperparam.key
+            hyperparam_of_label_key = common.setdefault(key, {})
+            label_key = f"{rule.label}.{key}"
+            if label_key in hyperparam_of_label_key:  # two rules have one label if a mask selects some parameters of it
+                label_key = f"{hyperparam.names[0]}.{key}"  # "muon.momentum.decay.momentum"
+            hyperparam_of_label_key[label_key] = hyperparam
+    return common
 
 
-def with_agreed(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) -> Group:
+def with_common_defaults(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) -> Group:
     """Return the entries of a group, and an entry for each key that it lacks and several rules have with equal numbers.
 
-    For example, ``{"weight_decay": 0.1}`` is added if Muon's and AdamW's weight decay are 0.1 in ``defaults``.
+    For example, ``{"weight_decay": 0.1}`` is added if Muon's and AdamW's weight decay are 0.1 in ``defaults``. If they
+    differ, each label keeps its own, under a key such as "adamw.weight_decay".
     """
-    agreed: Group = {}
-    for key, hyperparam_of_label in holders_of(rules).items():
-        values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label.values()]  # one for each label
-        # If the values differ, each label keeps its own, under a key such as "adamw.weight_decay".
-        if len(values) > 1 and all(equal(values[0], value) for value in values):
-            agreed[key] = values[0]
-    return {**agreed, **group}  # the entries of the group replace the defaults
+    common_defaults: Group = {}
+    for key, hyperparam_of_label_key in common_keys(rules).items():
+        values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label_key.values()]
+        are_equal = all(equal(values[0], value) for value in values)
+        if len(values) > 1 and are_equal:
+            common_defaults[key] = values[0]
+    return {**common_defaults, **group}  # the entries of the group replace the defaults
 
 
 def label_of(rules: Sequence[UpdateRule]) -> str | None:
