@@ -30,15 +30,13 @@ def groups_with_names(saved_groups: SavedGroups, groups: Sequence[TrackedGroup],
     saved_groups = _named_by_path(saved_groups, groups)
     if not all("param_names" in saved for saved in saved_groups):  # as torchtitan saves them
         return _named_by_order(saved_groups, groups, rename)
-    plain_saved_names = unwrapped(_saved_names_in(saved_groups))  # {"module.0.weight": "0.weight"}
-    new_name_of = _new_name_of(plain_saved_names, groups, rename)  # by the saved name
-    new_name_of_plain = {plain_name: new_name_of[name] for name, plain_name in plain_saved_names.items()}
+    new_name_of = _new_name_of(_saved_names_in(saved_groups), groups, rename)
     renamed_groups: list[Group] = []
     for number, saved in enumerate(saved_groups):
-        names = [new_name_of[name] for name in saved["param_names"]]
         _require_name_for_each(saved, number)
+        names = [new_name_of[name] for name in saved["param_names"]]
         # The saved group also has the names of parameters in the record of its chains.
-        renamed_groups.append({**with_new_names(saved, new_name_of_plain), "param_names": names})
+        renamed_groups.append({**with_new_names(saved, new_name_of), "param_names": names})
     return renamed_groups
 
 
@@ -84,15 +82,26 @@ def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) ->
     plain_paths = set(unwrapped(paths).values())
     if plain_paths.issuperset(unwrapped(names).values()):  # all names of this optimizer are among the paths
         return [{**saved, "param_names": list(saved["params"])} for saved in saved_groups]
-    # The paths are names of the model, and this optimizer has other names for the parameters. The saved state then has
-    # the order of this optimizer, so "param_names" are right only if they have that order, too.
-    saved_names = _saved_names_in(saved_groups)
+    _require_same_order(_saved_names_in(saved_groups), names, paths[0])
+    return saved_groups
+
+
+def _require_same_order(saved_names: Sequence[str], names: Sequence[str], path: str) -> None:
+    """Raise ValueError if torch.distributed.checkpoint has loaded names that are in another order than the state.
+
+    It finds parameters by their paths in the model. If this optimizer has other names for them, the loaded state has
+    the order of this optimizer, and the loaded names have the order of the optimizer that saved them.
+
+    Args:
+        saved_names: the loaded names.
+        names: the names of the parameters in this optimizer.
+        path: a path, for the message.
+    """
     if saved_names != names and sorted(saved_names) == sorted(names):
         raise ValueError(
-            f"nothing was loaded: the state dict has paths such as {paths[0]!r}, and the optimizer has names such as "
+            f"nothing was loaded: the state dict has paths such as {path!r}, and the optimizer has names such as "
             f"{names[0]!r} in another order: create both optimizers from the model or its named_parameters()"
         )
-    return saved_groups
 
 
 def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
@@ -117,31 +126,36 @@ def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], r
     return [{**saved, "param_names": list(tracked.names)} for tracked, saved in zip(groups, saved_groups, strict=True)]
 
 
-def _new_name_of(
-    plain_saved_names: Mapping[str, str], groups: Sequence[TrackedGroup], rename: Rename
-) -> dict[str, str]:
+def _new_name_of(saved_names: Sequence[str], groups: Sequence[TrackedGroup], rename: Rename) -> dict[str, str]:
     """Return a dict from each saved parameter name to the name that this optimizer has for it.
 
     For example, "module.0.weight" was saved under DistributedDataParallel, and ``rename`` is ``{"0": "layers.0"}``. The
-    name in a compiled model is then "_orig_mod.layers.0.weight". Names are compared without the prefixes of wrappers:
-    ``plain_saved_names`` is ``{"module.0.weight": "0.weight"}``.
+    name in a compiled model is then "_orig_mod.layers.0.weight". The dict also has the plain name "0.weight", without
+    the prefixes of wrappers.
     """
     # 1. Rename the plain names: {"module.0.weight": "layers.0.weight"}.
-    renamed, problems = new_names(plain_saved_names, rename, level=".", what="parameter")
-    # 2. Add the prefixes of this optimizer: {"layers.0.weight": "_orig_mod.layers.0.weight"}.
-    name_of_plain = {plain_name: name for name, plain_name in unwrapped(_names_in(groups)).items()}
-    new_name_of: dict[str, str] = {}  # {"module.0.weight": "_orig_mod.layers.0.weight"}
-    first_saved_name_of: dict[str, str] = {}  # by the new name, to find two saved names of one parameter
-    for saved_name, plain_name in renamed.items():
-        name = name_of_plain.get(plain_name, plain_name)  # a parameter that this optimizer lacks keeps the plain name
-        new_name_of[saved_name] = name
-        # An earlier saved name with the same new name, or this one if there is none.
-        first_saved_name = first_saved_name_of.setdefault(name, saved_name)
-        if first_saved_name != saved_name:
-            problems.append(f"{first_saved_name!r} and {saved_name!r} would both be {name!r}")
+    plain_name_of = unwrapped(saved_names)  # {"module.0.weight": "0.weight"}
+    renamed, problems = new_names(plain_name_of, rename, level=".", what="parameter")
+    # 2. Add the prefixes of this optimizer. A parameter that it lacks keeps the plain name.
+    prefixed_name_of = {plain_name: name for name, plain_name in unwrapped(_names_in(groups)).items()}
+    new_name_of = {saved_name: prefixed_name_of.get(name, name) for saved_name, name in renamed.items()}
+    problems += _collisions(new_name_of)
     if problems:
         raise ValueError("nothing was loaded: rename: " + "; ".join(problems[:10]))
-    return new_name_of
+    new_name_of_plain = {plain_name: new_name_of[saved_name] for saved_name, plain_name in plain_name_of.items()}
+    return {**new_name_of_plain, **new_name_of}
+
+
+def _collisions(new_name_of: Mapping[str, str]) -> list[str]:
+    """Return a line for each saved name that gets the new name of an earlier one: ``{"a": "w", "b": "w"}`` has one."""
+    lines: list[str] = []
+    first_saved_name_of: dict[str, str] = {}  # by the new name
+    for saved_name, name in new_name_of.items():
+        if name in first_saved_name_of:
+            lines.append(f"{first_saved_name_of[name]!r} and {saved_name!r} would both be {name!r}")
+        else:
+            first_saved_name_of[name] = saved_name
+    return lines
 
 
 def match_groups(
@@ -158,8 +172,7 @@ def match_groups(
         not_trained: the names of parameters that have no state here, as they are frozen. They may be in saved groups.
     """
     names = set(_names_in(groups))
-    saved_names = set(_saved_names_in(saved_groups))
-    _require_known(names, saved_names, not_trained)
+    _require_known(names, set(_saved_names_in(saved_groups)), not_trained)
     _require_same_number(saved_groups, groups)
     saved_group_of: dict[str, Group] = {}  # by the name of each parameter
     for saved in saved_groups:
@@ -169,16 +182,29 @@ def match_groups(
     saved_without_known_names = deque([saved for saved in saved_groups if names.isdisjoint(saved["param_names"])])
     matched: list[Group | None] = []
     for tracked in groups:
-        members = saved_names.intersection(tracked.names)  # the parameters that both runs train
-        if members:
-            saved = saved_group_of[min(members)]  # any member will do, because the next line compares all
-            _require_same_members(members, names.intersection(saved["param_names"]))
-            matched.append(saved)
-        elif not tracked.names and saved_without_known_names:  # a group without parameters
+        if tracked.names:
+            matched.append(_saved_group_with(tracked.names, saved_group_of, names))
+        elif saved_without_known_names:
             matched.append(saved_without_known_names.popleft())
-        else:  # for example, all of its parameters were frozen when the state was saved
+        else:
             matched.append(None)
     return matched
+
+
+def _saved_group_with(group_names: Iterable[str], saved_group_of: Mapping[str, Group], names: Set[str]) -> Group | None:
+    """Return the saved group of the parameters with these names; None if all of them were frozen, and so not saved.
+
+    Args:
+        group_names: the names of the parameters in a group of this optimizer.
+        saved_group_of: the saved group of each saved parameter by name.
+        names: the names of all parameters in this optimizer.
+    """
+    members = saved_group_of.keys() & set(group_names)  # the parameters that both runs train
+    if not members:
+        return None
+    saved = saved_group_of[min(members)]  # any member will do, because the next line compares all
+    _require_same_members(members, names.intersection(saved["param_names"]))
+    return saved
 
 
 def _require_same_number(saved_groups: Sequence[Group], groups: Sequence[TrackedGroup]) -> None:
@@ -199,22 +225,26 @@ def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]
         saved_names: the names in the state dict.
         not_trained: the names of other parameters of the model, which were perhaps trained when it was saved.
     """
-    # Without the prefixes of wrappers, such as "module." of DistributedDataParallel.
+    # Other names than here, except of parameters that are not trained here. Compared without the prefixes of wrappers.
     plain_not_trained = set(unwrapped(not_trained).values())
-    plain_names = unwrapped(saved_names - names)
-    unknown = sorted(name for name, plain_name in plain_names.items() if plain_name not in plain_not_trained)
-    has_common_names = not names.isdisjoint(saved_names)
+    unknown: list[str] = []
+    for name, plain_name in unwrapped(saved_names - names).items():
+        if plain_name not in plain_not_trained:
+            unknown.append(name)
     is_one_empty = not names or not saved_names  # then no name can be common, which is no mistake
-    if not unknown and (has_common_names or is_one_empty):
-        return
-    # The message shows both differences.
-    lacking = sorted(names - saved_names)
+    has_no_common_name = names.isdisjoint(saved_names) and not is_one_empty
+    if unknown or has_no_common_name:
+        raise _other_parameters(sorted(names - saved_names), sorted(unknown))
+
+
+def _other_parameters(lacking: Sequence[str], unknown: Sequence[str]) -> ValueError:
+    """Return an error for a state dict that lacks some names of parameters, and has some that are unknown."""
     differences: list[str] = []
     if lacking:
         differences.append(f"lacks {format_list(lacking)}")
     if unknown:
         differences.append(f"also has {format_list(unknown)}")
-    raise ValueError(
+    return ValueError(
         f"nothing was loaded: the state dict {'; it '.join(differences)}; expected parameters of this optimizer, or of "
         "its model: load it into an optimizer for the model that was saved; if only names differ: rename={saved name: "
         "name here}"

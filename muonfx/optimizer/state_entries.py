@@ -120,11 +120,7 @@ def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups
         state: ``optimizer.state``, which the caller has edited.
         groups: the param groups. The caller may have put a new tensor there, and assigned the state under it.
     """
-    name_of = {param: name for name, param in entries.named.items()}
-    for group in groups:
-        # Not strict: a group that the caller has edited may have more tensors than names, and is checked later.
-        name_of.update(zip(group["params"], group.get("param_names", ()), strict=False))
-    # Replace each tensor by its name, and check that it has all entries or none.
+    name_of = _names_of_tensors(entries.named, groups)
     entries_of: dict[str, Group] = {}
     for tensor, entries_of_tensor in state.items():
         if not entries_of_tensor:  # the caller has emptied them, or the transform keeps no state
@@ -138,6 +134,16 @@ def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups
         _require_keys(name, entries_of_tensor, entries.indices[name])
         entries_of[name] = entries_of_tensor
     return entries_of
+
+
+def _names_of_tensors(named: NamedTensors, groups: Iterable[Group]) -> dict[Tensor, str]:
+    """Return the names of the parameters, and of tensors that a caller has put into param groups to replace them."""
+    name_of = {param: name for name, param in named.items()}
+    for group in groups:
+        # A group that the caller has edited may have more tensors than names. It is checked later.
+        names_in_group = zip(group["params"], group.get("param_names", ()), strict=False)
+        name_of.update(names_in_group)
+    return name_of
 
 
 def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], stepping: Stepping) -> list[Load]:
@@ -157,13 +163,9 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
         shown = entries.shown[index]
         # The leaf of one parameter has one name. A step count, which all parameters share, has all of them.
         names = [name for name in slot.names if name in entries_of]
-        assigned: dict[str, Tensor] = {}
-        for name in names:
-            value = entries_of[name][slot.key]
-            if value is not shown:  # the caller has replaced the tensor object of the entry
-                _require_like(name, slot.key, value, shown)
-                assigned[name] = value
-        if not assigned:  # the usual case: the caller has replaced no entry of this leaf
+        values = {name: entries_of[name][slot.key] for name in names}
+        assigned = _assigned_values(slot.key, values, shown)
+        if not assigned:  # the usual case
             continue
         common_value = _common_value(slot.key, assigned, len(names))
         # Over ranks, the tensor may be a DTensor, of which this rank loads its own part.
@@ -173,6 +175,19 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
             raise ValueError(f"optimizer.state: {slot.key!r} of {names[0]!r} {misfit}") from None
         loads.append(Load(index, local_value))
     return loads
+
+
+def _assigned_values(key: str, values: Mapping[str, Any], shown: object) -> dict[str, Tensor]:
+    """Return the tensors among ``values`` that a caller has assigned, by parameter name: others than the one shown.
+
+    Raise if one has another shape, dtype or device. ``key`` is their key in ``optimizer.state``, for the message.
+    """
+    assigned: dict[str, Tensor] = {}
+    for name, value in values.items():
+        if value is not shown:
+            _require_like(name, key, value, shown)
+            assigned[name] = value
+    return assigned
 
 
 def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
