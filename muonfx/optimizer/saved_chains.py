@@ -10,7 +10,7 @@ it, ``chain(momentum(), orthogonalize(view=MatrixView("(qkv=3 out) in -> qkv out
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from muonfx.core import Transform, identity, masked
@@ -45,31 +45,37 @@ def chains_of(visited: Stepping | VisitedTransform, names: Iterable[str]) -> dic
     same object. A chain has the numbers with which the optimizer was created, because param groups have the current
     numbers.
     """
-    choices = _choices(visited.inner)  # functions that return a label, a pattern or the value of a mask by name
+    arguments = _arguments_by_name(visited.inner)
     chain_of_key: dict[tuple[object, ...], Transform] = {}  # to create the chain of many parameters once
     chain_of: dict[str, Transform] = {}
     for name in names:
-        # Parameters with the same transforms, patterns and values of masks have equal chains.
-        key = (visited.rules[name].indices, *[str(choice(name)) for choice in choices])
+        # Parameters with the same transforms, labels, patterns and values of masks have equal chains.
+        values = [str(_value_for(name, argument)) for argument in arguments]
+        key = (visited.rules[name].indices, *values)
         if key not in chain_of_key:
             chain_of_key[key] = _chain_of(name, visited.inner, visited.visits[0])
         chain_of[name] = chain_of_key[key]
     return chain_of
 
 
-def _choices(tx: Transform) -> list[Callable[[str], object]]:
-    """Return, for each argument of the transforms in ``tx`` that differs between parameters, its value by name.
+def _arguments_by_name(tx: Transform) -> list[MatrixView | Mapping[Any, Any]]:
+    """Return the arguments of the transforms in ``tx`` that have a value for each parameter: views, labels and masks.
 
-    Each is a function: for the labels ``{"w": "muon", "b": "adamw"}`` of a partition, it returns "muon" for "w".
+    For example, the labels ``{"w": "muon", "b": "adamw"}`` of a partition.
     """
-    choices: list[Callable[[str], object]] = []
+    arguments: list[MatrixView | Mapping[Any, Any]] = []
     for _, part in walk(tx):
         for value in part.arguments.values():
-            if isinstance(value, MatrixView):  # returns the pattern of a parameter, such as "out in -> out in"
-                choices.append(value.text)
-            elif isinstance(value, Mapping):  # labels or a mask
-                choices.append(value.get)
-    return choices
+            if isinstance(value, MatrixView | Mapping):
+                arguments.append(value)
+    return arguments
+
+
+def _value_for(name: str, argument: MatrixView | Mapping[Any, Any]) -> object:
+    """Return the value that an argument has for a parameter: its pattern, its label, or the value of a mask."""
+    if isinstance(argument, MatrixView):
+        return argument.text(name)  # such as "out in -> out in"
+    return argument.get(name)
 
 
 def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
@@ -83,19 +89,24 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
         tx: the transform.
         visited: the visit of ``tx``. Its ``calls`` are the visits of the inner transforms, with their parameters.
     """
-    # A partition or mask gives the parameter to one of its transforms at most. A chain gives it to each of them.
-    is_divided = tx.factory is masked or any(call.label is not None for call in visited.calls)
+    is_partition = any(call.label is not None for call in visited.calls)
+    if is_partition or tx.factory is masked:
+        return _chain_of_label(name, tx, visited)
     inner_chains: list[Transform] = []
     for child, call in zip(tx.children, visited.calls, strict=True):
         if name in call.param_names:  # the inner transform updates the parameter
             inner_chains.append(_chain_of(name, child, call))
-        elif not is_divided:  # keep the number of inner transforms, which `with_children` needs
-            inner_chains.append(identity())
-    if is_divided:  # the chain of its label takes the place of the partition
-        if not inner_chains:
-            return identity()
-        return inner_chains[0]
+        else:
+            inner_chains.append(identity())  # keeps the number of inner transforms, as `with_children` requires
     return _without_schedules(_for_parameter(tx.with_children(inner_chains), name))
+
+
+def _chain_of_label(name: str, tx: Transform, visited: Visit) -> Transform:
+    """Return the chain of the transform to which a partition or mask gives a parameter; `identity` if to none."""
+    for child, call in zip(tx.children, visited.calls, strict=True):
+        if name in call.param_names:
+            return _chain_of(name, child, call)
+    return identity()
 
 
 def _for_parameter(tx: Transform, name: str) -> Transform:
