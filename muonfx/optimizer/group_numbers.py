@@ -166,18 +166,20 @@ class GroupNumbers:
         number has changed, return the same dict object as in the last call, so that callers can compare identities.
         Raise ValueError, before any change, if the group lacks a hyperparameter.
         """
-        if self._is_unchanged(group):  # as in most steps
-            return self._last_numbers
+        if not self._is_unchanged(group):  # in most steps it is unchanged
+            self._read_changed(group)
+        return self._last_numbers
+
+    def _read_changed(self, group: Group) -> None:
+        """Set the numbers that `read` returns, from a group of which an entry is another object than before."""
         numbers = self.parse(group)
         self._require_complete(group, numbers)
         if self._has_common_numbers:  # after the check, because this changes the group
             self._write_into_all_keys(group, numbers)
-        # Remember the entries for `_is_unchanged`, and the numbers for the identities that callers compare.
         self._last_entries = {key: group[key] for key in self.keys}
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
-        if changed:  # else an entry is another object with equal numbers: keep the dict object of the last call
+        if changed:  # else the other object has equal numbers, as after ``group["lr"] = float("0.1")``
             self._last_numbers = numbers
-        return self._last_numbers
 
     def _require_complete(self, group: Group, numbers: Numbers) -> None:
         """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
@@ -258,18 +260,26 @@ def separate_tensors(
     Returns:
         The numbers in each group after the replacement.
     """
-    uses_of_tensor = _uses_of_tensors(groups)  # by the id of a tensor; 0 for the id of a float
+    uses_of_tensor = _uses_of_tensors(groups)
     separate_numbers: list[dict[str, Number]] = []
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
-        # The numbers of this group that are a tensor with another use, in this group or another one.
-        common = {name: number for name, number in numbers.items() if uses_of_tensor[id(number)] > 1}
-        if common:  # also in the first group, so that writing into the common tensor changes no group
-            callers_tensors.note(common)
-            copies = {name: own_copy(number) for name, number in common.items()}
-            tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
-            numbers = tracked.numbers.read(tracked.group)  # with the copies
+        # The tensors with another use, in this group or another one.
+        common_tensors: dict[str, Tensor] = {}
+        for name, number in numbers.items():
+            if isinstance(number, Tensor) and uses_of_tensor[id(number)] > 1:
+                common_tensors[name] = number
+        if common_tensors:  # also in the first group, so that writing into a common tensor changes no group
+            callers_tensors.note(common_tensors)
+            numbers = _with_copies(tracked, numbers, common_tensors)
         separate_numbers.append(numbers)
     return separate_numbers
+
+
+def _with_copies(tracked: TrackedGroup, numbers: Numbers, tensors: Mapping[str, Tensor]) -> dict[str, Number]:
+    """Replace tensors among the numbers of a param group by copies, in the group, and return the numbers read again."""
+    copies = {name: own_copy(tensor) for name, tensor in tensors.items()}
+    tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
+    return tracked.numbers.read(tracked.group)
 
 
 def _uses_of_tensors(groups: Sequence[TrackedGroup]) -> Counter[int]:

@@ -132,24 +132,34 @@ def _update_sizes(stepping: Stepping, params: NamedTensors) -> dict[str, float]:
     It is 0.2 for Muon with "match_rms_adamw". For Adam it is at most about 1, and usually less.
     """
     size_of: dict[str, float] = {}
-    unknown: set[str] = set()
+    unknown: set[str] = set()  # the names of parameters that a transform of another kind updates, too
     for visited in stepping.visits:  # in the order of the chain
-        factory = visited.tx.factory
-        names = params.keys() & set(visited.param_names)
-        if factory not in _SIZES_KNOWN:
-            unknown |= names
-        elif factory is scale_by_adam:
-            size_of.update(dict.fromkeys(names, 1.0))
-        elif factory is orthogonalize:
-            for name in names:
-                if params[name].ndim >= 2 and params[name].numel() > 0:
-                    # The rms of an orthogonal matrix. If one parameter has several matrices, they are smaller.
-                    size_of[name] = 1.0 / max(params[name].shape[-2:]) ** 0.5
-        elif factory is scale_each:  # `scale_by_shape`, with a factor for each parameter
-            factor_of: Mapping[str, float] = visited.tx.arguments["factors"]
-            for name in names & size_of.keys() & factor_of.keys():
-                size_of[name] *= factor_of[name]
+        names = [name for name in visited.param_names if name in params]
+        if visited.tx.factory not in _SIZES_KNOWN:
+            unknown.update(names)
+            continue
+        for name in names:
+            size = _size_after(visited.tx, name, params[name], size_of.get(name))
+            if size is not None:
+                size_of[name] = size
     return {name: size for name, size in size_of.items() if name not in unknown}
+
+
+def _size_after(tx: Transform, name: str, param: Tensor, size: float | None) -> float | None:
+    """Return the rms of a parameter's update after a transform of `_SIZES_KNOWN`, or None if it is not known.
+
+    ``size`` is the rms before the transform, or None.
+    """
+    if tx.factory is scale_by_adam:
+        return 1.0
+    is_matrix = param.ndim >= 2 and param.numel() > 0
+    if tx.factory is orthogonalize and is_matrix:
+        # The rms of an orthogonal matrix. If the parameter has several matrices, they are smaller.
+        return 1.0 / max(param.shape[-2:]) ** 0.5
+    if tx.factory is scale_each and size is not None:  # `scale_by_shape`, with a factor for each parameter
+        factor_of: Mapping[str, float] = tx.arguments["factors"]
+        return size * factor_of.get(name, 1.0)
+    return size  # the others do not change it
 
 
 def _rms(param: Tensor) -> float:

@@ -18,7 +18,7 @@ from muonfx.core.chain_differences import CHAINS
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
 from muonfx.core.value import walk
-from muonfx.optimizer.group_numbers import Group, TrackedGroup, fitted
+from muonfx.optimizer.group_numbers import Group, Hyperparam, TrackedGroup, fitted
 
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to the code that creates it."""
@@ -74,13 +74,24 @@ def keys_of_schedules(tx: Transform, tracked: TrackedGroup) -> tuple[str, ...]:
     "scale_by_learning_rate.learning_rate.peak", a number of the schedule of the learning rate.
     """
     beginnings: list[str] = []
-    for name in schedules_of(tx, tracked):  # such as "muon.scale_by_learning_rate.learning_rate"
+    for schedule in schedules_of(tx, tracked):
         for hyperparam in tracked.numbers.hyperparams:
-            if hyperparam.names[0].startswith(f"{name}."):
-                # The key in the group may lack the label "muon.", but it ends with the same argument.
-                argument = hyperparam.names[0].removeprefix(f"{name}.")  # such as "peak"
-                beginnings.append(hyperparam.key.removesuffix(argument))
+            if hyperparam.names[0].startswith(f"{schedule}."):
+                beginnings.append(_beginning_of_key(hyperparam, schedule))
     return tuple(beginnings)
+
+
+def _beginning_of_key(hyperparam: Hyperparam, schedule: str) -> str:
+    """Return the beginning that the keys of all numbers of a schedule have. ``hyperparam`` is one of these numbers.
+
+    A key may lack the label "muon.", with which the dotted name of the schedule begins.
+
+    >>> peak = Hyperparam("scale.rate.peak", ("muon.scale.rate.peak",))
+    >>> _beginning_of_key(peak, "muon.scale.rate")
+    'scale.rate.'
+    """
+    argument = hyperparam.names[0].removeprefix(f"{schedule}.")  # such as "peak"
+    return hyperparam.key.removesuffix(argument)
 
 
 def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group:
@@ -104,19 +115,29 @@ def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]
     used". A schedule is compared as a whole, by its code. Its numbers are compared one by one only if the state dict
     has no code of schedules.
     """
+    return [*_differences_of_schedules(tx, tracked, saved), *_differences_of_numbers(tx, tracked, saved)]
+
+
+def _differences_of_schedules(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
+    """Return a line for each schedule whose code, such as "cosine(peak=0.1, steps=100)", differs from the saved one."""
     label = tracked.group.get("label")
     saved_schedules: Mapping[str, str] = saved.get(SCHEDULES, {})
     lines: list[str] = []
-    # Schedules as a whole, such as "cosine(peak=0.1, steps=100)".
     for name, code in schedule_texts(tx, tracked).items():
-        saved_code = saved_schedules.get(name, code)  # a schedule that was not saved counts as equal
-        if saved_code != code:
-            lines.append(_difference(f"group {label!r}, {name}", saved_code, code, "code"))
-    # Numbers of the groups, such as "lr".
+        if name in saved_schedules and saved_schedules[name] != code:
+            lines.append(_difference(f"group {label!r}, {name}", saved_schedules[name], code, "code"))
+    return lines
+
+
+def _differences_of_numbers(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
+    """Return a line for each number of a group that differs, without numbers of schedules if their code was saved."""
+    label = tracked.group.get("label")
+    has_schedule_code = bool(saved.get(SCHEDULES))
     schedule_keys = keys_of_schedules(tx, tracked)  # the beginnings of the keys of their numbers
+    lines: list[str] = []
     for key in _comparable_keys(tracked, saved):
         is_of_schedule = key.startswith(schedule_keys)
-        if is_of_schedule and saved_schedules:  # compared by its code
+        if is_of_schedule and has_schedule_code:
             continue
         file_value = _before_schedulers(key, saved)  # such as "initial_lr" for "lr"
         code_value = _before_schedulers(key, tracked.group)
