@@ -369,7 +369,7 @@ class TrackedParameters:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
-    def put_into(self, groups: Iterable[Group]) -> None:
+    def put_replacements_into(self, groups: Iterable[Group]) -> None:
         """Put the tensors that have replaced parameters in the models into the param groups, where users expect them.
 
         For example, the DTensors after ``fully_shard(model)``. The state moves to them later, such as at the next step.
@@ -406,10 +406,11 @@ class TrackedParameters:
         return replaced
 
     def _is_of_engine(self, name: str, param_in_groups: Tensor) -> bool:
-        """Return True if the tensor in the groups was put there by an engine: this optimizer has put none like it."""
+        """Return True if the tensor in the groups is an engine's: it has no state, and is not new from a model."""
         has_state = param_in_groups is self.tracked[name].param
         is_from_model = param_in_groups is self._new_in_groups.get(name)
-        return not has_state and not is_from_model
+        is_known = has_state or is_from_model
+        return not is_known
 
     def _gathered_by_fsdp2(self) -> set[int]:
         """Return the ids of the tensors that FSDP2 has put into modules for the time of forward and backward.

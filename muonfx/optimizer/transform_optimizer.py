@@ -420,7 +420,7 @@ class TransformOptimizer(Optimizer):
         # `set_optimizer_state_dict` looks up each parameter of the groups in a model that may have been sharded since.
         is_constructed = "state" in self._current
         if is_constructed and not torch.compiler.is_compiling():
-            self._parameters.put_into(self._groups)
+            self._parameters.put_replacements_into(self._groups)
         return self._groups
 
     @param_groups.setter
