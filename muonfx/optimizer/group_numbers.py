@@ -372,12 +372,19 @@ def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: 
         for index, name in enumerate(hyperparam.names):
             if numbers[name] is defaults[name]:  # the transform was constructed with it
                 continue
-            try:
-                number = fitted(defaults, {name: numbers[name]})
-                prepared(with_hyperparams(tx, number))  # raises ValueError if the number is out of range
-            except ValueError as error:
+            message = _message_of_transform(tx, name, numbers[name], defaults)
+            if message is not None:
                 key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key  # such as "betas[1]"
-                raise ValueError(_refusal(key, name, str(error))) from None
+                raise ValueError(_refusal(key, name, message)) from None  # also within a handler
+
+
+def _message_of_transform(tx: Transform, name: str, number: Number, defaults: Numbers) -> str | None:
+    """Return the message with which a transform rejects a number, such as a negative rate; None if it accepts it."""
+    try:
+        prepared(with_hyperparams(tx, fitted(defaults, {name: number})))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _refusal(key: str, name: str, message: str) -> str:
