@@ -259,10 +259,10 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
 
 
 def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
-    """Return the keys that a group of several labels may have, each with what it sets, by the key for one label.
+    """Return the keys that a group of several labels may have, each with the keys and hyperparameters of the labels.
 
-    For example, ``{"lr": {"muon.lr": ..., "adamw.lr": ...}}``. The values are the hyperparameters of the labels, with
-    the names of their numbers.
+    For example, ``{"lr": {"muon.lr": ..., "adamw.lr": ...}}``. The key "lr" sets all of these hyperparameters, and
+    "muon.lr" the one of the label "muon".
     """
     common: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
