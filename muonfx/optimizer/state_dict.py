@@ -203,7 +203,7 @@ def _saved_group_with(group_names: Iterable[str], saved_group_of: Mapping[str, G
     if not members:
         return None
     saved = saved_group_of[min(members)]  # any member will do, because the next line compares all
-    _require_same_members(members, names.intersection(saved["param_names"]))
+    _require_same_members(members, names & set(saved["param_names"]))
     return saved
 
 

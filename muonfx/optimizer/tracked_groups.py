@@ -204,7 +204,7 @@ def _remove_replaced_keys(group: Group, label_keys: Set[str], read_keys: Sequenc
         label_keys: all keys of one label that it may have.
         read_keys: the keys from which its hyperparameters are read.
     """
-    for key in label_keys.difference(read_keys):
+    for key in label_keys - set(read_keys):
         group.pop(key, None)
 
 
