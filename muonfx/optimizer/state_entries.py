@@ -140,9 +140,9 @@ def _names_of_tensors(named: NamedTensors, groups: Iterable[Group]) -> dict[Tens
     """Return the names of the parameters, and of tensors that a caller has put into param groups to replace them."""
     name_of = {param: name for name, param in named.items()}
     for group in groups:
-        # A group that the caller has edited may have more tensors than names. It is checked later.
-        names_in_group = zip(group["params"], group.get("param_names", ()), strict=False)
-        name_of.update(names_in_group)
+        # Not strict: a group that the caller has edited may have more tensors than names. It is checked later.
+        for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            name_of.setdefault(param, name)  # a known tensor keeps its name where the caller has put it
     return name_of
 
 

@@ -262,8 +262,8 @@ class TransformOptimizer(Optimizer):
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
         # A copy cannot compare with earlier values: first adopt what the caller has changed since the last step.
         self._adopt_state()  # in `optimizer.state`
-        self._update_initial_state_alone()  # in the weights
         self._tracked_groups.follow(self._groups, self._stepping.rules)  # in the members of groups
+        self._update_initial_state_alone()  # in the weights
         self._tracked_groups.synchronize()  # in the numbers of groups
         attributes: dict[str, Any] = {
             "donate_grads": self.donate_grads,
@@ -491,6 +491,7 @@ class TransformOptimizer(Optimizer):
         It has the current hyperparameters, so a checkpoint that is saved with it records them. Where groups have
         different values, it has the value of the first group.
         """
+        self._use_replacements_alone()  # reads the groups, which may have been edited
         numbers = self._stepping.current_numbers(self._tracked_groups.groups)
         return self._stepping.transform_with(with_hyperparams(self.tx, numbers))
 
@@ -561,7 +562,8 @@ class TransformOptimizer(Optimizer):
         initial = self._current["initial"]
         if initial is None:  # a step was made
             return
-        params = {name: param.detach() for name, param in self._named_params().items()}
+        # Not from the groups, which may have been edited since: there, a name may be at the position of another tensor.
+        params = {name: param.detach() for name, param in self._tracked_groups.named.items()}
         has_changed = False
         if problem is None and not self._parameters.on_meta:  # parameters on the meta device have no values
             has_changed = not initial.is_of(params)
@@ -578,7 +580,7 @@ class TransformOptimizer(Optimizer):
         """
         if torch.compiler.is_compiling() or self._current["initial"] is None:
             return
-        if not self._is_over_ranks(self._named_params()):
+        if not self._is_over_ranks(self._tracked_groups.named):
             self._update_initial_state()
 
     def _show_all(self, named: NamedTensors) -> None:

@@ -534,6 +534,16 @@ def test_new_tensors_take_the_places_of_the_former_ones_and_not_those_of_moved_o
     pair.step()
 
 
+def test_a_momentum_is_followed_if_groups_are_replaced_and_their_transform_is_read() -> None:
+    """To read the former groups would record the new momentum, and the next step would take it for the former one."""
+    optimizer = mfx.Muon(net())
+    optimizer.param_groups[1]["momentum"] = 0.5  # as OneCycleLR does
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    assert mfx.hyperparams(optimizer.transform)["adamw.scale_by_adam.b1"] == 0.5
+    optimizer.state_dict()  # reads the groups
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.95)
+
+
 Edit = Callable[[list[dict[str, Any]]], object]
 REFUSED: dict[str, tuple[Edit, type[Exception], str]] = {
     "extended by itself": (lambda g: g.extend(g), ValueError, r"'a\.weight' is listed 2 times and would be updated"),
@@ -745,7 +755,7 @@ def test_groups_whose_parameters_an_engine_has_replaced_are_an_error_that_names_
     model = torch.nn.Linear(4, 4)
     optimizer = mfx.Muon(model)
     optimizer.param_groups[0]["params"] = [torch.zeros(16), torch.zeros(4), torch.zeros(2)]  # as DeepSpeed does
-    with pytest.raises(ValueError, match=r"group 0 has 3 tensors.*muonfx\.engines\.deepspeed\.Muon"):
+    with pytest.raises(ValueError, match=r"and 3 params, expected 1.*muonfx\.engines\.deepspeed\.Muon"):
         optimizer.step()
 
 

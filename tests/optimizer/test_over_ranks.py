@@ -522,6 +522,17 @@ def test_a_state_that_is_edited_wrongly_on_one_rank_is_an_error_of_the_step_on_a
 
 
 @on_ranks(2)
+def test_groups_that_are_edited_wrongly_on_one_rank_are_an_error_of_the_first_step_on_all(here: Here):
+    net, optimizer = optimized("fsdp", here, groups="one")
+    params = named(net)
+    set_gradients(params, named(made()), 0)
+    if here.rank == 1:
+        optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError if here.rank == 1 else ShardingError, match="parameters were removed, such as"):
+        optimizer.step()
+
+
+@on_ranks(2)
 def test_a_layout_for_dtensors_is_refused(here: Here):
     net, _ = sharded("fsdp", here)
     layout = sharding.replicated(dict(net.named_parameters()), here.group)

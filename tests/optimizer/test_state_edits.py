@@ -58,6 +58,33 @@ def test_an_assigned_tensor_is_as_good_as_one_that_is_written_into(key: str, rea
     assert all(torch.equal(saved[key], optimizer.state[params["w"]][key]) for key in saved)
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_states_that_are_assigned_stay_with_parameters_that_are_reordered(reader: str):
+    """A group that somebody has reordered still has its names in the former order."""
+    (params, optimizer), twin = trained(), trained()
+    twin[1].state[twin[0]["w"]][MU].fill_(0.5)
+    for value, name in ((0.5, "w"), (None, "v")):
+        entries = optimizer.state[params[name]]
+        entries[MU] = entries[MU].clone() if value is None else torch.full((3,), value)
+    optimizer.param_groups[0]["params"].reverse()
+    READERS[reader](params, optimizer)
+    assert_same_run((params, optimizer), twin)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_initial_states_are_of_parameters_that_are_reordered(reader: str):
+    """Before the first step, the state is initialized again if weights were loaded, here a copy of each parameter."""
+    params = {"w": nn.Parameter(torch.ones(3)), "v": nn.Parameter(torch.zeros(2))}
+    optimizer = mfx.TransformOptimizer(params, mfx.chain(mfx.scale(-0.1), mfx.ema_params(0.5)))
+    optimizer.param_groups[0]["params"].reverse()
+    with torch.no_grad():
+        params["v"].fill_(2.0)
+    READERS[reader](params, optimizer)
+    average = optimizer.transform_state["ema_params"].average
+    assert torch.equal(average["w"], torch.ones(3))
+    assert torch.equal(average["v"], torch.full((2,), 2.0))
+
+
 def test_a_count_is_assigned_for_all_parameters_together():
     (params, optimizer), twin = trained(), trained()
     for param in params.values():
