@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +136,9 @@ class GroupNumbers:
             return first
         if self._was_read(name, first):  # only the second has changed
             return second
+        # Both are new. A checkpoint that stores each entry separately returns two copies of one tensor.
+        if isinstance(first, Tensor) and isinstance(second, Tensor) and first.tolist() == second.tolist():
+            return first
         # Both have changed, to different values.
         keys = [repr(hyperparam.key) for hyperparam in self.hyperparams if name in hyperparam.names]
         raise ValueError(
@@ -354,6 +357,22 @@ def _fitted_tensor(name: str, tensor: Tensor, default: Number) -> Tensor:
             f"{name} must be a number or a tensor of shape {tuple(default.shape)}, found {tuple(tensor.shape)}"
         )
     return tensor
+
+
+def with_python_numbers(value: Any) -> Any:
+    """Return an entry of a group with numbers of Python in place of numpy's, which most files cannot hold.
+
+    For example, a script sets ``group["lr"] = schedule[step]``, where ``schedule`` is an array of numpy.
+
+    >>> import numpy
+    >>> with_python_numbers((numpy.float64(0.5), 0.75, "name"))
+    (0.5, 0.75, 'name')
+    """
+    if type(value) in (tuple, list):
+        return type(value)(map(with_python_numbers, value))
+    if not isinstance(value, Real) or type(value) in (bool, int, float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:

@@ -30,7 +30,7 @@ from muonfx.internal.tracing import uncompiled
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.gradient_check import GradientCheck, require_dense_and_real
-from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup
+from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, with_python_numbers
 from muonfx.optimizer.initial_state import InitialState, Path, with_new_leaves
 from muonfx.optimizer.local_values import Load
 from muonfx.optimizer.lost_decay import warn_of_rounding
@@ -915,21 +915,35 @@ class TransformOptimizer(Optimizer):
             ShardingError: all ranks must call this together, and a rank did not.
         """
         self._use_replacements()  # the state may have to move to new tensors
-        self._tracked_groups.synchronize()
-        saved = super().state_dict()
+        for hook in cast("Any", self)._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self._tracked_groups.synchronize()  # a hook may have written into the groups
+        # Not by torch's method, which calls the post-hooks: they are to receive the complete state dict.
+        index_of = {param: index for index, param in enumerate(self._named_params().values())}
+        saved_groups: list[Group] = []
         plain_name_of = unwrapped(self._tracked_groups.named)
-        for tracked, saved_group in zip(self._tracked_groups.groups, saved["param_groups"], strict=True):
-            self._add_schedules(saved_group, tracked)
+        for tracked in self._tracked_groups.groups:
+            saved_group = self._saved_group(tracked)
+            saved_group["params"] = [index_of[param] for param in tracked.group["params"]]
             saved_group[CHAINS] = record_of_group(self._stepping, tracked.names, plain_name_of)
-        saved["state"] = _unshared(saved["state"])
-        self._add_exported(saved["state"])
+            saved_groups.append(saved_group)
+        saved_state = _unshared({index_of.get(param, param): entries for param, entries in self.state.items()})
+        self._add_exported(saved_state)
+        saved: dict[str, Any] = {"state": saved_state, "param_groups": saved_groups}
+        for hook in cast("Any", self)._optimizer_state_dict_post_hooks.values():
+            changed = hook(self, saved)
+            if changed is not None:
+                saved = changed
         return saved
 
-    def _add_schedules(self, saved_group: Group, tracked: TrackedGroup) -> None:
-        """Add the code of the schedules of a group, if it has some, to its saved entries."""
+    def _saved_group(self, tracked: TrackedGroup) -> Group:
+        """Return the entries of a group to save: all but its parameters, and the code of its schedules, if any."""
+        entries = {key: value for key, value in tracked.group.items() if key != "params"}
+        saved_group = {key: with_python_numbers(value) for key, value in entries.items()}
         schedules = schedule_texts(self.tx, tracked)
         if schedules:
             saved_group[SCHEDULES] = schedules
+        return saved_group
 
     def _add_exported(self, saved_state: dict[int, Group]) -> None:
         """Put the tensors that ``optimizer.state`` has on one rank only into the state of a state dict, for all ranks.
@@ -1020,12 +1034,7 @@ class TransformOptimizer(Optimizer):
         """
         self._use_replacements()
         self._tracked_groups.synchronize()
-        saved_groups: list[Group] = []
-        for tracked in self._tracked_groups.groups:
-            saved_group = {key: value for key, value in tracked.group.items() if key != "params"}
-            self._add_schedules(saved_group, tracked)
-            saved_groups.append(saved_group)
-        return saved_groups
+        return [self._saved_group(tracked) for tracked in self._tracked_groups.groups]
 
     def follow_model(self) -> None:
         """Use tensors that have replaced parameters now, as a step does first. All ranks must call this together."""
@@ -1094,6 +1103,8 @@ class TransformOptimizer(Optimizer):
             if saved_group is not None:
                 lines += differences(self.tx, tracked, saved_group)  # before the update, which removes them
                 tracked.group.update(entries_to_load(self.tx, tracked, saved_group))
+        # Read them now: a scheduler may write "momentum" before the next step, which must not differ from new "betas".
+        self._tracked_groups.synchronize()
         self._rate_check.note_loaded(self._tracked_groups)
         if lines:
             warn_caller(numbers_warning(source, lines))
@@ -1171,15 +1182,18 @@ def _gradients_of(params: NamedTensors) -> Gradients:
     return {name: param.grad for name, param in params.items()}
 
 
-def _unshared(state: Mapping[int, Group]) -> dict[int, Group]:
+def _unshared(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a state dict, in which no two parameters have the same tensor.
 
     A step count is one tensor for all parameters: each but the first gets a copy. Formats such as safetensors do not
-    accept one tensor under two names.
+    accept one tensor under two names. What a hook has added, and is no dict of a parameter, is returned unchanged.
     """
-    unshared: dict[int, Group] = {}
+    unshared: dict[Any, Any] = {}
     ids_so_far: set[int] = set()
     for index, entries in state.items():
+        if not isinstance(entries, dict):
+            unshared[index] = entries
+            continue
         unshared[index] = {}
         for key, leaf in entries.items():
             if id(leaf) in ids_so_far and isinstance(leaf, Tensor):  # an earlier parameter has the same tensor object

@@ -545,6 +545,36 @@ def test_a_state_dict_has_no_shared_tensors_and_no_slashes_in_its_keys() -> None
     assert len(set(pointers)) == len(pointers)
 
 
+def test_hooks_of_a_state_dict_get_the_complete_one_and_may_return_another() -> None:
+    """As in torch.optim, a hook may wrap the state dict, or leave its state out."""
+    model = net()
+    optimizer = mfx.Muon(model)
+    train(model, optimizer)
+    complete = optimizer.state_dict()
+    received: list[dict[str, Any]] = []
+
+    def wrap(_: object, saved: dict[str, Any]) -> dict[str, Any]:
+        received.append(saved)
+        return {"wrapped": saved}
+
+    optimizer.register_state_dict_post_hook(wrap)
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: saved["wrapped"])
+    saved = optimizer.state_dict()
+    assert saved == {"wrapped": received[0]}
+    assert received[0]["param_groups"] == complete["param_groups"]
+    train(model, optimizer)
+    optimizer.load_state_dict(saved)
+    optimizer.register_state_dict_post_hook(lambda _, saved: {"groups": saved["wrapped"]["param_groups"]})
+    assert optimizer.state_dict() == {"groups": complete["param_groups"]}
+
+
+def test_a_number_that_a_hook_of_a_state_dict_writes_is_saved_under_all_of_its_keys() -> None:
+    model = net()
+    optimizer = mfx.Muon(model)
+    optimizer.register_state_dict_pre_hook(lambda own: own.param_groups[1].update(momentum=0.5))
+    assert optimizer.state_dict()["param_groups"][1]["betas"] == (0.5, 0.95)
+
+
 @pytest.mark.parametrize("key", ["params", "param_names"])
 def test_a_state_dict_whose_group_lacks_a_parameter_or_its_name_is_refused(key: str) -> None:
     model = net()

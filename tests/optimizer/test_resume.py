@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -155,6 +156,58 @@ NUMBERS: dict[str, tuple[dict[str, Any], Any]] = {
     "betas": ({"b1": 0.25, "b2": 0.5}, (0.25, 0.5)),
     "eps": ({"eps": 0.25}, 0.25),
 }
+
+
+@pytest.mark.parametrize("how", ["a checkpoint", "a state dict"])
+def test_a_tensor_under_two_keys_of_a_group_may_be_two_tensors_in_a_file(how: str, tmp_path: Path):
+    """A file may store each entry of a group separately; here "momentum" is the first of "betas"."""
+    tx = mfx.adamw(0.1, b1=torch.tensor(0.25))
+    old = optimizer_for(tx, steps=1)
+    new = optimizer_for(tx)
+    if how == "a checkpoint":
+        mfx.checkpoint.load(mfx.checkpoint.save(tmp_path / "saved", old), new)
+    else:
+        saved = old.state_dict()
+        (group,) = saved["param_groups"]
+        group["momentum"] = group["momentum"].clone()
+        new.load_state_dict(saved)
+    (group,) = new.param_groups
+    new.state_dict()  # reads the group
+    assert group["momentum"] is group["betas"][0]
+    assert group["momentum"] == 0.25
+    rates = step(new), step(old)
+    assert rates[0] == pytest.approx(rates[1], rel=1e-2)  # a checkpoint without params has the weights of the code
+
+
+@pytest.mark.parametrize("how", ["a checkpoint", "torch.save"])
+@pytest.mark.filterwarnings("ignore:.*was saved with other numbers")
+def test_a_scheduler_may_write_the_momentum_between_a_load_and_the_first_step(how: str, tmp_path: Path):
+    """As OneCycleLR does under gradient accumulation, or if it is created after the load, with ``last_epoch``."""
+    old, new = optimizer_for(mfx.adamw(0.1)), optimizer_for(mfx.adamw(0.1))
+    old.param_groups[0]["momentum"] = 0.5
+    if how == "a checkpoint":
+        mfx.checkpoint.load(mfx.checkpoint.save(tmp_path / "saved", old), new)
+    else:
+        by_torch_save(old, new)
+    new.param_groups[0]["momentum"] = 0.25
+    step(new)
+    assert new.param_groups[0]["betas"] == (0.25, 0.999)
+
+
+@pytest.mark.parametrize("number", [np.float64(0.25), np.float32(0.25)])
+@pytest.mark.parametrize("how", ["a checkpoint", "torch.save"])
+@pytest.mark.filterwarnings("ignore:.*was saved with other numbers")
+def test_numbers_of_numpy_are_saved_as_numbers_of_python(how: str, number: Any, tmp_path: Path):
+    """Scripts set ``group["lr"] = schedule[step]`` from an array."""
+    old, new = optimizer_for(mfx.adamw(0.1)), optimizer_for(mfx.adamw(0.1))
+    old.param_groups[0].update(lr=number, betas=(number, 0.75), initial_lr=number, layer=np.int64(3))
+    if how == "a checkpoint":
+        mfx.checkpoint.load(mfx.checkpoint.save(tmp_path / "saved", old), new)
+    else:
+        by_torch_save(old, new)
+    (group,) = new.param_groups
+    assert (group["lr"], group["betas"], group["initial_lr"], group["layer"]) == (0.25, (0.25, 0.75), 0.25, 3)
+    assert {type(value) for value in (group["lr"], group["momentum"], group["initial_lr"])} == {float}
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
