@@ -370,9 +370,12 @@ def with_python_numbers(value: Any) -> Any:
     """
     if type(value) in (tuple, list):
         return type(value)(map(with_python_numbers, value))
-    if not isinstance(value, Real) or type(value) in (bool, int, float):
+    is_plain = type(value) in (bool, int, float)  # numpy's float64 is a subclass of float, and must be converted
+    if is_plain or not isinstance(value, Real):
         return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value)
 
 
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:

@@ -918,23 +918,35 @@ class TransformOptimizer(Optimizer):
         for hook in cast("Any", self)._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._tracked_groups.synchronize()  # a hook may have written into the groups
-        # Not by torch's method, which calls the post-hooks: they are to receive the complete state dict.
+        # Not by torch's method, which would call the post-hooks before the state dict is complete.
         index_of = {param: index for index, param in enumerate(self._named_params().values())}
-        saved_groups: list[Group] = []
-        plain_name_of = unwrapped(self._tracked_groups.named)
-        for tracked in self._tracked_groups.groups:
-            saved_group = self._saved_group(tracked)
-            saved_group["params"] = [index_of[param] for param in tracked.group["params"]]
-            saved_group[CHAINS] = record_of_group(self._stepping, tracked.names, plain_name_of)
-            saved_groups.append(saved_group)
-        saved_state = _unshared({index_of.get(param, param): entries for param, entries in self.state.items()})
-        self._add_exported(saved_state)
-        saved: dict[str, Any] = {"state": saved_state, "param_groups": saved_groups}
+        saved: dict[str, Any] = {"state": self._saved_state(index_of), "param_groups": self._indexed_groups(index_of)}
         for hook in cast("Any", self)._optimizer_state_dict_post_hooks.values():
             changed = hook(self, saved)
             if changed is not None:
                 saved = changed
         return saved
+
+    def _saved_state(self, index_of: Mapping[Tensor, int]) -> dict[Any, Any]:
+        """Return the state of a state dict: the entries of each parameter by its index among all parameters.
+
+        Entries that a caller has put into ``optimizer.state`` under other keys than parameters keep their keys.
+        """
+        state_by_index = {index_of.get(param, param): entries for param, entries in self.state.items()}
+        saved_state = _unshared(state_by_index)
+        self._add_exported(saved_state)
+        return saved_state
+
+    def _indexed_groups(self, index_of: Mapping[Tensor, int]) -> list[Group]:
+        """Return the groups of a state dict, which have the indices of their parameters, and a record of the chain."""
+        plain_name_of = unwrapped(self._tracked_groups.named)
+        saved_groups: list[Group] = []
+        for tracked in self._tracked_groups.groups:
+            saved_group = self._saved_group(tracked)
+            saved_group["params"] = [index_of[param] for param in tracked.group["params"]]
+            saved_group[CHAINS] = record_of_group(self._stepping, tracked.names, plain_name_of)
+            saved_groups.append(saved_group)
+        return saved_groups
 
     def _saved_group(self, tracked: TrackedGroup) -> Group:
         """Return the entries of a group to save: all but its parameters, and the code of its schedules, if any."""
