@@ -18,7 +18,7 @@ return, and the lists of blocks are known without running the model:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -103,38 +103,50 @@ def structure_of(model: object) -> Structure:
     """
     if not isinstance(model, nn.Module):
         return _UNKNOWN_STRUCTURE
-    # 1. The layers and norms, in the order of definition, each with the block that contains it.
-    layers = list(_layers_of(model))
-    norms = list(_norms_of(model))
-    widths_of_norms = {norm.width for norm in norms}
-    read_widths = widths_of_norms | {layer.reads for layer in layers if layer.reads is not None}
-    blocks = set(_blocks_of(model, read_widths))
-    layers = [layer._replace(block=_block_around(layer.path, blocks)) for layer in layers]
-    norms = [norm._replace(block=_block_around(norm.path, blocks)) for norm in norms]
-    # 2. The parts of the structure that do not depend on blocks.
-    structure = Structure(
+    defined = _modules_of(model)
+    layers = defined.layers
+    has_blocks = any(layer.block is not None for layer in layers)
+    if has_blocks:
+        # Inputs are before blocks; heads are outside of them, and no layer reads their outputs.
+        inputs = _inputs(layers)
+        heads, possible_heads = _heads(defined, inputs)
+    else:  # nothing shows which layers are the first and the last
+        inputs = {}
+        heads = {}
+        possible_heads = _possible_heads_without_blocks(layers, {norm.width for norm in defined.norms})
+    return Structure(
         held_by_no_layer=frozenset(_held_by_no_layer(model)),
-        read_in_parts=_read_in_parts(layers, read_widths),
-        read_one_channel=frozenset({layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped}),
-    )
-    if all(layer.block is None for layer in layers):
-        # Without blocks, nothing shows which layers are the first and the last.
-        unread_layers = _possible_heads_without_blocks(layers, widths_of_norms)
-        return structure._replace(possible_heads=unread_layers)
-    # 3. Inputs are before blocks; heads are outside of them, and no layer reads their outputs.
-    inputs = _inputs(layers)
-    unread = _unread_outside_blocks(layers, inputs, norms, read_widths)
-    heads = _heads(layers, unread)
-    # The outputs of the other unread layers may be read in parts, so that they may be heads or hidden.
-    possible_heads = unread.keys() - heads.keys()
-    if _may_be_head_in_block(layers[-1], read_widths):
-        possible_heads.add(layers[-1].path)
-    return structure._replace(
         inputs=inputs,
         heads=heads,
         read_in_their_block=_read_in_their_block(layers),
         possible_heads=frozenset(possible_heads),
+        read_in_parts=_read_in_parts(layers, defined.read_widths),
+        read_one_channel=frozenset({layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped}),
     )
+
+
+class _Modules(NamedTuple):
+    """The modules of a model that show its structure."""
+
+    layers: list[Layer]
+    """The layers in the order of definition."""
+    norms: list[Norm]
+    """The norms in the order of definition."""
+    read_widths: set[int]
+    """The widths that some layer or norm reads."""
+
+
+def _modules_of(model: nn.Module) -> _Modules:
+    """Return the layers and norms of a model, each with the block that contains it."""
+    layers = list(_layers_of(model))
+    norms = list(_norms_of(model))
+    read_widths = {layer.reads for layer in layers if layer.reads is not None}
+    read_widths.update(norm.width for norm in norms)
+    # The widths show which modules are blocks. Only then, the block around each layer is known.
+    blocks = set(_blocks_of(model, read_widths))
+    layers_in_blocks = [layer._replace(block=_block_around(layer.path, blocks)) for layer in layers]
+    norms_in_blocks = [norm._replace(block=_block_around(norm.path, blocks)) for norm in norms]
+    return _Modules(layers_in_blocks, norms_in_blocks, read_widths)
 
 
 def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
@@ -153,24 +165,29 @@ def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
     return last_layer.returns not in read_widths and not _returns_parts(last_layer)
 
 
-def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set[int]) -> frozenset[str]:
-    """Return the paths of layers whose outputs no other layer reads, in a model without blocks.
+def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set[int]) -> set[str]:
+    """Return the paths of layers whose outputs no other layer or norm reads, in a model without blocks.
 
-    The widths do not show whether such a layer is a head. The last layer is always one of them, unless it is an
-    embedding or the whole model.
+    The widths do not show whether such a layer is a head. The last layer is always one of them. There are none if the
+    last layer is an embedding, or is the whole model.
 
     >>> layers = [Layer("fc1", 8, 16), Layer("fc2", 16, 8), Layer("out", 8, 5)]
-    >>> sorted(_possible_heads_without_blocks(layers, widths_of_norms=set()))
-    ['out']
+    >>> _possible_heads_without_blocks(layers, widths_of_norms=set())
+    {'out'}
     """
-    if not layers or layers[-1].reads is None or layers[-1].path == "":
-        return frozenset()
-    possible_heads = {layers[-1].path}
+    if not layers:
+        return set()
+    last_layer = layers[-1]
+    is_embedding_last = last_layer.reads is None
+    is_whole_model = last_layer.path == ""
+    if is_embedding_last or is_whole_model:
+        return set()
+    possible_heads = {last_layer.path}
     for layer in layers:
-        # A norm of the returned width reads the outputs, too.
-        if layer.reads is not None and layer.returns not in widths_of_norms and not _is_read(layer, layers):
+        is_read_by_norm = layer.returns in widths_of_norms
+        if layer.reads is not None and not is_read_by_norm and not _is_read(layer, layers):
             possible_heads.add(layer.path)
-    return frozenset(possible_heads)
+    return possible_heads
 
 
 def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
@@ -359,17 +376,27 @@ def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
     inputs: dict[str, Layer] = {}
     earlier_widths: set[int] = set()  # that the layers before the current one return
     for index, layer in enumerate(layers):
-        # 1. Where the blocks of its part begin.
-        first_of_part = 0  # the index of the first layer in the blocks of its part; 0 if no part has blocks
-        for ancestor in _with_ancestors(layer.path):  # the innermost module with blocks is last, and decides
-            if ancestor in first_in_blocks:
-                first_of_part = first_in_blocks[ancestor]
-        # 2. Whether it is before them, and reads a width that is new in the model.
-        is_before_blocks = layer.block is None and index < first_of_part
+        is_before_blocks = layer.block is None and index < _start_of_blocks(layer.path, first_in_blocks)
         if is_before_blocks and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
         earlier_widths.add(layer.returns)
     return inputs
+
+
+def _start_of_blocks(path: str, first_in_blocks: Mapping[str, int]) -> int:
+    """Return the index of the first layer in the blocks of a layer's part of the model; 0 if no part has blocks.
+
+    The part is the innermost module around the layer that contains blocks. ``first_in_blocks`` has the index for each
+    such module.
+
+    >>> _start_of_blocks("decoder.embed", {"": 1, "encoder": 1, "decoder": 5})
+    5
+    """
+    modules_inwards = list(_with_ancestors(path))
+    for module in reversed(modules_inwards):
+        if module in first_in_blocks:
+            return first_in_blocks[module]
+    return 0
 
 
 def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
@@ -411,66 +438,39 @@ def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
     return True
 
 
-def _unread_outside_blocks(
-    layers: Sequence[Layer], inputs: Collection[str], norms: Sequence[Norm], read_widths: set[int]
-) -> dict[str, Layer]:
-    """Return the layers outside all blocks, by path, whose outputs no other layer reads as a whole or in slices.
+def _widths_between_modules(modules: _Modules, inputs: Collection[str]) -> set[int]:
+    """Return the widths that layers and norms read, without the inner widths of blocks.
 
-    These may be output heads, such as one that returns 1000 classes, if no layer reads 1000 features. Embeddings, and
-    layers of raw input, are left out.
-
-    Args:
-        layers: the layers of the model in the order of definition, some of them in blocks.
-        inputs: the paths of those that read raw input.
-        norms: the norms of the model.
-        read_widths: the widths that some layer or norm reads, in a block or outside.
-    """
-    widths_read_outside = _widths_read_outside_blocks(layers, inputs, norms)
-    block_counts = _numbers_of_blocks(layers)
-    unread: dict[str, Layer] = {}
-    for layer in layers:
-        if layer.reads is None or layer.block is not None or layer.path in inputs:
-            continue
-        if layer.returns == layer.reads:  # it is between others, and one of them reads its outputs
-            continue
-        # A slice: a layer may return 2 x 64 features for two blocks, each of which reads its own 64.
-        is_read_whole = layer.returns in widths_read_outside
-        if not is_read_whole and not _returns_slices(layer.reads, layer.returns, block_counts, read_widths):
-            unread[layer.path] = layer
-    return unread
-
-
-def _widths_read_outside_blocks(layers: Sequence[Layer], inputs: Collection[str], norms: Sequence[Norm]) -> set[int]:
-    """Return the widths that layers and norms read, without those that only the block that returns them reads.
-
-    A head returns a width that no layer reads. If each block has an MLP of two layers, 64 -> 256 -> 64, the result has
-    64 and not 256: a head may return 256 features, which the blocks do not read.
+    If each block has an MLP of two layers, 64 -> 256 -> 64, the result has 64. It does not have 256, which the first
+    layer returns and the second reads in the same block: an output head may still return 256 features.
 
     ``inputs`` are the paths of layers that read raw input. They count as no readers, since a model of images may read
     and return the same number of raw features.
     """
     widths: set[int] = set()
-    returned_in_block: dict[str | None, set[int]] = defaultdict(set)  # up to the current layer; None is outside
-    for layer in layers:
-        is_from_same_block = layer.block is not None and layer.reads in returned_in_block[layer.block]
-        if layer.reads is not None and layer.path not in inputs and not is_from_same_block:
+    returned_in_block: set[tuple[str | None, int | None]] = set()  # pairs such as ("blocks.0", 256), up to the layer
+    for layer in modules.layers:
+        is_inner_width = layer.block is not None and (layer.block, layer.reads) in returned_in_block
+        if layer.reads is not None and layer.path not in inputs and not is_inner_width:
             widths.add(layer.reads)
-        returned_in_block[layer.block].add(layer.returns)  # in the end: a layer does not read its own outputs
+        returned_in_block.add((layer.block, layer.returns))  # in the end: a layer does not read its own outputs
     # A norm may also come before the layers whose outputs it reads.
-    for norm in norms:
-        is_from_same_block = norm.block is not None and norm.width in returned_in_block[norm.block]
-        if not is_from_same_block:
+    for norm in modules.norms:
+        is_inner_width = norm.block is not None and (norm.block, norm.width) in returned_in_block
+        if not is_inner_width:
             widths.add(norm.width)
     return widths
 
 
 def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_widths: set[int]) -> bool:
-    """Return True if a layer returns a slice for each block: 2 x 64 features, for 2 blocks that each read 64.
+    """Return True if a layer returns a slice for each block: 48 -> 2 x 64 features, for 2 blocks that each read 64.
 
-    If the slices are multiples of the width that the layer reads, it may as well be a head, and the result is False.
+    A layer 32 -> 2 x 64 may as well be a head, since it returns a multiple of its own width; so the result is False.
 
-    >>> _returns_slices(reads=48, returns=128, block_counts=[2], read_widths={64})
+    >>> _returns_slices(48, 128, block_counts=[2], read_widths={64})
     True
+    >>> _returns_slices(32, 128, block_counts=[2], read_widths={64})
+    False
 
     Args:
         reads: the width that the layer reads.
@@ -479,38 +479,53 @@ def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_
         read_widths: the widths that some layer or norm of the model reads.
     """
     for count in block_counts:
-        slice_width, remainder = divmod(returns, count)
-        is_slice = remainder == 0 and slice_width in read_widths
-        if is_slice and slice_width % reads != 0:
+        width_of_slice = returns / count
+        if width_of_slice in read_widths and width_of_slice % reads != 0:
             return True
     return False
 
 
-def _heads(layers: Sequence[Layer], unread: Mapping[str, Layer]) -> dict[str, Layer]:
-    """Return the heads of a model by path, among the layers ``unread``, whose outputs no other layer reads as a whole.
+def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer], set[str]]:
+    """Return the heads of a model with blocks by path, and the paths of layers that may be heads or hidden.
 
-    A layer that returns a multiple of the features that it reads may also be a fused projection. It is a head if it is
-    after all blocks and next to another head: the 4 x 64 logits of a policy, next to the one value of a critic.
+    Both are layers whose outputs no other layer reads as a whole, such as one that returns 1000 classes if no layer
+    reads 1000 features. ``inputs`` are the paths of the layers that read raw input.
     """
-    # 1. Layers that return no multiple of their width are heads, unless a later layer reads half or twice as much.
+    layers = modules.layers
     last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
+    widths_read_whole = _widths_between_modules(modules, inputs)
+    block_counts = _numbers_of_blocks(layers)
     heads: dict[str, Layer] = {}
+    possible_heads: set[str] = set()
     fused_after_blocks: list[Layer] = []  # heads or fused projections
     for index, layer in enumerate(layers):
-        if layer.path not in unread or is_modulation(layer.path):  # a modulation returns scales and shifts of norms
+        # 1. Layers that are no heads: another layer reads what they return.
+        if layer.block is not None or layer.reads is None or layer.path in inputs:
             continue
-        if _is_read_in_part(layer, layers[index + 1 :]):  # [index + 1 :] are the later layers
+        is_between_others = layer.returns == layer.reads
+        is_read_whole = layer.returns in widths_read_whole
+        if is_between_others or is_read_whole:
             continue
+        if _returns_slices(layer.reads, layer.returns, block_counts, modules.read_widths):
+            continue
+        # 2. Layers that may be heads, or return several vectors of which other layers read each.
+        possible_heads.add(layer.path)
+        if is_modulation(layer.path) or _is_read_in_part(layer, layers[index + 1 :]):  # [index + 1 :] are later layers
+            continue
+        # 3. Heads.
         if not _returns_parts(layer):
             heads[layer.path] = layer
         elif index > last_in_blocks:
             fused_after_blocks.append(layer)
-    # 2. Of the layers that return a multiple of their width, those next to a head are heads.
+    # 4. The 4 x 64 logits of a policy, next to the one value of a critic: a multiple of its inputs, next to a head.
     modules_with_heads = {_module_around(path) for path in heads}
     for layer in fused_after_blocks:
         if _module_around(layer.path) in modules_with_heads:
             heads[layer.path] = layer
-    return heads
+    # The last layer may be a head in an nn.ModuleList.
+    if _may_be_head_in_block(layers[-1], modules.read_widths):
+        possible_heads.add(layers[-1].path)
+    return heads, possible_heads - heads.keys()
 
 
 def _module_around(path: str) -> str:
@@ -556,27 +571,34 @@ def _is_read_in_part(layer: Layer, later_layers: Sequence[Layer]) -> bool:
 def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, int]:
     """Return the number of vectors that a layer returns, 2 or 3, by the path of each layer that is read in parts.
 
-    An MLP with a gate has the layers ``fc1``, which returns 2 x 64 features, and ``fc2``, which reads 64: the result is
-    {"mlp.fc1": 2}. The readers are the next layer of the model, if it is in the same block, and later layers of the
-    same module. ``read_widths`` are the widths that some layer or norm of the model reads.
+    An MLP with a gate has the layers ``fc1``, 8 -> 2 x 64, and ``fc2``, 64 -> 8: the result is {"mlp.fc1": 2}. A layer
+    is read in parts if
+
+    - it returns more features than it reads;
+    - no layer or norm reads all of them, alone or concatenated with as many others;
+    - a layer that may run after it reads a half, or else a third of them.
+
+    ``read_widths`` are the widths that some layer or norm of the model reads.
     """
     part_counts: dict[str, int] = {}
     for index, (layer, following) in enumerate(pairwise(layers)):  # each layer with the next one
-        if layer.reads is None or layer.returns <= layer.reads:
+        returns_more = layer.reads is not None and layer.returns > layer.reads
+        is_read_whole = layer.returns in read_widths or 2 * layer.returns in read_widths
+        if not returns_more or is_read_whole:
             continue
-        # A layer may read all outputs, alone or concatenated with as many other features: they are no parts then.
-        if layer.returns in read_widths or 2 * layer.returns in read_widths:
-            continue
-        part_widths = _widths_read_after(layer, following, layers[index + 1 :])
+        widths_read_after = _widths_read_after(layer, following, layers[index + 1 :])
         for count in COUNTS_OF_PARTS:  # halves are tried before thirds
-            if layer.returns % count == 0 and layer.returns // count in part_widths:
+            if layer.returns / count in widths_read_after:
                 part_counts[layer.path] = count
                 break
     return part_counts
 
 
 def _widths_read_after(layer: Layer, following: Layer, later_layers: Sequence[Layer]) -> set[int | None]:
-    """Return the widths of layers that may read parts of a layer: the next one, and later ones in its module.
+    """Return the widths of the layers that may run on a layer's outputs: the next one, and later ones in its module.
+
+    A layer that reads as many features as this one may run on the same input instead, as a key does with a query. So
+    this width is left out, unless a depthwise convolution follows: it reads the outputs of the layer before it.
 
     >>> gate_and_value, down = Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)
     >>> _widths_read_after(gate_and_value, down, [down])
@@ -585,8 +607,6 @@ def _widths_read_after(layer: Layer, following: Layer, later_layers: Sequence[La
     widths: set[int | None] = set(_widths_read_beside(layer, later_layers))
     if following.block == layer.block:
         widths.add(following.reads)
-    # A layer that reads as many features as this one may run on the same input, as a key does with a query. A
-    # depthwise convolution that follows reads the outputs of this layer.
     if not following.is_grouped:
         widths.discard(layer.reads)
     return widths
@@ -621,20 +641,20 @@ def _norms_of(model: nn.Module) -> Iterator[Norm]:
 
 
 def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
-    """Return the paths of layers in blocks whose outputs another layer of the same block reads.
+    """Return the paths of layers in blocks whose outputs another layer of the same block reads: they are hidden.
 
-    Such a layer is hidden, also under a name such as "q_head". A layer that returns 64 features is read if another
-    layer of its block reads 64.
+    They are recognized by equal widths. With a ``q_head`` of 8 -> 64 features, and an ``out`` of 64 -> 8, each of the
+    two may read what the other returns. A single layer of 64 -> 64 does not read its own outputs.
 
     >>> sorted(_read_in_their_block([Layer("h.0.q_head", 8, 64, "h.0"), Layer("h.0.out", 64, 8, "h.0")]))
     ['h.0.out', 'h.0.q_head']
     """
-    reader_counts = Counter((layer.block, layer.reads) for layer in layers)  # how many layers of a block read a width
+    counts_of_readers = Counter((layer.block, layer.reads) for layer in layers)
     read: set[str] = set()
     for layer in layers:
-        readers = reader_counts[layer.block, layer.returns]
+        other_readers = counts_of_readers[layer.block, layer.returns]  # how many layers of its block read this width
         if layer.reads == layer.returns:
-            readers -= 1  # the layer itself, which does not read its own outputs
-        if layer.block is not None and readers > 0:
+            other_readers -= 1  # without the layer itself
+        if layer.block is not None and other_readers > 0:
             read.add(layer.path)
     return frozenset(read)
