@@ -49,10 +49,6 @@ _NORM_CLASS = r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$"
 _EMBEDDING_WORDS = frozenset(
     {"embed", "embeds", "embedding", "embeddings", "embedder", "embedders", "emb", "embs", "embd", "wte", "wpe"}
 )
-# Words that may follow an embedding word: embed_tokens, embed_positions, embed_in, ...
-_EMBEDDED = frozenset(
-    {"token", "tokens", "tok", "position", "positions", "pos", "in", "state", "action", "return", "timestep"}
-)
 _HEAD_WORDS = frozenset({"head", "classifier", "unembed", "unembedding", "unembedder", "logits"})
 # Words that may follow a head word at the beginning of a name: head_dist, head_linear, logits_dense.
 _AFTER_HEAD = frozenset(
@@ -68,8 +64,9 @@ _HEADS = frozenset(
         *("action_out_proj", "feat_out", "prob_out", "final_linear", "lm_heads"),
     }
 )
-# Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere.
-_TOP_HEADS = frozenset({"output", "fc", "out", "proj_out", "conv_out", "conv_post", "proj_out_conv"})
+# Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere. A
+# number above 1 marks the last of several layers, such as proj_out_2 in DiT. fc_2 is often the name of a hidden layer.
+_TOP_HEAD = re.compile(r"fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?")
 _ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network"})
 # A router also has a name such as token_router or routers, and a gate with a word of a mixture of experts: moe_gate,
 # shared_expert_gate.
@@ -78,14 +75,18 @@ _MIXTURE_WORDS = frozenset({"moe", "expert", "experts"})
 # Rates of state-space and RWKV layers, and the small matrices that compute them from the input.
 _ELEMENTWISE = frozenset({"a_log", "d", "time_decay", "time_first", "time_faaaa"})
 _STATE_SPACE = frozenset({"x_proj", "dt_proj", "x_proj_weight", "dt_proj_weight"})
-# Tables whose rows act as tokens or positions: cls_token, registers, a Perceiver's latents, a quantizer's codebook, pe.
-_TABLES = frozenset(
-    {"token", "tokens", "latents", "queries", "prompt", "prompts", "codevectors", "codebook", "codebooks", "rpb"}
-    | {"register", "registers", "pe", "ape", "pos", "position", "positions", "encoding", "encodings", "table"}
+# Names of embeddings, as words in lower case: pos_emb, embed_tokens, vision_embed_tokens, embed_tokens_extend.
+_EMBEDDING = "|".join(sorted(_EMBEDDING_WORDS))
+_EMBEDDED = "tokens?|tok|positions?|pos|in|state|action|return|timestep"
+_EMBEDDING_NAME = re.compile(
+    rf"(^|_)({_EMBEDDING})(_({_EMBEDDED}))?$|^({_EMBEDDING})_({_EMBEDDED})_|(^|_)(embedding_table|bias_table|pos_bias)$"
 )
-# Two words at the end or the beginning of a name: a table of a bias or an embedding; the queries of a Perceiver.
-_EMBEDDING_NAME = re.compile(r"(^|_)(embedding_table|bias_table|pos_bias)$")
-_TABLE_NAME = re.compile(r"^relative_attention_bias$|^rel_pos(_|$)|^latents(_|$)|(^|_)(latent|learned)_query$")
+# Names of tables whose rows act as tokens or positions: cls_token, registers, a Perceiver's latents, a quantizer's
+# codebook, pe.
+_TABLE_NAME = re.compile(
+    r"(^|_)(tokens?|registers?|latents|queries|(latent|learned)_query|prompts?|codevectors|codebooks?)$|^latents_|"
+    r"(^|_)(rpb|pe|ape|pos|positions?|encodings?|table)$|^relative_attention_bias$|^rel_pos(_|$)"
+)
 _GAINS = frozenset({"scale", "scales", "gamma", "gain"})
 _BIAS_WORDS = frozenset({"bias", "biases"})
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
@@ -209,15 +210,17 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
 def _table(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision for a table such as ``pos_embed``: a 2-D parameter that is not the weight of a layer.
 
-    The result is None for another parameter. A parameter with the name of a matrix, such as ``c_fc``, is no table.
+    The result is None for another parameter. A parameter with the name of a matrix, such as ``c_fc``, is no table:
+    some modules hold their matrices without layers.
     """
     # A layer, such as nn.Linear, would hold it under the name "weight".
-    is_held_by_layer = model.structure.held_by_no_layer.isdisjoint((info.name, *info.tied))
-    # Some modules hold their matrices without layers.
-    if info.ndim != 2 or is_held_by_layer or _is_named_as_a_matrix(_Name(info.name).layer):
-        return None
-    owner = info.modules[0].__name__
-    return Decision("embedding", f"table (a 2-D parameter of {owner}, not the weight of a layer)")
+    names_in_modules = (info.name, *info.tied)
+    is_without_layer = any(name in model.structure.held_by_no_layer for name in names_in_modules)
+    is_matrix = _is_named_as_a_matrix(_Name(info.name).layer)
+    if info.ndim == 2 and is_without_layer and not is_matrix:
+        owner = info.modules[0].__name__
+        return Decision("embedding", f"table (a 2-D parameter of {owner}, not the weight of a layer)")
+    return None
 
 
 def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
@@ -294,34 +297,27 @@ def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
 def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision by one name of a tensor, such as "head" for ``lm_head.weight``; None for an ordinary name.
 
-    The kinds are tried in a fixed order, since a name may fit several: ``embed_out_bias`` is a bias first.
+    The rules are in a fixed order, since a name may fit several: ``embed_out_bias`` is a bias first.
     """
     name = _Name(full_name)
     leaf = name.components[-1]
     if _ends_in(_words(leaf), _BIAS_WORDS):
         return Decision("vector", f"bias (name component {leaf!r})")
     # Each function returns the component that it recognizes, such as "embed_tokens", or None.
-    if component := _embedding_component(name):
-        return _by_component("embedding", component)
-    if component := _vector_component(name):
-        return _by_component("vector", component)
-    if info.module is None and _ends_in(name.words, _NORM_WORDS):  # with a module, its type shows whether it is a norm
-        return _by_component("vector", name.layer)
-    if name.layer.lower() in _STATE_SPACE:  # x_proj in Mamba
-        return _by_component("other", name.layer)
-    if component := _patch_embedding_component(name) or _router_component(name, info.ndim, model.gated_mlps):
-        return _by_component("other", component)
-    component = _head_component(name)
-    # In ``blocks.0.q_head``, another layer of the block reads the outputs, so that the layer is hidden in spite of its
-    # name. In ``cls_head.blocks.0.fc``, the module around the layer has the name of a head, which still counts.
-    is_hidden = component == name.layer and module_path(full_name) in model.structure.read_in_their_block
-    if component and not is_hidden:
-        return _by_component("head", component)
+    component_of_role: list[tuple[Role, str | None]] = [
+        ("embedding", _embedding_component(name)),
+        ("vector", _vector_component(name)),
+        ("vector", _norm_component(name, info)),
+        ("other", _state_space_component(name)),
+        ("other", _patch_embedding_component(name)),
+        ("other", _projection_in_embedder(name)),
+        ("other", _router_component(name, info.ndim, model.gated_mlps)),
+        ("head", _head_component(name, is_read=module_path(full_name) in model.structure.read_in_their_block)),
+    ]
+    for role, component in component_of_role:
+        if component is not None:
+            return Decision(role, f"name component {component!r}")
     return None
-
-
-def _by_component(role: Role, component: str) -> Decision:
-    return Decision(role, f"name component {component!r}")
 
 
 def _embedding_component(name: _Name) -> str | None:
@@ -350,23 +346,7 @@ def _is_embedding_layer(layer_name: str) -> bool:
         return False
     # A bias of attention may be a layer: an nn.Embedding reads distances of positions, and returns a bias for each.
     is_attention_bias = layer_name == "relative_attention_bias" or _ends_in(words, _BIAS_WORDS)
-    return is_attention_bias or _is_embedding(words)
-
-
-def _is_embedding(words: list[str]) -> bool:
-    """Return True if the words are of the name of an embedding, such as ["embed", "tokens"] or ["pos", "emb"].
-
-    >>> _is_embedding(["embed", "tokens"]), _is_embedding(["pos", "emb"]), _is_embedding(["embed", "norm"])
-    (True, True, False)
-    """
-    # 1. An embedding word at the end: pos_emb, word_embeddings.
-    if _ends_in(words, _EMBEDDING_WORDS) or _EMBEDDING_NAME.search("_".join(words)):
-        return True
-    # 2. An embedding word, and after it a word for the embedded thing: the first two words, or the last two.
-    for pair in (words[:2], words[-2:]):  # embed_tokens, vision_embed_tokens
-        if pair and pair[0] in _EMBEDDING_WORDS and _EMBEDDED.issuperset(pair[1:]):
-            return True
-    return False
+    return is_attention_bias or _EMBEDDING_NAME.search("_".join(words)) is not None
 
 
 def _is_table(words: list[str]) -> bool:
@@ -375,10 +355,13 @@ def _is_table(words: list[str]) -> bool:
     >>> _is_table(["cls", "token"]), _is_table(["rel", "pos", "h"]), _is_table(["embed", "proj"])
     (True, True, False)
     """
-    if _is_embedding(words) or _ends_in(words, _TABLES) or _TABLE_NAME.search("_".join(words)):
+    name = "_".join(words)
+    if _EMBEDDING_NAME.search(name) or _TABLE_NAME.search(name):
         return True
     # An embedding word anywhere, except in the name of a projection, which is a matrix.
-    return not _EMBEDDING_WORDS.isdisjoint(words) and {"proj", "projection"}.isdisjoint(words)
+    has_embedding_word = not _EMBEDDING_WORDS.isdisjoint(words)
+    is_projection = "proj" in words or "projection" in words
+    return has_embedding_word and not is_projection
 
 
 def _vector_component(name: _Name) -> str | None:
@@ -401,43 +384,71 @@ def _vector_component(name: _Name) -> str | None:
     return None
 
 
-def _patch_embedding_component(name: _Name) -> str | None:
-    """Return the name component of a layer that embeds patches of an image or other raw input; None if there is none.
+def _norm_component(name: _Name, info: ParamInfo) -> str | None:
+    """Return the name of the layer if it is of a norm, such as "ln_1"; None if it is not, or the type shows it.
 
-    >>> (
-    ...     _patch_embedding_component(_Name("patch_embed.proj.weight")),
-    ...     _patch_embedding_component(_Name("pos_embed.proj.w")),
-    ... )
-    ('patch_embed', 'pos_embed.proj')
+    >>> _norm_component(_Name("ln_1.weight"), ParamInfo("ln_1.weight", (8, 8)))
+    'ln_1'
+    """
+    if info.module is None and _ends_in(name.words, _NORM_WORDS):
+        return name.layer
+    return None
+
+
+def _state_space_component(name: _Name) -> str | None:
+    """Return the name of a layer that computes rates of a state-space layer, such as "x_proj" in Mamba; or None."""
+    return name.layer if name.layer.lower() in _STATE_SPACE else None
+
+
+def _patch_embedding_component(name: _Name) -> str | None:
+    """Return the name component of a layer or module that embeds patches of an image; None if there is none.
+
+    >>> _patch_embedding_component(_Name("patch_embed.proj.weight")), _patch_embedding_component(_Name("patches.fc.w"))
+    ('patch_embed', None)
     """
     for component in name.components:
         words = _words(component)
-        # ["patch", "embed"], or ["patch", "embed", "proj"]
-        if "patch" in words and (_ends_in(words, _EMBEDDING_WORDS) or _ends_in(words[:-1], {"embed"})):
+        ends_in_embedding = _ends_in(words, _EMBEDDING_WORDS)
+        is_layer_of_embedding = _ends_in(words[:-1], {"embed"})  # patch_embed_proj
+        if "patch" in words and (ends_in_embedding or is_layer_of_embedding):
             return component
-    # A projection directly in an embedder.
+    return None
+
+
+def _projection_in_embedder(name: _Name) -> str | None:
+    """Return the path of a projection directly in an embedder, which reads raw input; None for another layer.
+
+    >>> _projection_in_embedder(_Name("x_embedder.proj.weight")), _projection_in_embedder(_Name("attn.proj.weight"))
+    ('x_embedder.proj', None)
+    """
     if len(name.components) < 3 or not name.is_of_layer:  # the embedder, the layer and "weight" are needed
         return None
-    embedder, layer = name.components[-3:-1]
-    if embedder.split("_")[-1] in ("embed", "embedder") and layer in ("proj", "projection"):
+    embedder, layer, _ = name.components[-3:]
+    is_embedder = embedder.split("_")[-1] in ("embed", "embedder")
+    if is_embedder and layer in ("proj", "projection"):
         return f"{embedder}.{layer}"
     return None
 
 
-def _head_component(name: _Name) -> str | None:
+def _head_component(name: _Name, *, is_read: bool) -> str | None:
     """Return the name component of an output head, such as "lm_head" for ``lm_head.weight``; None if there is none.
 
-    >>> _head_component(_Name("lm_head.weight")), _head_component(_Name("fc.weight"))
+    ``is_read`` is True if another layer of its block reads the outputs of the layer. Then the layer is hidden in spite
+    of its name, as in ``blocks.0.q_head``. The name of a module around it still counts: ``cls_head.blocks.0.fc``.
+
+    >>> _head_component(_Name("lm_head.weight"), is_read=False), _head_component(_Name("fc.weight"), is_read=False)
     ('lm_head', 'fc')
-    >>> _head_component(_Name("h.fc.weight"))  # None
+    >>> _head_component(_Name("h.fc.weight"), is_read=False)  # None
     """
     # A name that is of a head anywhere. All layers inside a head are parts of it: cls_head.dense.weight.
-    for component in name.components:
-        if _is_head(_words(component)):
-            return component
+    heads = [component for component in name.components if _is_head(_words(component))]
     # A common name such as "output" or "fc" is the name of a head only for a direct child of the model.
-    is_top_head = name.child_of_model == name.layer and _is_top_head(name.layer)
-    return name.layer if is_top_head or _is_decoder_layer(name) else None
+    is_top_head = name.child_of_model == name.layer and _TOP_HEAD.fullmatch(name.layer) is not None
+    if not heads and (is_top_head or _is_decoder_layer(name)):
+        heads = [name.layer]
+    if not heads or (heads[0] == name.layer and is_read):
+        return None
+    return heads[0]
 
 
 def _is_decoder_layer(name: _Name) -> bool:
@@ -450,18 +461,6 @@ def _is_decoder_layer(name: _Name) -> bool:
     if _ends_in(path, {"output_projection"}):
         path = path[:-1]
     return name.is_of_layer and _ends_in(path, {"decoder"})
-
-
-def _is_top_head(layer: str) -> bool:
-    """Return True for a direct child of a model that is a head by its name, such as "output" or "proj_out_2".
-
-    A number above 1 marks the last of several layers, such as proj_out_2 in DiT. The first, proj_out_1, may be followed
-    by another, so that 1 is left out. The name fc_2 is left out too, since it is often the name of a hidden layer.
-
-    >>> _is_top_head("fc"), _is_top_head("proj_out_2"), _is_top_head("proj_out_1"), _is_top_head("fc_2")
-    (True, True, False, False)
-    """
-    return layer in _TOP_HEADS or re.sub(r"_[2-9]$", "", layer) in _TOP_HEADS - {"fc"}
 
 
 def _is_head(words: list[str]) -> bool:
@@ -531,9 +530,9 @@ def _is_gate(words: list[str]) -> bool:
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
-    """Return (path, ndim) of modules with ``up`` or ``down`` matrices, in which a ``gate`` is not a router.
+    """Return (path, ndim) of the modules that contain matrices called ``up`` or ``down``: they are gated MLPs.
 
-    A gated MLP multiplies the outputs of ``gate`` and ``up``, so that its ``mlp.gate.weight`` is a hidden matrix.
+    A gated MLP multiplies the outputs of ``gate`` and ``up``, so that its ``mlp.gate.weight`` is hidden, and no router.
 
     >>> _gated_mlps([ParamInfo("mlp.up.weight", (64, 8))])
     frozenset({('mlp', 2)})
