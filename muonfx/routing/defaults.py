@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from glob import escape
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,10 +13,10 @@ from muonfx.core.checks import warn_caller
 from muonfx.internal.display import format_list
 from muonfx.routing.params import ParamInfo, Params, module_path, plain_name, read_params
 from muonfx.routing.predicates import path
-from muonfx.routing.roles import ROLES, Role, roles_of
+from muonfx.routing.roles import ROLES, Decision, Role, roles_of
 from muonfx.routing.route import Label
 from muonfx.routing.rules import Labels, Rule, apply_rules, make_labels
-from muonfx.routing.structure import structure_of
+from muonfx.routing.structure import Structure, structure_of
 
 
 def default_labels(
@@ -111,13 +112,17 @@ def default_labels(
     True
     """
     label_of_role = _labels_of_roles("default_labels", muon, other, roles)
-    labels, hidden, possible_heads = _labels(model_or_params, rules, label_of_role)
+    decisions = _decide(model_or_params, rules)
+    labels = _labels(model_or_params, decisions, label_of_role)
     if torch.compiler.is_compiling():
         return labels
+    hidden = _hidden(decisions)
     if hidden and not isinstance(model_or_params, nn.Module):
         _warn_of_unknown_module_types(hidden)
-    if possible_heads:
-        _warn_of_no_head(possible_heads, label_of_role)
+    if not _has_head(decisions, label_of_role["hidden"]):
+        possible_heads = [info for info in hidden if module_path(info.name) in decisions.structure.possible_heads]
+        if possible_heads:
+            _warn_of_no_head(possible_heads, label_of_role)
     return labels
 
 
@@ -178,8 +183,7 @@ def default_labels_by_name(
     Labels({'wte.weight': 'adamw', 'h.fc.weight': 'muon'})
     """
     label_of_role = _labels_of_roles("default_labels_by_name", muon, other, roles)
-    labels, _, _ = _labels(params, rules, label_of_role)
-    return labels
+    return _labels(params, _decide(params, rules), label_of_role)
 
 
 def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
@@ -202,46 +206,66 @@ def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dic
     return {role: role for role in ROLES}
 
 
-def _labels(
-    model_or_params: Params, rules: Sequence[Rule], label_of_role: Mapping[Role, Label]
-) -> tuple[Labels, list[ParamInfo], list[ParamInfo]]:
-    """Label the parameters by the user's rules, then by their roles (the function in the model, such as "head").
+class _Decisions(NamedTuple):
+    """What decides the label of each parameter of a model: the rules of the user, and the roles."""
 
-    Args:
-        model_or_params: the model, or named tensors.
-        rules: the user's rules.
-        label_of_role: the label of each role: ``{"hidden": "muon", "head": "adamw", ...}``.
+    infos: tuple[ParamInfo, ...]
+    """The parameters."""
+    absent: tuple[str, ...]
+    """The names of parameters that are None."""
+    label_by_rule: Mapping[str, tuple[Label, str]]
+    """The label and the reason of each parameter that a rule of the user matches."""
+    structure: Structure
+    """The structure of the model; it is empty if only names and shapes are known."""
+    roles: Mapping[str, Decision]
+    """The role (the function in the model, such as "head") and the reason of each parameter, by name."""
 
-    Returns:
-        The labels; the parameters that are hidden matrices by their roles, for warnings; and, if no parameter is of an
-        output head, those of the hidden matrices that may be of one.
-    """
-    # The rules of the user precede the roles, and both are computed for all parameters.
+
+def _labelled_by_role(decisions: _Decisions) -> list[ParamInfo]:
+    """Return the parameters that their roles label: no rule of the user matches them, and they are trained."""
+    return [info for info in decisions.infos if info.requires_grad and info.name not in decisions.label_by_rule]
+
+
+def _hidden(decisions: _Decisions) -> list[ParamInfo]:
+    """Return the parameters that their roles label as hidden matrices."""
+    return [info for info in _labelled_by_role(decisions) if decisions.roles[info.name].role == "hidden"]
+
+
+def _decide(model_or_params: Params, rules: Sequence[Rule]) -> _Decisions:
+    """Apply the user's rules to the parameters, and find the role of each."""
     infos, absent = read_params(model_or_params)
     label_by_rule = apply_rules(infos, rules, "user rule")
     structure = structure_of(model_or_params)
-    decisions = roles_of(infos, structure)
-    # 1. The label of each parameter, with the reason for it.
+    return _Decisions(infos, absent, label_by_rule, structure, roles_of(infos, structure))
+
+
+def _labels(model_or_params: Params, decisions: _Decisions, label_of_role: Mapping[Role, Label]) -> Labels:
+    """Return the labels of the parameters, by the user's rules or else by their roles, with a reason for each.
+
+    ``label_of_role`` has the label of each role: ``{"hidden": "muon", "head": "adamw", ...}``.
+    """
+    infos = decisions.infos
     labels_with_reasons: dict[str, tuple[Label, str]] = dict.fromkeys([info.name for info in infos], (None, "frozen"))
-    labelled_by_role = [info for info in infos if info.requires_grad and info.name not in label_by_rule]
-    for info in labelled_by_role:
-        role, reason = decisions[info.name]
+    for info in _labelled_by_role(decisions):
+        role, reason = decisions.roles[info.name]
         labels_with_reasons[info.name] = (label_of_role[role], reason)
-    labels_with_reasons |= label_by_rule
-    # 2. Layers that may be heads. By structure, a head may have another role: "vector" if it returns one number.
-    hidden = [info for info in labelled_by_role if decisions[info.name].role == "hidden"]
-    has_head = (
-        bool(structure.heads)
-        or any(_is_head(info, decisions[info.name].role) for info in infos)
-        or _has_rule_for_head(infos, label_by_rule, label_of_role["hidden"])
-    )
-    possible_heads: list[ParamInfo] = []
-    if not has_head:
-        possible_heads = [info for info in hidden if module_path(info.name) in structure.possible_heads]
-    # 3. The division into matrices, of hidden matrices only.
+    labels_with_reasons |= decisions.label_by_rule
+    # Only hidden matrices are divided into matrices.
     whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
-    labels = make_labels(model_or_params, infos, labels_with_reasons, absent, structure.read_in_parts, whole_labels)
-    return labels, hidden, possible_heads
+    read_in_parts = decisions.structure.read_in_parts
+    return make_labels(model_or_params, infos, labels_with_reasons, decisions.absent, read_in_parts, whole_labels)
+
+
+def _has_head(decisions: _Decisions, hidden_label: Label) -> bool:
+    """Return True if the output head of a model is known: by its structure, by a role, or by a rule of the user.
+
+    ``hidden_label`` is the label of hidden matrices, such as "muon".
+    """
+    # By structure, a head may have another role: "vector" if it returns one number.
+    has_head_by_role = any(_is_head(info, decisions.roles[info.name].role) for info in decisions.infos)
+    if decisions.structure.heads or has_head_by_role:
+        return True
+    return _has_rule_for_head(decisions.infos, decisions.label_by_rule, hidden_label)
 
 
 def _is_head(info: ParamInfo, role: Role) -> bool:
