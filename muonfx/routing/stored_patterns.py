@@ -57,6 +57,15 @@ def undivided(stored: str) -> str | None:
     """
     if stored in (PLAIN, CONVOLUTION):
         return None
+    return whole(stored)
+
+
+def whole(stored: str) -> str:
+    """Return the `MatrixView` pattern of a parameter whose rows are not divided further.
+
+    >>> whole("... {out} in -> ... {out} in")
+    '... out in -> ... out in'
+    """
     return stored.replace("{out}", "out")
 
 
@@ -67,5 +76,5 @@ def number_of_rows(stored: str, shape: tuple[int, ...]) -> int:
     24
     """
     # The pattern is applied to a tensor without memory. It does not divide the rows, so that the result is one tensor.
-    (stack,) = parse(stored.replace("{out}", "out")).split(torch.empty(shape, device="meta"))
+    (stack,) = parse(whole(stored)).split(torch.empty(shape, device="meta"))
     return stack.shape[-2]

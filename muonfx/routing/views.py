@@ -37,6 +37,7 @@ from muonfx.routing.stored_patterns import (
     in_parts,
     number_of_rows,
     undivided,
+    whole,
 )
 from muonfx.transforms.matrices import MatrixView
 
@@ -99,61 +100,64 @@ def find_divisions(
         modules = dict(model_or_params.named_modules(remove_duplicate=False))
     shapes = {info.name: info.shape for info in infos}
     matrices = [info for info in infos if info.ndim > 1]
-    return {info.name: _division_of(info, modules, shapes, read_in_parts) for info in matrices}
+    return {info.name: _division_of(_param(info, modules, shapes, read_in_parts)) for info in matrices}
 
 
-def _division_of(
+class _Param(NamedTuple):
+    """A parameter, and what shows its division into matrices."""
+
+    info: ParamInfo
+    """Its name and its shape."""
+    leaf: str
+    """The last component of its name, such as "weight"."""
+    owner: nn.Module | None
+    """The module that owns it; None for named tensors without a model."""
+    layers: Sequence[_Layer]
+    """Its layer, and after it the wrappers around this layer, which may have the name that shows what the layer is."""
+    modules: Mapping[str, nn.Module]
+    """The modules of the model by path."""
+    shapes: Shapes
+    """The shapes of all parameters by name."""
+    parts_read: int | None
+    """The number of vectors that its layer returns, if other layers read only parts of its outputs; else None."""
+
+
+def _param(
     info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shapes, read_in_parts: Mapping[str, int]
-) -> Division:
-    """Return how a parameter divides into matrices: by the type of its module, else by the name of its layer.
-
-    The weight of ``nn.LSTM`` has 4 matrices by type, and the weight of "qkv" in a known class has 3 by name. The
-    arguments are as in `find_divisions`, with the modules by path and the shapes by name.
-    """
-    # 1. The modules of PyTorch itself: convolutions, recurrent layers and nn.MultiheadAttention.
+) -> _Param:
+    """Return a parameter with its module and its layer; the arguments are as in `find_divisions`."""
     path = module_path(info.name)
-    owner = modules.get(path)  # None for named tensors without a model
+    owner = modules.get(path)
     leaf = plain_name(info.name).rpartition(".")[2]  # "weight" for "attn.qkv.weight"
-    division = _of_convolution(owner, info) or _of_torch(owner, leaf)
-    if division is not None:
-        return division
-    # 2. The order of the dims, and matrices along the rows of a layer in a known package.
-    storage = _storage_by_package(info, leaf, owner) or _storage_by_experts(info, owner, modules, shapes)
     layers = _layers_around(info.name, leaf, owner, modules)
-    division = _of_known_layer(info, storage, layers)
+    return _Param(info, leaf, owner, layers, modules, shapes, read_in_parts.get(path))
+
+
+def _division_of(param: _Param) -> Division:
+    """Return how a parameter divides into matrices, by the first rule that recognizes it.
+
+    The weight of an ``nn.LSTM`` has 4 matrices by its type, and the weight of "c_attn" in GPT-2 has 3 by a table.
+    """
+    # Each function returns None if it does not recognize the parameter; then ``or`` calls the next one.
+    division = _of_convolution(param) or _of_torch(param)  # modules of PyTorch itself
     if division is not None:
         return division
-    # 3. A layer of unknown code is not split. A split that is only likely is left to the user.
-    # Nothing explains the dims after the second. Without a module, it is taken for a convolution.
-    if storage.pattern == CONVOLUTION and owner is not None and not is_convolution(info):
-        stack = _likely_stack(info, owner, modules, shapes, layers)
-        return Division(MatrixView(), f"{MAYBE_STACK}: {stack}", stack)
-    view = MatrixView(undivided(storage.pattern))
-    split = (
-        _split_by_name(info, storage.pattern, layers)
-        or _split_by_count(storage.pattern, _number_of_modulations(info, layers) or read_in_parts.get(path))
-        or split_of_stack(info, storage.pattern, shapes)
-    )
-    if split is None:
-        return Division(view, storage.note)
-    return Division(view, _joined(storage.note, f"{MAYBE_FUSED}: {split}"), split)
+    storage = _storage_by_package(param) or _storage_by_experts(param)
+    # A layer of a known package is split. In unknown code, it is not: a split that is only likely is left to the user.
+    return _of_known_layer(param, storage) or _maybe_stack(param, storage) or _of_unknown_layer(param, storage)
 
 
-def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]) -> Division | None:
+def _of_known_layer(param: _Param, storage: _Storage) -> Division | None:
     """Return the matrices of a layer of a known package, such as query, key and value of GPT-2; None for other layers.
 
-    GPT-2 stores "c_attn" of shape (8, 24) as (in, out). The view splits the 24 into 3 matrices of 8 rows each.
-
-    Args:
-        info: the parameter.
-        storage: the order of its dims, such as (out, in).
-        layers: its layer, and the wrappers around it.
+    GPT-2 stores "c_attn" of shape (8, 24) as (in, out). The division has the view "in (part=3 out) -> part out in", of
+    3 matrices of 8 rows each, and the note "query, key, value". ``storage`` is the order of the dims, here (in, out).
     """
-    for layer in layers:  # for "qkv.linear", first "linear", then "qkv": a wrapper may have the known name
+    for layer in param.layers:  # for "qkv.linear", first "linear", then "qkv": a wrapper may have the known name
         fused = fused_layer(layer.name, layer.holder)
         if fused is None:
             continue
-        rows = number_of_rows(storage.pattern, info.shape)
+        rows = number_of_rows(storage.pattern, param.info.shape)
         pattern = split_pattern(fused, storage.pattern, layer.holder, rows)
         note = fused.parts
         if pattern is None:  # the parameter remains one matrix
@@ -163,49 +167,72 @@ def _of_known_layer(info: ParamInfo, storage: _Storage, layers: Sequence[_Layer]
     return None
 
 
-def _likely_stack(
-    info: ParamInfo,
-    owner: nn.Module | None,
-    modules: Mapping[str, nn.Module],
-    shapes: Shapes,
-    layers: Sequence[_Layer],
-) -> str:
+def _maybe_stack(param: _Param, storage: _Storage) -> Division | None:
+    """Return one matrix for a parameter of three or more dims that nothing explains, and suggest a stack of matrices.
+
+    The result is None for two dims, for a convolution or a known stack, and without a module: then more than two dims
+    are taken for a convolution.
+    """
+    is_unexplained = storage.pattern == CONVOLUTION and not is_convolution(param.info)
+    if param.owner is None or not is_unexplained:
+        return None
+    stack = _likely_stack(param)
+    return Division(MatrixView(), f"{MAYBE_STACK}: {stack}", stack)
+
+
+def _of_unknown_layer(param: _Param, storage: _Storage) -> Division:
+    """Return one matrix, or one stack, for a layer of unknown code, and suggest a split if one is likely.
+
+    For a "qkv" of shape (24, 8), the view does not split it, and the suggestion is "(part=3 out) in -> part out in".
+    """
+    view = MatrixView(undivided(storage.pattern))
+    # The name of the layer, the number of its equal parts, or the widths of the other stacks of its module.
+    split = (
+        _split_by_name(param, storage.pattern)
+        or _split_by_count(storage.pattern, _number_of_modulations(param) or param.parts_read)
+        or split_of_stack(param.info, storage.pattern, param.shapes)
+    )
+    if split is None:
+        return Division(view, storage.note)
+    return Division(view, _joined(storage.note, f"{MAYBE_FUSED}: {split}"), split)
+
+
+def _likely_stack(param: _Param) -> str:
     """Return the pattern of a parameter of three or more dims, on the assumption that it is a stack of matrices.
 
     A "w13" of shape (8, 96, 32) is 8 experts with two matrices each: "... (part=2 out) in -> ... part out in". A "qkv"
     of shape (3, 32, 32) has its three matrices in the first dim, and is not split further: "... out in -> ... out in".
-
-    Args:
-        info: the parameter.
-        owner: the module of the parameter.
-        modules: the modules of the model by path.
-        shapes: the shapes of all parameters by name.
-        layers: its layer, and the wrappers around it.
     """
-    stored = STACK
-    if has_transposed_experts(info, owner, modules, shapes):
-        stored = TRANSPOSED_STACK
-    part_names = _names_of_parts(layers)
+    stored = _order_of_stack(param)
+    part_names = _names_of_parts(param.layers)
     if part_names is None:
-        return split_of_stack(info, stored, shapes) or stored.replace("{out}", "out")
+        return split_of_stack(param.info, stored, param.shapes) or whole(stored)
     count = len(part_names)
-    is_split_already = info.shape[0] == count
-    if is_split_already or number_of_rows(stored, info.shape) % count != 0:
-        return stored.replace("{out}", "out")
-    return in_equal_parts(stored, count)
+    is_split_already = param.info.shape[0] == count
+    has_equal_parts = number_of_rows(stored, param.info.shape) % count == 0
+    if has_equal_parts and not is_split_already:
+        return in_equal_parts(stored, count)
+    return whole(stored)
 
 
-def _split_by_name(info: ParamInfo, stored: str, layers: Sequence[_Layer]) -> str | None:
+def _order_of_stack(param: _Param) -> str:
+    """Return the order of the dims of a stack of matrices, `STACK` for (out, in), or `TRANSPOSED_STACK`."""
+    if has_transposed_experts(param.info, param.owner, param.modules, param.shapes):
+        return TRANSPOSED_STACK
+    return STACK
+
+
+def _split_by_name(param: _Param, stored: str) -> str | None:
     """Return the pattern that splits a parameter, if the name of its layer suggests it, as "qkv"; else None.
 
     For a "qkv" of shape (24, 8), it is "(part=3 out) in -> part out in". If the rows do not divide by three, there are
     fewer keys than queries, and "<rows>" is in place of the sizes: "(q=<rows> + k=<rows> + v=<rows>) in -> q in, ...".
-    ``stored`` is the order of the dims, and ``layers`` are its layer and the wrappers around it.
+    ``stored`` is the order of the dims.
     """
-    part_names = _names_of_parts(layers)
+    part_names = _names_of_parts(param.layers)
     if part_names is None:
         return None
-    if number_of_rows(stored, info.shape) % len(part_names) != 0:
+    if number_of_rows(stored, param.info.shape) % len(part_names) != 0:
         return in_parts(stored, dict.fromkeys(part_names, ROWS))
     return in_equal_parts(stored, len(part_names))
 
@@ -239,8 +266,8 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
     """Return the layer that a parameter belongs to, and after it the wrappers around this layer.
 
     The names show what a layer is. For ``attn.qkv.linear.weight``, the layers are "linear" in ``attn.qkv``, which shows
-    nothing, and "qkv" in ``attn``, which shows it. A parameter of no layer, such as ``mlp.gate_up_proj``, counts as a
-    layer itself.
+    nothing, and "qkv" in ``attn``, which shows it. For a parameter of no layer, such as ``mlp.gate_up_proj``, the only
+    layer is "gate_up_proj" in ``mlp``.
 
     Args:
         name: the name of the parameter.
@@ -248,10 +275,11 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
         owner: the module that owns it; None for named tensors without a model.
         modules: the modules of the model by path.
     """
-    path = module_path(name)
-    # "mlp.gate_up_proj" is in no layer, and for "weight" the layer is the model: the parameter counts as the layer.
-    if leaf not in PLAIN_LEAVES or "." not in plain_name(name):
+    is_in_no_layer = leaf not in PLAIN_LEAVES  # "mlp.gate_up_proj"
+    is_of_model = "." not in plain_name(name)  # "weight", of a model that is the layer
+    if is_in_no_layer or is_of_model:  # the parameter counts as a layer itself
         return [_Layer(leaf, owner)]
+    path = module_path(name)
     # From the inside to the outside: "attn.qkv.linear" becomes "attn.qkv" and "linear", then "attn" and "qkv".
     layers: list[_Layer] = []
     while path:
@@ -280,17 +308,17 @@ def _names_of_parts(layers: Sequence[_Layer]) -> tuple[str, ...] | None:
     return None
 
 
-def _number_of_modulations(info: ParamInfo, layers: Sequence[_Layer]) -> int | None:
+def _number_of_modulations(param: _Param) -> int | None:
     """Return the number of scales, shifts and gates that a layer computes for norms; None if it is no such layer.
 
     For ``adaLN_modulation.1.weight`` of shape (768, 128), it is 768 / 128 = 6. The names of the layer and of the
     wrappers around it, or the class of the module that holds it, show that it is a modulation.
     """
-    if info.ndim != 2:
+    if param.info.ndim != 2:
         return None
-    path = ".".join(layer.name for layer in reversed(layers))  # outermost first: "adaLN_modulation.1"
-    if is_modulation(path) or _is_of_class(layers[0].holder, _MODULATION_CLASS):
-        return _modulations(*info.shape)
+    path = ".".join(layer.name for layer in reversed(param.layers))  # outermost first: "adaLN_modulation.1"
+    if is_modulation(path) or _is_of_class(param.layers[0].holder, _MODULATION_CLASS):
+        return _modulations(*param.info.shape)
     return None
 
 
@@ -329,28 +357,26 @@ def _modulations(rows: int, columns: int) -> int | None:
     return None
 
 
-def _of_torch(owner: nn.Module | None, leaf: str) -> Division | None:
+def _of_torch(param: _Param) -> Division | None:
     """Return the matrices of a parameter in which a module of PyTorch concatenates several; None for another parameter.
 
-    ``owner`` is the module of the parameter, and ``leaf`` the last component of its name. The "weight_ih_l0" of an
-    ``nn.LSTM`` has the matrices of 4 gates, one below the other.
-
-    >>> _of_torch(nn.LSTM(8, 16), "weight_ih_l0").view
-    MatrixView('(part=4 out) in -> part out in')
+    The "weight_ih_l0" of an ``nn.LSTM`` has the matrices of 4 gates, one below the other: its view is
+    "(part=4 out) in -> part out in".
     """
     for module_types, leaf_pattern, count, note in FUSED_IN_TORCH:
-        if isinstance(owner, module_types) and re.match(leaf_pattern, leaf):
+        if isinstance(param.owner, module_types) and re.match(leaf_pattern, param.leaf):
             return Division(MatrixView(in_equal_parts(PLAIN, count)), note)
     return None
 
 
-def _of_convolution(owner: nn.Module | None, info: ParamInfo) -> Division | None:
+def _of_convolution(param: _Param) -> Division | None:
     """Return the matrices of a transposed convolution, or of one with groups; None for another parameter.
 
     A convolution with two groups holds two matrices along its output channels, each of its own input channels.
     """
-    if not is_convolution(info):
+    if not is_convolution(param.info):
         return None
+    owner = param.owner
     if isinstance(owner, _ConvTransposeNd):  # PyTorch stores it as (in, out, kernel)
         note = "transposed convolution"
         if owner.groups > 1:
@@ -370,44 +396,33 @@ class _Storage(NamedTuple):
     """A text for `describe`, such as "stack of 8 matrices"; "" for a plain matrix."""
 
 
-def _storage_by_package(info: ParamInfo, leaf: str, owner: nn.Module | None) -> _Storage | None:
+def _storage_by_package(param: _Param) -> _Storage | None:
     """Return the order of a parameter's dims by the table `STORED` of known packages; None if it is not in the table.
 
-    Most layers store (out, in), and these do not. ``owner`` is the module of the parameter, and ``leaf`` the last
-    component of its name. The weight of a ``Conv1D`` of transformers is stored as ``"in {out} -> {out} in"``.
+    Most layers store (out, in), and these do not. The weight of a ``Conv1D`` of transformers is stored as
+    ``"in {out} -> {out} in"``.
     """
-    if owner is None:
+    if param.owner is None:
         return None
-    owner_class = written_type(owner)
+    owner_class = written_type(param.owner)
     for known in STORED:
-        if class_name_fits(owner_class, f"^{known.module}$") and re.fullmatch(known.leaf, leaf):
-            note = known.note or _stack_note(info, known.pattern)
+        if class_name_fits(owner_class, f"^{known.module}$") and re.fullmatch(known.leaf, param.leaf):
+            note = known.note or _stack_note(param.info, known.pattern)
             return _Storage(known.pattern, note)
     return None
 
 
-def _storage_by_experts(
-    info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module], shapes: Shapes
-) -> _Storage:
+def _storage_by_experts(param: _Param) -> _Storage:
     """Return the order of a parameter's dims: a stack of matrices if it is of experts, else one matrix (out, rest).
 
     A tensor of shape (8, 64, 32) is a stack of 8 matrices under the name "experts.w1", and else one matrix (8, 2048).
-
-    Args:
-        info: the parameter.
-        owner: the module of the parameter.
-        modules: the modules of the model by path.
-        shapes: the shapes of all parameters by name.
     """
-    if info.ndim == 2:
+    if param.info.ndim == 2:
         return _Storage(PLAIN)
-    if not is_expert(info) and not _is_of_class(owner, "Experts?$"):
+    if not is_expert(param.info) and not _is_of_class(param.owner, "Experts?$"):
         return _Storage(CONVOLUTION)
-    # A stack, of matrices (out, in) or (in, out).
-    pattern = STACK
-    if has_transposed_experts(info, owner, modules, shapes):
-        pattern = TRANSPOSED_STACK
-    return _Storage(pattern, _stack_note(info, pattern))
+    pattern = _order_of_stack(param)
+    return _Storage(pattern, _stack_note(param.info, pattern))
 
 
 def _stack_note(info: ParamInfo, pattern: str) -> str:
