@@ -97,11 +97,11 @@ def _path_without_wrappers(path: str) -> str:
 def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
     """Return True if the rows of the matrices of a stack of experts are their inputs, so that they are (in, out).
 
-    With 64 hidden and 24 inner features, an expert maps 64 to 24 features, by one matrix or, with a gate, by two, and
-    then 24 to 64. So 64 is the number of inputs of the first stack of two, and of most of three:
+    The number of inputs of most stacks is the hidden width. With 64 hidden and 24 inner features, an expert maps 64 to
+    24 features, by one stack or, with a gate, by two; then it maps 24 to 64. Of two stacks, the first one decides.
 
-    - (8, 24, 64), (8, 64, 24) and (8, 24, 64) are stored as (out, in),
-    - (8, 64, 24), (8, 24, 64) and (8, 64, 24) as (in, out).
+    - (8, 24, 64), (8, 64, 24) and (8, 24, 64) have 64 columns mostly: they are stored as (out, in).
+    - (8, 64, 24), (8, 24, 64) and (8, 64, 24) have 64 rows mostly: they are stored as (in, out).
 
     The result is False if a stack has other widths, or if all have 64 on the same side.
     """
@@ -113,10 +113,12 @@ def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
         has_hidden_rows.append(rows == hidden_width)
     number_with_rows = has_hidden_rows.count(True)
     number_with_columns = has_hidden_rows.count(False)
-    if number_with_rows == number_with_columns:  # the first stack reads the hidden width
+    is_same_side = number_with_rows == 0 or number_with_columns == 0
+    if is_same_side:
+        return False
+    if number_with_rows == number_with_columns:
         return has_hidden_rows[0]
-    # The side that more stacks have in common is the number of inputs.
-    return number_with_rows > number_with_columns > 0
+    return number_with_rows > number_with_columns
 
 
 def _stacks_of_module(info: ParamInfo, shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -144,21 +146,42 @@ def split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
 
     ``stored`` is the known order of the dims. If the stack is not known to be transposed, both orders are tried.
     """
-    if stored == STACK:
-        orders = [STACK, TRANSPOSED_STACK]
-    elif stored == TRANSPOSED_STACK:
-        orders = [TRANSPOSED_STACK]
-    else:  # no stack
+    possible_orders = {STACK: [STACK, TRANSPOSED_STACK], TRANSPOSED_STACK: [TRANSPOSED_STACK]}
+    if stored not in possible_orders:  # no stack
         return None
     stacks = _stacks_of_module(info, shapes)
     names = list(stacks)
     later_names = names[names.index(info.name) + 1 :]  # only parameters after this one can read its outputs
-    for order in orders:
-        returns, reads = _widths(info.shape, order)
-        widths_of_later = [_widths(stacks[name], order) for name in later_names]
-        number_of_parts = _parts_read_by(returns, reads, widths_of_later)
+    later_shapes = [stacks[name] for name in later_names]
+    for order in possible_orders[stored]:
+        number_of_parts = _number_of_parts(info.shape, later_shapes, order)
         if number_of_parts is not None:
             return in_equal_parts(order, number_of_parts)
+    return None
+
+
+def _number_of_parts(shape: tuple[int, ...], later_shapes: Sequence[tuple[int, ...]], order: str) -> int | None:
+    """Return the number of parts in which a later stack reads the outputs of a stack; None if it reads no parts.
+
+    For 8 experts of a gated linear unit, from 32 to 2 x 24 features and back, it is 2:
+
+    >>> _number_of_parts((8, 48, 32), [(8, 32, 24)], STACK)
+    2
+
+    Args:
+        shape: the shape of the stack.
+        later_shapes: the shapes of the later stacks.
+        order: the order of their dims, `STACK` or `TRANSPOSED_STACK`.
+    """
+    returns, reads = _widths(shape, order)
+    widths_of_later = [_widths(later_shape, order) for later_shape in later_shapes]
+    if any(later_reads == returns for _, later_reads in widths_of_later):  # all outputs are read together
+        return None
+    for count in COUNTS_OF_PARTS:  # 2 and 3
+        # The later stack maps a part back to the width of the inputs, as the second layer of an MLP does.
+        widths_of_reader = (reads, returns / count)
+        if widths_of_reader in widths_of_later:
+            return count
     return None
 
 
@@ -172,27 +195,6 @@ def _widths(shape: tuple[int, ...], stored: str) -> tuple[int, int]:
     if stored == TRANSPOSED_STACK:
         return columns, rows
     return rows, columns
-
-
-def _parts_read_by(returns: int, reads: int, later_widths: Sequence[tuple[int, int]]) -> int | None:
-    """Return the number of parts in which a later matrix reads the outputs of a matrix; None if it reads no parts.
-
-    >>> _parts_read_by(48, 32, [(32, 24)])  # 32 -> 48 features, then 24 -> 32: it reads halves of 48, as a gated MLP
-    2
-
-    Args:
-        returns: the width that the matrix returns, such as 48.
-        reads: the width that it reads, such as 32.
-        later_widths: the widths that each later matrix returns and reads.
-    """
-    if any(reads_later == returns for _, reads_later in later_widths):  # all outputs are read together
-        return None
-    for count in COUNTS_OF_PARTS:  # 2 and 3
-        for returns_later, reads_later in later_widths:
-            # The later matrix maps back to the width of the inputs, as the second layer of an MLP does.
-            if returns_later == reads and count * reads_later == returns:
-                return count
-    return None
 
 
 def _path_around_layer(name: str) -> str:
