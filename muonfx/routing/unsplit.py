@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
@@ -77,36 +78,64 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
     if not doubtful:
         return
     used_views = list(_used_views(doubtful, transforms))
-    # 1. The labels have a view, and the transform does not use it: {"attn.qkv": "'attn.qkv' (query, key, value)"}.
-    unused: dict[str, str] = {}
+    _warn_of_unused_views(used_views)
+    _warn_of_suggestions(used_views, routes)
+
+
+def _warn_of_unused_views(used_views: Iterable[_UsedView]) -> None:
+    """Warn of parameters whose labels have a view that their transform does not use."""
+    parameter_of_name: dict[str, str] = {}  # {"attn.qkv": "'attn.qkv' (query, key, value)"}
     for name, route, view in used_views:
         if route.view.pattern and not view.is_set_for(name):
-            unused[name] = f"{name!r} ({route.reason})"
-    if unused:
-        _warn_of_unused_views(list(unused.values()))
-    # 2. Only names or widths suggest several matrices: {"attn.qkv": "(part=3 out) in -> part out in"}.
-    views = [view for name, route, view in used_views if _has_suggestion(name, route, view)]
-    suggested = {name: str(route.suggested) for name, route, view in used_views if _has_suggestion(name, route, view)}
+            parameter_of_name[name] = f"{name!r} ({route.reason})"
+    if not parameter_of_name:
+        return
+    warn_caller(
+        f"partition: the labels have a view for {format_list(list(parameter_of_name.values()), str)}, but the "
+        "transform of these parameters has no pattern for them, so each is treated as one matrix. Give the transform "
+        "view=labels.view(), with labels = default_labels(model), or pass Labels(labels) if this is intended"
+    )
+
+
+def _warn_of_suggestions(used_views: Iterable[_UsedView], routes: Mapping[str, Route]) -> None:
+    """Warn of parameters that may hold several matrices by their names or widths, and whose view the user has not set.
+
+    ``routes`` has the label of each parameter of the model.
+    """
+    suggested: dict[str, str] = {}  # {"attn.qkv": "(part=3 out) in -> part out in"}
+    views: list[MatrixView] = []
+    for name, route, view in used_views:
+        if route.suggested is not None and not _is_set_by_user(name, route, view):
+            suggested[name] = route.suggested
+            views.append(view)
     if suggested:
         _warn_of_suggested(suggested, views[0], routes)  # the first view is extended
 
 
-def _has_suggestion(name: str, route: Route, view: MatrixView) -> bool:
-    """Return True if a parameter may hold several matrices in unknown code, and the user has not set its view.
+def _is_set_by_user(name: str, route: Route, view: MatrixView) -> bool:
+    """Return True if the pattern of a parameter in the view of its transform is the choice of the user.
 
     `Labels.view` puts the patterns of the labels into a view. Any other pattern is the choice of the user.
     """
     pattern = view.text(name)
-    is_set_by_user = pattern is not None and pattern != route.view.pattern
-    return route.suggested is not None and not is_set_by_user
+    return pattern is not None and pattern != route.view.pattern
 
 
-def _used_views(
-    routes: Mapping[str, Route], transforms: Mapping[str, Transform]
-) -> Iterator[tuple[str, Route, MatrixView]]:
-    """Yield each parameter with each transform that updates it as matrices: its name, its route, the transform's view.
+class _UsedView(NamedTuple):
+    """The view of a transform that updates a parameter as matrices."""
 
-    A route is the label of a parameter, and a view how a transform divides parameters into matrices.
+    name: str
+    """The name of the parameter."""
+    route: Route
+    """Its label, with the view that belongs to the label."""
+    view: MatrixView
+    """The view of the transform: how it divides parameters into matrices."""
+
+
+def _used_views(routes: Mapping[str, Route], transforms: Mapping[str, Transform]) -> Iterator[_UsedView]:
+    """Yield the view of each transform of matrices, for each parameter that it updates.
+
+    ``routes`` has the labels of the parameters, and ``transforms`` the transform of each label.
     """
     for label, tx in transforms.items():
         for transform in within(tx):  # the transform of the label, and all transforms that it calls
@@ -115,15 +144,7 @@ def _used_views(
                 continue
             for name, route in routes.items():
                 if route.label == label:
-                    yield name, route, view
-
-
-def _warn_of_unused_views(parameters: list[str]) -> None:
-    warn_caller(
-        f"partition: the labels have a view for {format_list(parameters, str)}, but the transform of these parameters "
-        "has no pattern for them, so each is treated as one matrix. Give the transform view=labels.view(), with "
-        "labels = default_labels(model), or pass Labels(labels) if this is intended"
-    )
+                    yield _UsedView(name, route, view)
 
 
 def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: Mapping[str, Route]) -> None:
@@ -142,25 +163,32 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
     pattern_of_glob = _before(patterns(suggested, names_with_labels), view)
     # As text, because a pattern with placeholders is no valid `MatrixView`.
     argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"
-    placeholders = ""
-    if ROWS in argument:
-        placeholders = f"Replace each {ROWS} by the number of rows of that part. "
-    stacks = ""
-    if any(pattern.startswith("...") for pattern in suggested.values()):
-        stacks = (
-            "More than two dims are taken for a stack of matrices (out, in): exchange the last two dims of a pattern "
-            "if each is stored as (in, out), such as '... in (part=2 out) -> ... part out in'. "
-        )
     warn_caller(
         "labels: these parameters may hold several matrices each, by their names or dims, or by the widths of the "
         f"layers beside them, and each is treated as one matrix: {format_list(list(suggested))}. If their parts have "
         "equal numbers of rows, and are stored one after another, split them by this argument of Muon or of a recipe:\n"
         f"  {argument}\n"
-        f"{placeholders}{stacks}A transform of your own takes the same view=. "
+        f"{_advice_on_patterns(argument, suggested.values())}A transform of your own takes the same view=. "
         "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
         "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. To "
         f"keep a parameter whole without this warning, write its pattern of these instead:\n  {whole_patterns!r}"
     )
+
+
+def _advice_on_patterns(argument: str, suggested: Iterable[str]) -> str:
+    """Return sentences on the placeholders in an argument, and on the stacks among the suggested patterns; or "".
+
+    Each sentence ends in a space.
+    """
+    advice = ""
+    if ROWS in argument:
+        advice += f"Replace each {ROWS} by the number of rows of that part. "
+    if any(pattern.startswith("...") for pattern in suggested):
+        advice += (
+            "More than two dims are taken for a stack of matrices (out, in): exchange the last two dims of a pattern "
+            "if each is stored as (in, out), such as '... in (part=2 out) -> ... part out in'. "
+        )
+    return advice
 
 
 def _before(pattern_of_glob: dict[str, str], view: MatrixView) -> dict[str, str]:
