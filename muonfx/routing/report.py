@@ -218,7 +218,7 @@ def _require_same_names(labels: Labels, names: Sequence[str], absent: Sequence[s
 
 
 def _is_labels(argument: object) -> bool:
-    """Return True for labels, or a function that returns labels: they have no shapes.
+    """Return True for labels, or a function that returns labels; False for parameters, which have shapes.
 
     >>> _is_labels({"fc.weight": "muon"}), _is_labels({"fc.weight": torch.zeros(2, 2)}), _is_labels(default_labels)
     (True, False, True)
@@ -289,9 +289,20 @@ def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, Matri
         return route
     if pattern is None:  # the labels have a view, and the transform treats the parameter as one matrix
         return route._replace(reason=f"{route.reason}; the transform has no view for it", view=MatrixView())
-    # The transform has a pattern of its own, so a note that the parameter may hold several matrices is out of date.
-    reason = route.reason.partition(f"; {MAYBE_FUSED}")[0].partition(f"; {MAYBE_STACK}")[0]
+    # The transform has a pattern of its own.
+    reason = _without_suggestion(route.reason)
     return route._replace(reason=f"{reason}; view of the transform", view=MatrixView(pattern))
+
+
+def _without_suggestion(reason: str) -> str:
+    """Return the reason for a label without the note that the parameter may hold several matrices, which is the last.
+
+    >>> _without_suggestion("hidden matrix (2-D); maybe fused, not split: (part=2 out) in -> part out in")
+    'hidden matrix (2-D)'
+    """
+    for note in (MAYBE_FUSED, MAYBE_STACK):
+        reason, _, _ = reason.partition(f"; {note}")
+    return reason
 
 
 def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView | None]:
