@@ -207,7 +207,7 @@ def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dic
 
 
 class _Decisions(NamedTuple):
-    """What decides the label of each parameter of a model: the rules of the user, and the roles."""
+    """The rules of the user and the roles of the parameters of a model, which decide the labels."""
 
     infos: tuple[ParamInfo, ...]
     """The parameters."""
