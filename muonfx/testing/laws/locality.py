@@ -129,11 +129,15 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """
     example = Example(params, steps)
     _check_halves(tx, example)
-    # Then another order, in one dim: an element must not depend on its place or its neighbours either.
+    _check_permuted_elements(tx, example)
+
+
+def _check_permuted_elements(tx: Transform, example: Example) -> None:
+    """Raise `Breach` (a failed law) if elements have other updates in one dim, in another order, than in their leaf."""
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
     expected = tree.map(_flattened_and_permuted, whole_updates)
     # A transform may choose leaves by their shapes. It does so for the original shapes, before leaves are flattened.
-    resolved = resolve_within(tx, on_meta(params))
+    resolved = resolve_within(tx, on_meta(example.params))
     results = updates_of(resolved, *example.map(_flattened_and_permuted))
     what = "updates of flattened leaves with permuted elements"
     require_close(what, results, expected, "the whole's, flattened and permuted", min(tolerance, _ROUNDING))
@@ -276,18 +280,27 @@ def _why_sums_are_not_checked(tx: Transform) -> str | None:
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    # Such as a chain and its members. The law requires of each that it takes sums, or forwards them to others.
+    # Such as a chain and its members.
     transforms_of_tree = [inner for inner in within(tx) if inner.locality is Locality.TREE]
     for inner in transforms_of_tree:
-        if sums_over_leaves(inner):
-            continue
-        if can_run_on_shards(inner):
-            return f"{inner.name} combines its shards by other means than sums over leaves"
-        if not inner.extras.takes_all:  # with ``**extras``, it forwards ``sum_over_leaves``
-            return _why_gathered(inner)
+        reason = _why_not_by_sums(inner)
+        if reason is not None:
+            return reason
     if not any(map(sums_over_leaves, transforms_of_tree)):  # only wrappers that forward the argument
         return _why_gathered(tx)
     return None
+
+
+def _why_not_by_sums(tx: Transform) -> str | None:
+    """Return why a transform of the whole tree neither takes ``sum_over_leaves`` nor forwards it; None if it does."""
+    if sums_over_leaves(tx):
+        return None
+    if can_run_on_shards(tx):
+        return f"{tx.name} combines its shards by other means than sums over leaves"
+    forwards_all_extras = tx.extras.takes_all  # with ``**extras``, also ``sum_over_leaves``
+    if forwards_all_extras:
+        return None
+    return _why_gathered(tx)
 
 
 def _why_gathered(tx: Transform) -> str:
@@ -417,6 +430,7 @@ def _run_until_unknown_sum(
 ) -> list[PyTree] | _UnknownSum:
     """Return the updates of one rank, or an `_UnknownSum` if it needs more sums than ``known_sums``.
 
+    `_on_two_ranks` then adds the contributions of both ranks to ``known_sums``, and starts this run again.
     ``not_counted`` are the numbers of the leaves that the other rank adds to a sum.
     """
     next_sums = list(known_sums)

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,6 +163,21 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
         _check_faults(tx, params, steps, usual_updates, [number])
 
 
+class _Runs(NamedTuple):
+    """The updates of all steps, for runs in which an element of some first gradients is replaced."""
+
+    usual: list[PyTree]
+    """Without a change."""
+    with_another: list[PyTree]
+    """By another ordinary number."""
+    with_nan: list[PyTree]
+    """By NaN."""
+    with_infinity: list[PyTree]
+    """By infinity."""
+    with_large: list[PyTree]
+    """By a large number, such as 1e30."""
+
+
 def _check_faults(
     tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: list[int]
 ) -> None:
@@ -169,27 +185,47 @@ def _check_faults(
 
     ``faulty_leaves`` are the numbers of these leaves in the tree; ``usual_updates`` are the updates without a fault.
     """
-    # Four runs. In each, an element of the first gradient of each of these leaves is replaced.
+    runs = _runs_with_faults(tx, params, steps, usual_updates, faulty_leaves)
+    names = tree.names(params)
+    tolerance = tolerance_of(tx, usual_updates, params)
+    for number in faulty_leaves:
+        _check_fault_of_leaf(number, f"the gradient of {names[number]!r}", runs, tolerance)
+
+
+def _runs_with_faults(
+    tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: list[int]
+) -> _Runs:
+    """Run a transform with each kind of replaced element in the first gradients of ``faulty_leaves``."""
+    first_grads = steps[0]
+    later_steps = steps[1:]
     names = tree.names(params)
     where = f"in the gradients of {[names[number] for number in faulty_leaves]} at step 0, which the law puts in"
-    with_another = updates_of(tx, params, [map_some(_with_another_element, faulty_leaves, steps[0]), *steps[1:]])
+    grads_with_another = map_some(_with_another_element, faulty_leaves, first_grads)
+    with_another = updates_of(tx, params, [grads_with_another, *later_steps])
     with _noted(f"after nan {where}"):
         with_nan = updates_of(tx, params, _with_first_elements(math.nan, faulty_leaves, steps))
     with _noted(f"after inf {where}"):
         with_infinity = updates_of(tx, params, _with_first_elements(math.inf, faulty_leaves, steps))
     with _noted(f"after a large element {where}"):
-        with_large = updates_of(tx, params, [_with_large_elements(faulty_leaves, steps[0], params), *steps[1:]])
-    tolerance = tolerance_of(tx, usual_updates, params)
-    for number in faulty_leaves:
-        usual = _of_leaf(number, usual_updates)
-        if _all_close(_of_leaf(number, with_another), usual, tolerance):
-            continue  # its updates do not depend on this gradient, so a NaN in it need not be visible
-        gradient = f"the gradient of {names[number]!r}"
-        _require_visible(f"NaN in {gradient}", _of_leaf(number, with_nan), [usual], tolerance)
-        infinite = _of_leaf(number, with_infinity)
-        large = [u.to(other.dtype) for u, other in zip(_of_leaf(number, with_large), infinite, strict=True)]
-        if not _all_close(infinite, large, tolerance):  # an infinity may act as a large number does
-            _require_visible(f"infinity in {gradient}", infinite, [usual, large], tolerance)
+        grads_with_large = _with_large_elements(faulty_leaves, first_grads, params)
+        with_large = updates_of(tx, params, [grads_with_large, *later_steps])
+    return _Runs(usual_updates, with_another, with_nan, with_infinity, with_large)
+
+
+def _check_fault_of_leaf(number: int, gradient: str, runs: _Runs, tolerance: float) -> None:
+    """Raise `Breach` (a failed law) if NaN or infinity in the gradient of one leaf is hidden in its updates.
+
+    ``number`` is the number of the leaf, and ``gradient`` names its gradient: "the gradient of 'w'".
+    """
+    usual = _of_leaf(number, runs.usual)
+    if _all_close(_of_leaf(number, runs.with_another), usual, tolerance):
+        return  # its updates do not depend on this gradient, so a NaN in it need not be visible
+    _require_visible(f"NaN in {gradient}", _of_leaf(number, runs.with_nan), [usual], tolerance)
+    infinite = _of_leaf(number, runs.with_infinity)
+    large = [u.to(other.dtype) for u, other in zip(_of_leaf(number, runs.with_large), infinite, strict=True)]
+    acts_as_large_number = _all_close(infinite, large, tolerance)  # as in `clip_by_value`
+    if not acts_as_large_number:
+        _require_visible(f"infinity in {gradient}", infinite, [usual, large], tolerance)
 
 
 def _with_another_element(grad: Tensor) -> Tensor:
