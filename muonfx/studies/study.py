@@ -192,12 +192,8 @@ def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, repo
     _warn_of_trained_params(sweep, name)
     losses = torch.full((len(report_steps), len(sweep.seeds), 2), torch.nan, dtype=torch.float64)
     steps_taken = 0
-    if saves is not None:  # continue an interrupted study
-        saves.describe(sweep, progress)
-        steps_taken, progress, losses = saves.load(progress, losses)
-        if steps_taken:  # 0 if nothing was saved
-            saved_losses = losses[report_steps.index(steps_taken), :, 1]
-            saves.require_same_validation(steps_taken, saved_losses, sweep.validation_losses(progress))
+    if saves is not None:
+        steps_taken, progress, losses = saves.resume(sweep, progress, losses)
     for index, step in enumerate(report_steps):
         if step <= steps_taken:  # the saved study has made this report
             continue
@@ -261,11 +257,24 @@ class _Saves:
         }
         self.names_of_numbers: list[str] = []
 
-    def describe(self, sweep: Sweep, start: Progress) -> None:
-        """Add the transform, and the losses before the first step and averages of batches, which differ between tasks.
+    def resume(self, sweep: Sweep, start: Progress, losses: Tensor) -> tuple[int, Progress, Tensor]:
+        """Return the number of steps, the progress and the losses with which the runs of a sweep begin or continue.
 
-        For example, the key of averages is ``"averages of the batches at step 19"``. Losses do not distinguish
-        batches if the last layer begins with zeros, and the first batch does not show later differences.
+        The arguments are as in `load`. The saved validation losses must be those of the saved parameters.
+        """
+        self.describe(sweep, start)
+        steps_taken, progress, losses = self.load(start, losses)
+        if steps_taken:  # 0 if nothing was saved
+            report_index = self.description["reports"].index(steps_taken)
+            saved_losses = losses[report_index, :, 1]
+            self.require_same_validation(steps_taken, saved_losses, sweep.validation_losses(progress))
+        return steps_taken, progress, losses
+
+    def describe(self, sweep: Sweep, start: Progress) -> None:
+        """Add what shows another transform or another task: the transform, first losses, and averages of batches.
+
+        Averages are added for the first, the middle and the last step, with keys such as ``"averages of the batches at
+        step 19"``. They show other batches also where the losses do not: if the last layer begins with zeros.
         """
         self.description["transform"] = sweep.tx.fingerprint
         self.names_of_numbers = tree.names(sweep.tx)  # such as "scale_by_adam.b2"
