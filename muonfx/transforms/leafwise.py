@@ -320,8 +320,15 @@ def leafwise(
 
         @functools.wraps(constructor)
         def init_and_update(*args: object, **kwargs: object) -> InitAndUpdate:
-            # A formula is what the constructor returns, the state and the step, with the code that runs the step.
-            return _formula(constructor, reads_params, *args, **kwargs).functions()
+            step_reads_params = reads_params
+            if callable(step_reads_params):  # it depends on the arguments
+                step_reads_params = step_reads_params(*args, **kwargs)
+            returned = constructor(*args, **kwargs)  # such as (MomentumState(Slot()), step)
+            name = constructor.__name__
+            # The state may contain one tensor for each leaf (a Slot), and counts or numbers that all leaves share.
+            types = (Slot, StepCount, Number)
+            state, step = state_and_step(f"{name}: a leafwise", returned, types, step_reads_params)
+            return _Formula(name, state, step, step_reads_params).functions()
 
         def locality_of_transform(*args: object, **kwargs: object) -> Locality:
             state, step = constructor(*args, **kwargs)  # `init_and_update` has checked them
@@ -339,27 +346,6 @@ def leafwise(
     if constructor is None:  # written with options: @leafwise(position="last")
         return decorate
     return decorate(constructor)
-
-
-def _formula(
-    constructor: Callable[..., StateAndStep],
-    reads_params: ReadsParams | Callable[..., bool],
-    /,
-    *args: object,
-    **kwargs: object,
-) -> _Formula:
-    """Call a constructor with its arguments, and return the state and the step that it declares, ready to run.
-
-    A constructor is the function under the decorator, such as ``def momentum(decay=0.95): ... return state, step``.
-    Raise TypeError if it returns anything else.
-    """
-    if callable(reads_params):  # whether the step receives the parameters depends on the arguments
-        reads_params = reads_params(*args, **kwargs)
-    returned = constructor(*args, **kwargs)  # such as (MomentumState(Slot()), step)
-    name = constructor.__name__
-    # The state may contain one tensor for each leaf (a Slot), and counts or numbers that all leaves share.
-    state, step = state_and_step(f"{name}: a leafwise", returned, (Slot, StepCount, Number), reads_params)
-    return _Formula(name, state, step, reads_params)
 
 
 def state_and_step(
