@@ -236,21 +236,22 @@ class Pattern:
         first = _first_axis_with(_names_in_matrices(results), axes)
         counting_axes = axes[:first]
         unit_axes = axes[first:]
-        if not counting_axes:  # the tensor is one unit
+        is_one_unit = not counting_axes
+        row_dim = unit_axes[0].dim  # in which the unit begins
+        has_no_columns = row_dim == len(shape) - 1
+        if is_one_unit or has_no_columns:
             return None
 
         # The rows of a unit are what remains of the dim in which it begins, here (k + v). Its columns are all later
         # dims, here in.
-        row_dim = unit_axes[0].dim
-        if row_dim == len(shape) - 1:
-            return None
         row_axes = [axis for axis in unit_axes if axis.dim == row_dim]
         column_axes = [axis for axis in unit_axes if axis.dim > row_dim]
 
         # The matrices of a unit are the results without the names that count units, here k in and v in.
         unit_results = _without_names(results, _names_of_axes(counting_axes))
         has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
-        if len(unit_results) > 1 and not has_parts:  # as in "(q=2 + k=2) a b -> q a b, k b a"
+        is_divided_in_several_ways = len(unit_results) > 1 and not has_parts
+        if is_divided_in_several_ways:  # as in "(q=2 + k=2) a b -> q a b, k b a"
             return None
 
         is_one_matrix = len(unit_results) == 1 and len(unit_results[0]) == 2  # one result, without batch dims

@@ -293,16 +293,21 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the parameters that hold queries or keys, such as "attn.q_proj.weight" and "attn.k_proj.weight".
+    """Return the parameters that hold queries or keys: those that `_resolve` has found before, or those in ``params``.
 
-    ``heads`` are `AttentionHeads` with globs, by which the parameters are found in ``params``. If `_resolve` has found
-    them before, ``heads`` are these parameters themselves, as `_Member`.
+    ``heads`` are the found parameters, as `_Member`, or `AttentionHeads` with globs by which they are found.
     """
-    resolved_members = [item for item in heads if isinstance(item, _Member)]
-    if resolved_members:
-        return resolved_members
-    # Find the parameters by name. The first `AttentionHeads` that matches a name is used.
-    attentions = [item for item in heads if isinstance(item, AttentionHeads)]
+    members = [item for item in heads if isinstance(item, _Member)]
+    if members:
+        return members
+    return _find_members([item for item in heads if isinstance(item, AttentionHeads)], params)
+
+
+def _find_members(attentions: list[AttentionHeads], params: PyTree) -> list[_Member]:
+    """Find the parameters that hold queries or keys, such as "attn.q_proj.weight" and "attn.k_proj.weight", by name.
+
+    The first of ``attentions`` that matches a name is used.
+    """
     leaves = dict(tree.named_leaves(params))
     members: list[_Member] = []
     plain_names = unwrapped(leaves)  # module names have no wrapper prefixes
