@@ -168,9 +168,9 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
     if not leaves:
         return {}
     shared_path = _shared_path(leaves)  # ("tx",), which is no part of a label
-    depth = len(shared_path)
     if any(leaf.path == shared_path for leaf in leaves):  # such as a single leaf, whose last entry is its label
-        depth = max(depth - 1, 0)
+        shared_path = shared_path[:-1]
+    depth = len(shared_path)
     groups: dict[tuple[str, ...], list[LeafSummary]] = {}  # by the first entries that differ, ("tx", "adamw")
     for leaf in leaves:
         groups.setdefault(leaf.path[: depth + 1], []).append(leaf)

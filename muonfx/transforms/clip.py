@@ -147,10 +147,10 @@ def norm_of_squares(total: Tensor) -> Tensor:
 
 
 def squares_of_leaves(updates: PyTree) -> PyTree:
-    """Return for each leaf a tensor of shape (2,): the square of its norm, and of a small multiple of the norm.
+    """Return for each leaf a tensor of shape (2,): the square of its norm, and the square of a small part of the norm.
 
-    For the leaf [3.0, 4.0], the first item is 25. Sums of the first squares give the norm of the tree, unless they
-    overflow. The second squares are for that case.
+    For the leaf [3.0, 4.0], the items are 25 and ``(5 * 2^-65)^2``, or ``(5 * 2^-513)^2`` in fp64. Sums of the first
+    squares give the norm of the tree. If they overflow, sums of the second squares give it: see `norm_of_squares`.
     """
     present = Present(updates)  # the leaves that have a gradient
     norms = ew.norms(present.pick(updates))
