@@ -17,7 +17,7 @@ from torch import Tensor
 
 from muonfx import checkpoint, tree
 from muonfx.core import Transform
-from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer
+from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, States
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
 from muonfx.engines.deepspeed.parallel import gather_objects, global_names
 from muonfx.sharding.shards.flat_shard import FlatShard
@@ -96,13 +96,14 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     params, leaves = _loaded_values(path, optimizer, flat_optimizers)
     # At stages 1 to 3 this is DeepSpeed's own optimizer, a wrapper of this one.
     zero = engine.optimizer
+    is_stage_1_or_2 = hasattr(zero, "update_lp_params")
     is_stage_3 = hasattr(zero, "checkpoint_event_prologue")
     if is_stage_3:
         zero.checkpoint_event_prologue()  # partitions the persistent parameters, which stage 3 keeps whole
     for flat_optimizer in flat_optimizers:
         flat_optimizer.load(params, leaves, optimizer.state)
     # Copy the full-precision parameters into the parameters of the model.
-    if hasattr(zero, "update_lp_params"):  # stages 1 and 2
+    if is_stage_1_or_2:
         zero.update_lp_params()
     else:
         optimizer.update_working_copy()
@@ -163,25 +164,15 @@ class _Values(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: ZeroOptimizer, *, to_load: bool) -> _Values:
-        """Collect the values of this rank, and add the leaves of others. All ranks must call this together.
+        """Collect the values of this rank, and add empty ones for other ranks. All ranks must call this together.
 
-        If another rank alone has "up.weight", the leaf at ("momentum", "trace", "up.weight") is an empty `FlatShard`.
+        If rank 0 has "up.weight" and rank 1 has "down.weight", ``params`` has both names on both ranks. On rank 0,
+        "down.weight" is an empty `FlatShard`. The same holds for the state, as at ("momentum", "trace", "down.weight").
         """
         global_name_of = global_names(optimizer.model)  # only for the names that differ in a checkpoint
-        params: dict[str, Any] = {}
-        leaf_of_path: dict[tuple[Any, ...], Any] = {}
-        for flat_optimizer in optimizer.all_flat_optimizers():
-            # 1. The state. All flat optimizers have the same paths. The leaf at a path is None in those without the
-            # parameter.
-            leaves = flat_optimizer.global_leaves(optimizer.state, to_load=to_load)
-            for state_path, leaf in zip(flat_optimizer.state_paths, leaves, strict=True):
-                path = _renamed(state_path, global_name_of)
-                leaf_of_path[path] = _merged(leaf_of_path.get(path), leaf)
-            # 2. The parameters.
-            flat = flat_optimizer.flat
-            for name, param in flat.params().items():
-                global_name = global_name_of.get(name, name)
-                params[global_name] = flat.with_position(name, param, to_load=to_load)
+        flat_optimizers = optimizer.all_flat_optimizers()
+        leaf_of_path = _local_state(flat_optimizers, optimizer.state, global_name_of, to_load=to_load)
+        params = _local_params(flat_optimizers, global_name_of, to_load=to_load)
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         return cls(
             params=_with_leaves_of_others(params),
@@ -189,6 +180,41 @@ class _Values(NamedTuple):
             paths=list(leaf_of_path),
             tx=_common_transform(optimizer.tx, has_own_names=bool(global_name_of)),
         )
+
+
+def _local_params(
+    flat_optimizers: Sequence[FlatOptimizer], global_name_of: Mapping[str, str], *, to_load: bool
+) -> dict[str, Any]:
+    """Return this rank's parameters by their names in a checkpoint; shards have their positions (`FlatShard`).
+
+    ``to_load`` is False to save them: then shards that another rank saves are empty.
+    """
+    params: dict[str, Any] = {}
+    for flat_optimizer in flat_optimizers:
+        flat = flat_optimizer.flat
+        with_position = flat.with_position if to_load else flat.to_save
+        for name, param in flat.params().items():
+            global_name = global_name_of.get(name, name)
+            params[global_name] = with_position(name, param)
+    return params
+
+
+def _local_state(
+    flat_optimizers: Sequence[FlatOptimizer], states: States, global_name_of: Mapping[str, str], *, to_load: bool
+) -> dict[tuple[Any, ...], Any]:
+    """Return this rank's optimizer state: a dict from the path in a checkpoint to the leaf, which may be None.
+
+    ``states`` is ``optimizer.state``, and ``to_load`` is as in `_local_params`.
+    """
+    leaf_of_path: dict[tuple[Any, ...], Any] = {}
+    for flat_optimizer in flat_optimizers:
+        flat_optimizer.check_and_cast(states)
+        leaves = flat_optimizer.global_leaves(states, to_load=to_load)
+        # All flat optimizers have the same paths. The leaf at a path is None in those without the parameter.
+        for state_path, leaf in zip(flat_optimizer.state_paths, leaves, strict=True):
+            path = _renamed(state_path, global_name_of)
+            leaf_of_path[path] = _merged(leaf_of_path.get(path), leaf)
+    return leaf_of_path
 
 
 def _renamed(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any, ...]:

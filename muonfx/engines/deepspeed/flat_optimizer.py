@@ -55,20 +55,19 @@ class FlatOptimizer:
         """The hyperparameters in the last step."""
         self._current_tx = tx
         """The transform with these hyperparameters."""
-        # A new state gives the structure, and is stored unless there is a loaded one.
         params = flat.params()
         new_state = self._transform().init(self._with_all_names(params))
         self._treedef = tree.flatten(new_state)[1]
         self.state_paths = tree.paths(new_state)
         """The path of each leaf of the state."""
-        self._state_leaves = _state_leaves_of(new_state, dict.fromkeys(self._all_names), params)
+        self._state_leaves = _state_leaves_of(new_state, self._all_names, params)
         """For each leaf of the state, where it is in ``optimizer.state``. A leaf that is None is not in it."""
+        new_entries_of = self._entries_of(new_state)
         self._specs: dict[Tensor, dict[str, Spec]] = {}
         """The expected shape and dtype of each entry in ``optimizer.state``, by tensor and key."""
-        for tensor, new_entries in self._entries_of(new_state).items():
+        for tensor, new_entries in new_entries_of.items():
             self._specs[tensor] = tree.spec(new_entries)
-            if not states.get(tensor):  # else DeepSpeed has loaded a state, which remains
-                states[tensor] = new_entries
+        _add_missing(new_entries_of, states)
 
     def _transform(self) -> Transform:
         """Return the transform with the current hyperparameters, sharded unless each rank has whole parameters."""
@@ -190,17 +189,13 @@ class FlatOptimizer:
 
         Call `check_and_cast` before.
         """
-        # 1. Build the transform again only if a number has changed: until then, `GroupNumbers.read` returns the same
-        # dict.
-        if numbers is not self._numbers:
-            fitted_numbers = fitted(hyperparams(self._tx), numbers)
-            self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
-            self._numbers = numbers
-        # 2. The parameters, gradients and state, as views of the tensors of DeepSpeed.
+        if numbers is not self._numbers:  # `GroupNumbers.read` returns the same dict until a number changes
+            self._set_numbers(numbers)
+        # The parameters, gradients and state are views of the tensors of DeepSpeed.
         params = self.flat.params()
         grads = {name: self.flat.view(name, tensor.grad) for name, tensor in self.flat.tensor_of.items()}
         state = self._read(states)
-        # 3. The step. A flat gradient may be overwritten, but not one of stage 0, which may be a parameter's own.
+        # A flat gradient may be overwritten, but not one of stage 0, which may be a parameter's own.
         updates, new_state = self._transform().update(
             self._with_all_names(grads),
             state,
@@ -210,25 +205,30 @@ class FlatOptimizer:
         add_in_place(params, {name: updates[name] for name in params})
         self._write(state, new_state, states)
 
+    def _set_numbers(self, numbers: dict[str, Any]) -> None:
+        """Build the transform again with new hyperparameters."""
+        fitted_numbers = fitted(hyperparams(self._tx), numbers)
+        self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
+        self._numbers = numbers
+
     def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
         """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).
 
-        A leaf for a parameter of another flat tensor is None. ``to_load`` is False to save the state: then shards that
-        another rank saves are empty.
+        Call `check_and_cast` before. A leaf for a parameter of another flat tensor is None. ``to_load`` is False to
+        save the state: then shards that another rank saves are empty.
         """
-        # 1. The state. With a layout, the leaves that are sharded become `FlatShard`.
-        self.check_and_cast(states)
+        with_position = self.flat.with_position if to_load else self.flat.to_save
+        # 1. With a layout, the leaves that the transform shards become `FlatShard`.
         state = self._read(states)
         if self.flat.layout is not None:
             state = to_global(self._transform(), state, self._with_all_names(self.flat.params()))
-        # 2. A leaf for a parameter that is still a plain tensor gets its position. A step count has none.
+        # 2. Plain tensors are shards of the state of a parameter, or belong to none, as a step count does.
         leaves: list[Any] = []
-        for state_leaf, leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
-            name = state_leaf.name
-            if name is None or not isinstance(leaf, Tensor):  # a count, None, or a `FlatShard`
-                leaves.append(leaf)
+        for (_, name), leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
+            if name is not None and isinstance(leaf, Tensor):
+                leaves.append(with_position(name, leaf))
             else:
-                leaves.append(self.flat.with_position(name, leaf, to_load=to_load))
+                leaves.append(leaf)
         return leaves
 
     @torch.no_grad()
@@ -238,14 +238,19 @@ class FlatOptimizer:
         They have the form that `FlatParams.with_position` returns: a whole tensor, or a `FlatShard` (a shard with its
         position). A leaf for a parameter of another flat tensor is ignored.
         """
-        # 1. The parameters.
-        views = self.flat.params()
-        for name, view in views.items():
+        self._load_params(params)
+        self._load_state(leaves, states)
+
+    def _load_params(self, params: Mapping[str, Any]) -> None:
+        """Copy loaded parameters, each a whole tensor or a `FlatShard`, into the flat tensors."""
+        for name, view in self.flat.params().items():
             values = params[name]
             if isinstance(values, FlatShard):
                 values = values.data
             view.copy_(values.view(view.shape))
-        # 2. The state.
+
+    def _load_state(self, leaves: Sequence[Any], states: States) -> None:
+        """Copy the leaves of a loaded state into the tensors of ``states``, which is ``optimizer.state``."""
         stored_state = self._read(states)
         new_leaves: list[Any] = []
         for stored_leaf, loaded_leaf in zip(tree.leaves(stored_state), leaves, strict=True):
@@ -255,7 +260,7 @@ class FlatOptimizer:
                 new_leaves.append(self._loaded_leaf(loaded_leaf))
         new_state = tree.unflatten(self._treedef, new_leaves)
         if self.flat.layout is not None:
-            new_state = from_global(self._transform(), new_state, self._with_all_names(views))
+            new_state = from_global(self._transform(), new_state, self._with_all_names(self.flat.params()))
         self._write(stored_state, new_state, states)
 
     def _loaded_leaf(self, leaf: Tensor | FlatShard) -> Any:
@@ -268,7 +273,14 @@ class FlatOptimizer:
         return leaf.whole
 
 
-def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: NamedTensors) -> list[_StateLeaf]:
+def _add_missing(new_entries_of: States, states: States) -> None:
+    """Put new state into ``states``, which is ``optimizer.state``, for tensors for which DeepSpeed has loaded none."""
+    for tensor, new_entries in new_entries_of.items():
+        if not states.get(tensor):
+            states[tensor] = new_entries
+
+
+def _state_leaves_of(state: PyTree, all_names: Iterable[str], params: NamedTensors) -> list[_StateLeaf]:
     """Return for each leaf of a state where it is in ``optimizer.state``.
 
     A leaf of the shape of a parameter is stored with this parameter: the momentum of "fc.weight" is at
@@ -276,21 +288,24 @@ def _state_leaves_of(state: PyTree, all_params: Mapping[str, None], params: Name
 
     Args:
         state: a new state.
-        all_params: a dict whose keys are the names of all parameters of the model; its values are not read.
+        all_names: the names of all parameters of the model.
         params: the parameters of the flat tensor, or their shards, by name.
     """
     state_leaves: list[_StateLeaf] = []
-    owners = ownership_of(state, all_params)  # the parameter to which each leaf belongs, if any
+    owners = ownership_of(state, dict.fromkeys(all_names))  # the parameter to which each leaf belongs, if any
     for path, owner, leaf in zip(tree.paths(state), owners, tree.leaves(state), strict=True):
         name = owner.parameter
-        param = params.get(name) if name is not None else None
         # A leaf of another shape, such as a norm of a matrix, cannot be in a flat tensor at the parameter's position.
-        if leaf is not None and param is not None and leaf.shape == param.shape:
-            path_without_name = owner.path
-            state_leaves.append(_StateLeaf(path_of(path_without_name), name))
+        if name is not None and name in params and _have_one_shape(leaf, params[name]):
+            state_leaves.append(_StateLeaf(path_of(owner.path), name))  # `owner.path` is without the name
         else:
             state_leaves.append(_StateLeaf(path_of(path), None))
     return state_leaves
+
+
+def _have_one_shape(leaf: Tensor | None, param: Tensor) -> bool:
+    """Return True if a leaf of a state is a tensor with the shape of a parameter."""
+    return leaf is not None and leaf.shape == param.shape
 
 
 def raise_on_all_ranks(error: Exception, optimizers: Iterable[FlatOptimizer]) -> None:

@@ -92,29 +92,34 @@ class FlatParams(NamedTuple):
         """Return the parameters, or their shards, by name; they share memory with the tensors of DeepSpeed."""
         return {name: self.view(name, tensor.detach()) for name, tensor in self.tensor_of.items()}
 
-    def with_position(self, name: str, value: Tensor, *, to_load: bool) -> Tensor | FlatShard:
+    def to_save(self, name: str, value: Tensor) -> Tensor | FlatShard:
+        """Return what this rank saves of a parameter or its state: its shard, or no element if another rank saves it.
+
+        ``value`` is this rank's shard, which the result has with its position, as in `with_position`.
+        """
+        if self.layout is not None and name in self.saved_elsewhere:
+            return FlatShard(self.layout.specs[name].shape, 0, value.new_empty(0))
+        return self.with_position(name, value)
+
+    def with_position(self, name: str, value: Tensor) -> Tensor | FlatShard:
         """Return a shard with its position in the parameter, for a checkpoint that other numbers of ranks can load.
 
-        ``value`` is the shard of a parameter or of its state. A whole parameter is returned unchanged.
-
-        For a shard with the rows 2 and 3 of a parameter of shape (4, 8), this is a `FlatShard` of 16 elements, which
-        begin at element 16 of the parameter. To save, an empty shard is returned if another rank saves the values.
+        ``value`` is the shard of a parameter or of its state. A whole parameter is returned unchanged. For a shard with
+        the rows 2 and 3 of a parameter of shape (4, 8), the result is a `FlatShard` of 16 elements, which begin at
+        element 16 of the parameter.
         """
         if self.layout is None:  # each rank has whole parameters
             return value
         position = self.layout.position(name)  # which elements this rank holds
         shape = self.layout.specs[name].shape
-        # 1. At stage 0 with AutoTP, a rank has the whole parameter, or some rows or columns, in their own shape.
+        # At stage 0 with AutoTP, a rank has the whole parameter, or some rows or columns, in their own shape.
         if not self.is_flat:
             if position == ShardPosition.whole(shape):
                 return value
             position = position.interval_of_shard(0, position.numel)  # the same elements, as a 1-d shard
-        # 2. The values, flattened, with their position.
-        if name in self.saved_elsewhere and not to_load:  # to load, this rank needs the values as well
-            return FlatShard(shape, 0, value.new_empty(0))
-        if position.start is None:  # some rows or columns of AutoTP, not an interval of the parameter
-            return FlatShard(shape, 0, value.reshape(-1), elements=position)
-        return FlatShard(shape, position.start, value.reshape(-1))
+        if position.start is not None:  # an interval of the flattened parameter
+            return FlatShard(shape, position.start, value.reshape(-1))
+        return FlatShard(shape, 0, value.reshape(-1), elements=position)  # some rows or columns of AutoTP
 
 
 def locate(
@@ -145,43 +150,49 @@ def locate(
         shard_shapes={name: layout.position(name).shape for name in partition.intervals},
         saved_elsewhere=partition.saved_elsewhere,
     )
-    # 2. The mapping of DeepSpeed may be wrong on some ranks only. All ranks exchange the name of a parameter that is
-    # elsewhere, so that all of them raise.
+    # 2. Check the values.
     misplaced_name = partition.misplaced_name or _name_of_differing(flat, params)
-    for name in gather_objects(misplaced_name, partition.group):
-        if name is not None:
-            raise _misplaced(name)
+    _require_none_misplaced(misplaced_name, partition.group)
     return flat
 
 
-def whole_params_of(
-    tensor_of: dict[str, Tensor],
+def _require_none_misplaced(misplaced_name: str | None, group: dist.ProcessGroup) -> None:
+    """Raise on all ranks of a group if DeepSpeed's mapping is wrong for a parameter on one of them.
+
+    ``misplaced_name`` is such a parameter of this rank; None if there is none. The mapping may be wrong on some ranks
+    only.
+    """
+    for name in gather_objects(misplaced_name, group):  # of each rank
+        if name is not None:
+            raise _misplaced(name)
+
+
+def locate_at_stage_0(
+    stepped_tensors: dict[str, Tensor],
     params: NamedTensors,
     whole_params: NamedTensors,
     tensor_group: dist.ProcessGroup | None,
 ) -> FlatParams:
-    """Return the `FlatParams` of ZeRO stage 0, where the tensors of a rank are parameters, not flat tensors.
+    """Return the `FlatParams` of ZeRO stage 0, where DeepSpeed steps on parameters, not on flat tensors.
 
     Without tensor parallelism, each rank has whole parameters, and the result has no layout. With AutoTP, DeepSpeed's
     tensor parallelism, a rank has some rows or columns of a parameter; the layout has these of each rank.
 
     Args:
-        tensor_of: the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
+        stepped_tensors: the tensors on which DeepSpeed steps, by name: the parameters, or copies of them in fp32.
         params: the parameters by name.
         whole_params: all parameters of the model by name, as meta tensors of their whole shapes.
         tensor_group: the tensor-parallel group; None without one.
     """
-    if tensor_group is None:  # this rank has all parameters whole
-        return FlatParams(tensor_of, layout=None)
-    # With AutoTP, the rows or columns of each rank.
-    size = dist.get_world_size(tensor_group)
+    if tensor_group is None:
+        return FlatParams(stepped_tensors)
     cuts: dict[str, Cut] = {}
     for name, param in params.items():
-        shards = tensor_shards_of(name, param, size)
+        shards = tensor_shards_of(name, param, dist.get_world_size(tensor_group))
         if shards is not None:  # else each rank has the whole parameter
             cuts[name] = Listed(whole_shape_of(param), shards)
-    layout = _layout(cuts, whole_params, tensor_of, tensor_group, stage=None)
-    return FlatParams(tensor_of, layout)
+    layout = _layout(cuts, whole_params, stepped_tensors, tensor_group, stage=None)
+    return FlatParams(stepped_tensors, layout)
 
 
 def _layout(
@@ -253,11 +264,10 @@ def _partition_of_buffer(flat_tensor: Tensor, params: NamedTensors) -> _Partitio
         # The start follows from any rank that holds elements; all of them must agree.
         interval_of_rank = [rank_intervals[name] for rank_intervals in intervals_of_ranks]
         start = _start_in_buffer(interval_of_rank, length, prod(shape))
-        if start is None:  # the mapping is wrong: `locate` raises on all ranks, and does not use this start
-            start = 0
-            if misplaced_name is None:
-                misplaced_name = name
-        cuts[name] = Intervals(shape, start, borders)
+        if start is not None:
+            cuts[name] = Intervals(shape, start, borders)
+        elif misplaced_name is None:  # the first one; `locate` raises on all ranks
+            misplaced_name = name
     return _Partition(cuts, intervals, group, misplaced_name)
 
 
@@ -370,26 +380,35 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
     # 1. For each rank, its tensor-parallel rank, and its interval of each parameter.
     ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects((tensor_rank, partition.intervals), group)
     cuts: dict[str, Cut] = {}
-    saved_elsewhere: set[str] = set()
+    unsplit_names: list[str] = []
     # 2. For each parameter, which elements of the whole each rank holds.
     for name, param in params.items():
         shape = whole_shape_of(param)
         shards = tensor_shards_of(name, param, tensor_size)
+        if shards is None:
+            unsplit_names.append(name)
         positions: list[ShardPosition] = []  # of each rank
-        for shard_index, intervals in ranks:
+        for rank_in_tensor_group, intervals in ranks:
             start = intervals[name].start_in_param
             stop = start + intervals[name].length
-            if shards is None:  # AutoTP has not split this parameter
+            if shards is None:  # the interval is one of the whole parameter
                 positions.append(ShardPosition.interval(shape, start, stop))
-            else:  # the interval counts elements of the flattened rows or columns of this tensor-parallel rank
-                positions.append(shards[shard_index].interval_of_shard(start, stop))
+            else:  # it counts elements of the flattened rows or columns of the tensor-parallel rank
+                positions.append(shards[rank_in_tensor_group].interval_of_shard(start, stop))
         cuts[name] = Listed(shape, positions)
-        # Every tensor-parallel rank has a parameter that AutoTP has not split, and partitions all of it over its ranks
-        # of ZeRO. If the flat tensors have different lengths, the intervals of two tensor-parallel ranks overlap, which
-        # shards of a checkpoint must not. So only the ranks of ZeRO of tensor-parallel rank 0 save it, together whole.
-        if shards is None and tensor_rank != 0:
-            saved_elsewhere.add(name)
-    return _Partition(cuts, partition.intervals, group, partition.misplaced_name, frozenset(saved_elsewhere))
+    saved_elsewhere = _saved_elsewhere(unsplit_names, tensor_rank)
+    return _Partition(cuts, partition.intervals, group, partition.misplaced_name, saved_elsewhere)
+
+
+def _saved_elsewhere(unsplit_names: Sequence[str], tensor_rank: int) -> frozenset[str]:
+    """Return those of the parameters that AutoTP has not split that this tensor-parallel rank does not save.
+
+    Every tensor-parallel rank has all of such a parameter, partitioned over its ranks of ZeRO. The intervals of two
+    tensor-parallel ranks may overlap, which shards of a checkpoint must not. So only tensor-parallel rank 0 saves it.
+    """
+    if tensor_rank == 0:
+        return frozenset()
+    return frozenset(unsplit_names)
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:

@@ -21,9 +21,9 @@ from muonfx.engines.deepspeed.flat_params import (
     FlatParams,
     flats_of,
     locate,
+    locate_at_stage_0,
     stage_3_of,
     trained_parameters,
-    whole_params_of,
 )
 from muonfx.engines.deepspeed.parallel import (
     expert_group_name,
@@ -64,11 +64,7 @@ class ZeroOptimizer(Optimizer):
 
     def __init__(self, model: nn.Module, tx: Transform) -> None:
         require_transform("tx", tx)
-        if tx.locality is Locality.TREE:
-            raise ValueError(
-                f"{tx!r} reads the whole tree, and DeepSpeed steps one flat tensor at a time: use DeepSpeed's "
-                '"gradient_clipping" for clipping, and its loss scaler for skipping overflows'
-            )
+        _require_steps_of_parts(tx)
         self.tx = tx
         self.model = model
         self._params = trained_parameters(model)
@@ -225,14 +221,16 @@ class ZeroOptimizer(Optimizer):
         self._require_same_trained()
         optimizers: list[FlatOptimizer] = []
         for group in self.param_groups:
-            names: list[str] = group["param_names"]  # the names remain when DeepSpeed replaces the tensors of the group
-            params = [self._params[name] for name in names]
-            engine = stage_3_of(params)
-            tensors: list[Tensor] = group["params"]
-            if engine is not None:  # DeepSpeed puts its flat tensors into the group during a step only
-                tensors = flats_of(engine, params)
-            optimizers += self._optimizers_of(names, tensors, without_grads=True)
+            optimizers += self._optimizers_of(group["param_names"], self._stepped_tensors(group), without_grads=True)
         return optimizers
+
+    def _stepped_tensors(self, group: Mapping[str, Any]) -> list[Tensor]:
+        """Return the tensors of a param group on which DeepSpeed steps: flat tensors, or at stage 0 parameters."""
+        params = [self._params[name] for name in group["param_names"]]
+        engine = stage_3_of(params)
+        if engine is None:
+            return group["params"]
+        return flats_of(engine, params)  # at stage 3, DeepSpeed puts its flat tensors into the group in a step only
 
     @torch.no_grad()
     def update_working_copy(self) -> None:
@@ -269,8 +267,8 @@ class ZeroOptimizer(Optimizer):
         if _are_unflattened(tensors, params.values()):
             first_tensor = tensors[0]
             if first_tensor not in self._flat_optimizers:
-                tensor_of = dict(zip(names, tensors, strict=True))
-                flat = whole_params_of(tensor_of, params, self._whole_params, tensor_group)
+                stepped_tensors = dict(zip(names, tensors, strict=True))
+                flat = locate_at_stage_0(stepped_tensors, params, self._whole_params, tensor_group)
                 self._flat_optimizers[first_tensor] = self._new_flat_optimizer(flat)
             return [self._flat_optimizers[first_tensor]]
         # Stages 1 to 3: one for each flat tensor.
@@ -329,17 +327,20 @@ class ZeroOptimizer(Optimizer):
             entries.pop(_REQUESTED_RATE, None)
             groups_to_load.append({**tracked.group, **entries, "params": saved_group["params"]})
         super().load_state_dict({**state_dict, "param_groups": groups_to_load})
-        # 3. torch has cast the state to the dtypes of the parameters. Replace it by the saved tensors. A state dict has
-        # the number of a parameter in place of the parameter.
-        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            for param, index in zip(group["params"], saved_group["params"], strict=True):
-                saved_state: Mapping[str, Any] = state_dict["state"].get(index, {})
+        self._restore_dtypes(state_dict)
+        # 3. Last, because a warning may be turned into an error, and the load must be complete then.
+        for text in texts:
+            warn_caller(text)
+
+    def _restore_dtypes(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the state, which torch has cast to the dtypes of the parameters, by the tensors of its state dict."""
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            # A state dict has the number of a parameter in place of the parameter.
+            for param, number in zip(group["params"], saved_group["params"], strict=True):
+                saved_state: Mapping[str, Any] = state_dict["state"].get(number, {})
                 for key, value in saved_state.items():
                     if isinstance(value, Tensor):
                         self.state[param][key] = value.to(param.device, copy=True)
-        # 4. Last, because a warning may be turned into an error, and the load must be complete then.
-        for text in texts:
-            warn_caller(text)
 
     def _tracked_groups(self) -> list[TrackedGroup]:
         """Return the groups with the names of their parameters and the objects that read their numbers."""
@@ -348,18 +349,17 @@ class ZeroOptimizer(Optimizer):
     def _warnings_of_load(self, saved_groups: Sequence[Group]) -> list[str]:
         """Return the warnings for saved groups whose numbers or chain differ from this optimizer.
 
-        Numbers are compared as an optimizer without DeepSpeed compares them, but the rate from before a scheduler is
-        "initial_lr" only for torch's schedulers. DeepSpeed's have changed the rate already, so the one from
-        construction takes its place.
+        Numbers are compared as an optimizer without DeepSpeed compares them. Of the rates, it compares those from
+        before a scheduler.
         """
         source = "load_state_dict: DeepSpeed's checkpoint"
         lines: list[str] = []
         for tracked, saved_group in zip(self._tracked_groups(), saved_groups, strict=True):
-            requested_rate = self._requested_rates[tuple(tracked.names)]
-            group = {"initial_lr": requested_rate, **tracked.group}
-            # A checkpoint of an earlier version has no rate from construction. It is compared with itself.
+            group = _with_first_rate(tracked.group, self._requested_rates[tuple(tracked.names)])
+            # A checkpoint of an earlier version has no rate from construction: then the rates count as equal.
             saved_rate = saved_group.get(_REQUESTED_RATE, group["initial_lr"])
-            lines += differences(self.tx, tracked._replace(group=group), {"initial_lr": saved_rate, **saved_group})
+            with_first_rate = _with_first_rate(saved_group, saved_rate)
+            lines += differences(self.tx, tracked._replace(group=group), with_first_rate)
         texts: list[str] = []
         if lines:
             advice = ". With a scheduler of DeepSpeed, the rates are the code's, as in org_lrs of WarmupCosineLR"
@@ -388,11 +388,32 @@ class ZeroOptimizer(Optimizer):
                     raise ValueError(f"the state has no hyperparameter {key!r} for the group of {first_name!r}")
 
 
+def _require_steps_of_parts(tx: Transform) -> None:
+    """Raise if a transform reads the whole tree, as clipping by the global norm does."""
+    if tx.locality is Locality.TREE:
+        raise ValueError(
+            f"{tx!r} reads the whole tree, and DeepSpeed steps one flat tensor at a time: use DeepSpeed's "
+            '"gradient_clipping" for clipping, and its loss scaler for skipping overflows'
+        )
+
+
 def _whole_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return parameters that ZeRO or AutoTP may have partitioned in full, as meta tensors by name."""
     return {
         name: torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta") for name, param in params.items()
     }
+
+
+def _with_first_rate(group: Group, requested_rate: float) -> dict[str, Any]:
+    """Return a group with the entry "initial_lr", the learning rate from before a scheduler.
+
+    Only torch's schedulers set it. Those of DeepSpeed overwrite "lr" alone, so that the rate from construction takes
+    its place.
+
+    >>> _with_first_rate({"lr": 0.001}, 0.02)
+    {'initial_lr': 0.02, 'lr': 0.001}
+    """
+    return {"initial_lr": requested_rate, **group}
 
 
 def _trained_has_changed(name: str, when: str) -> ValueError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -44,8 +45,9 @@ def tensor_group_of(modules: Iterable[nn.Module]) -> dist.ProcessGroup | None:
 def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition, ...] | None:
     """Return which elements of a parameter each tensor-parallel rank holds; None if every rank holds all of them.
 
-    AutoTP may give the rows 0 and 1 of a weight (4, 8) to rank 0, and the rows 2 and 3 to rank 1. The result then has
-    two `ShardPosition`, of 16 elements each.
+    AutoTP describes its partition in the metadata of a parameter. If the rows 0 and 1 of a weight (4, 8) are on rank 0,
+    and the rows 2 and 3 on rank 1, it is ``{"logical_shape": (4, 8), "partition_dim": 0, "partition_sizes": (2, 2)}``.
+    The result then has two `ShardPosition`, of 16 elements each.
 
     Args:
         name: the name of the parameter, for errors.
@@ -61,12 +63,11 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
     is_partitioned = is_marked or metadata
     if metadata.get("replicated") or not is_partitioned:
         return None
-    # 1. The partitioned dim, and the widths of the shards along it.
     dim = metadata.get("partition_dim")
-    widths = _widths_of_parts(metadata)
+    widths = _widths_of_parts(metadata)  # of the shards along this dim
     if dim is None or widths is None:
         raise _undescribed(name, metadata)
-    # 2. The shards: some indices of this dim, and all indices of the others.
+    # A shard has some indices of this dim, and all indices of the others.
     shape = whole_shape_of(param)
     shards: list[ShardPosition] = []
     for rank in range(size):
@@ -74,13 +75,19 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
         spans: list[list[Span]] = [[(0, length)] for length in shape]  # (start, stop)
         spans[dim] = _spans_of_rank(widths, rank)
         shards.append(ShardPosition.grid(spans))
-    # 3. Together, the shards must have as many elements as the parameter, so that they do not overlap. One of them must
-    # have the shape of this rank's shard.
-    numel_of_shards = sum(shard.numel for shard in shards)
-    shapes = {shard.shape for shard in shards}
-    if numel_of_shards != ShardPosition.whole(shape).numel or local_shape_of(param) not in shapes:
+    if not _are_shards_of(param, shards):
         raise _undescribed(name, metadata)
     return tuple(shards)
+
+
+def _are_shards_of(param: Tensor, shards: Sequence[ShardPosition]) -> bool:
+    """Return whether shards have as many elements as a parameter, and one of them the shape of this rank's shard.
+
+    Shards that overlap have more elements.
+    """
+    numel_of_shards = sum(shard.numel for shard in shards)
+    shapes = {shard.shape for shard in shards}
+    return numel_of_shards == prod(whole_shape_of(param)) and local_shape_of(param) in shapes
 
 
 def _widths_of_parts(metadata: dict[str, Any]) -> Sequence[Sequence[int]] | None:

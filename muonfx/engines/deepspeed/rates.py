@@ -36,17 +36,24 @@ class GroupRates:
         """
         if not self._needs_checks:
             return
-        # DeepSpeed may pass one group in each call. The rates are compared when all groups of a step have been passed.
+        rates = self._rates_of_step(groups)
+        if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
+            self._needs_checks = False
+        elif len(rates) == 1:
+            self._check_common_rate(rates.pop())
+
+    def _rates_of_step(self, groups: Sequence[Mapping[str, Any]]) -> set[float]:
+        """Return the distinct rates of all groups in this step, or none until all groups have been passed.
+
+        DeepSpeed may pass one group in each call.
+        """
         for group in groups:
             self._rate_of_group[tuple(group["param_names"])] = float(group["lr"])
         if len(self._rate_of_group) < len(self._requested):
-            return
-        rates = set(self._rate_of_group.values())  # the distinct rates of this step
+            return set()
+        rates = set(self._rate_of_group.values())
         self._rate_of_group.clear()
-        if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
-            self._needs_checks = False
-        else:
-            self._check_common_rate(rates.pop())
+        return rates
 
     def _check_common_rate(self, rate: float) -> None:
         """Warn of the first rate that all groups have, if it may be of a warmup; raise ValueError otherwise.
@@ -55,15 +62,14 @@ class GroupRates:
         second common rate, such as 0.0002, is not accepted either: the scheduler then changes the rates of all groups
         to one.
         """
-        # 1. Rates that raise no question: 0, and the rate of the first warning, which a warmup may keep for some steps.
         is_before_warmup = rate == 0.0  # a warmup usually starts at 0
-        has_warned = rate == self._warned_rate
+        has_warned = rate == self._warned_rate  # a warmup may keep its first rate for some steps
         if is_before_warmup or has_warned:
             return
-        # 2. An error for a second common rate, or for one that is above what some group requested; else a warning.
         message = _message(self._requested, f"the learning rate {rate:g} in all groups", self._advice())
-        lowest_requested = min(requested for _, requested in self._requested)
-        if self._warned_rate is not None or rate > lowest_requested:
+        is_second_rate = self._warned_rate is not None
+        is_above_requested = rate > min(_rates_of(self._requested))
+        if is_second_rate or is_above_requested:
             raise ValueError(message)
         warnings.warn(message, stacklevel=6)  # at the caller of `ZeroOptimizer.step`
         self._warned_rate = rate
