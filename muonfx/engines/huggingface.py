@@ -153,15 +153,21 @@ def _check_options(options: Mapping[str, Any]) -> None:
     Traceback (most recent call last):
     TypeError: muon: found both adamw_lr and adamw_lr_factor, expected one of them
     """
-    # 1. The arguments of `Muon`, without the model, which the Trainer passes later. Two options are of `muon` alone.
+    bind("muon", _signature_of_options(), (), options)
+    if "adamw_lr" in options and "adamw_lr_factor" in options:
+        raise TypeError("muon: found both adamw_lr and adamw_lr_factor, expected one of them")
+
+
+def _signature_of_options() -> inspect.Signature:
+    """Return the options of `muon` as a signature: the arguments of `muonfx.Muon`, and two options of `muon` alone.
+
+    The model is left out, since the Trainer passes it later.
+    """
     signature = inspect.signature(Muon)
     parameters = [parameter for name, parameter in signature.parameters.items() if name != "params"]
     for name in ("eps", "adamw_lr_factor"):
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None))
-    # 2. Compare the options with these arguments, without a call.
-    bind("muon", signature.replace(parameters=parameters), (), options)
-    if "adamw_lr" in options and "adamw_lr_factor" in options:
-        raise TypeError("muon: found both adamw_lr and adamw_lr_factor, expected one of them")
+    return signature.replace(parameters=parameters)
 
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")

@@ -110,23 +110,31 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
     """Return the state dict that torchtitan loads into an optimizer, with the saved chains of its parameters.
 
     torchtitan takes the keys of the optimizer's groups from its flat state dict. The record of chains is in state dicts
-    only. A group may have parameters of several saved groups, because the model was divided in another way.
+    only.
 
     ``flat`` has the record under the name of each parameter, such as "param_groups.up.weight.chain_code".
     """
-    # A plain name lacks the components that wrappers add, such as "_orig_mod".
-    all_names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    plain_name_of = unwrapped(all_names)
+    chain_of = _saved_chains(flat, optimizer)
     groups: list[dict[str, Any]] = []
     for group, live_group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-        chain_of: dict[str, SavedChain] = {}
-        # The chains of each parameter, from the record of the group in which it was saved.
-        for name in live_group["param_names"]:
-            saved_list = flat.get(f"param_groups.{name}.{CHAINS}")
-            if saved_list:  # None if a new parameter is not in the checkpoint
-                chain_of[name] = ChainRecord.from_list(saved_list).chain_of(plain_name_of[name])
-        groups.append({**group, CHAINS: record_of(chain_of)})
+        # The chains of its parameters only: they may be of several saved groups, if the model was divided otherwise.
+        chain_in_group = {name: chain_of[name] for name in live_group["param_names"] if name in chain_of}
+        groups.append({**group, CHAINS: record_of(chain_in_group)})
     return {**state_dict, "param_groups": groups}
+
+
+def _saved_chains(flat: dict[str, Any], optimizer: Any) -> dict[str, SavedChain]:
+    """Return the chain with which each parameter of an optimizer was saved, from the record of its saved group.
+
+    ``flat`` is the flat state dict. A new parameter is not in the result.
+    """
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    chain_of: dict[str, SavedChain] = {}
+    for name, plain_name in unwrapped(names).items():  # without the components of wrappers, such as "_orig_mod"
+        record = flat.get(f"param_groups.{name}.{CHAINS}")
+        if record:
+            chain_of[name] = ChainRecord.from_list(record).chain_of(plain_name)
+    return chain_of
 
 
 def _require_same_fields(config: Any, defaults: Any) -> None:
