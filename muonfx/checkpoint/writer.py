@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from io import FileIO
 from operator import attrgetter
 from pathlib import Path
@@ -104,6 +105,14 @@ class Assignment(NamedTuple):
     """The shards to write; if there are none, a rank of several writes no file."""
 
 
+class Completion(Enum):
+    """Whether a save has completed the checkpoint, as far as this rank can know; the value begins an error message."""
+
+    COMPLETE = "was written completely, but"
+    INCOMPLETE = "was not written:"
+    UNKNOWN = "may have been written or not:"
+
+
 _MANY_BYTES = 2**26
 """A save of fewer bytes shows no progress, since it seldom takes long."""
 
@@ -122,28 +131,33 @@ class Saver:
 
     @no_collection()
     def propose(self) -> Proposal:
-        """Return the shards that this rank could write, without their values, and its arguments to compare.
+        """Return the leaves that this rank could write, without their values, and its arguments to compare.
 
-        A shard is a part of a tensor, or the whole. If other ranks may hold it as well, as a *replica*, it has a
-        checksum, by which rank 0 checks that all hold equal values. For example
-        ``{"trace/w": ProposedLeaf(spec, True, {box: "cpu 305419896"})}``.
+        For example ``{"trace/w": ProposedLeaf(spec, True, {box: "cpu 305419896"})}``.
         """
         # An invalid argument of this rank. `Together.step`, which calls this, raises the error on all ranks.
         if self.request.problem is not None:
             raise self.request.problem
-        leaves: dict[str, ProposedLeaf] = {}
-        for name, leaf in self.request.leaves.items():
-            # A leaf that is divided among all ranks has no replicas. One of a mesh of fewer ranks may have some: other
-            # ranks may hold the same leaf on a mesh of their own.
-            has_no_replicas = self.ranks == 1 or leaf.divided_among == self.ranks
-            checksum_of_box: dict[Box, str | None] = {}  # a box is the position of a shard in its tensor
-            for box, values in leaf.shards.items():
-                checksum_of_box[box] = None if has_no_replicas else checksum_of_shard(values)
-            leaves[name] = ProposedLeaf(leaf.spec, leaf.is_plain, checksum_of_box)
+        leaves = {name: self._proposed(leaf) for name, leaf in self.request.leaves.items()}
         arguments: dict[str, str] = {}
         if self.ranks > 1:  # a single rank has nothing to compare them with
             arguments = self.request.arguments()
         return Proposal(arguments, leaves)
+
+    def _proposed(self, leaf: LocalLeaf) -> ProposedLeaf:
+        """Return a leaf of this rank without its values, and with a checksum of each shard that has replicas.
+
+        A shard is a part of a tensor, or the whole. Its replicas are copies on other ranks. By the checksums, rank 0
+        checks that all of them have equal values.
+        """
+        # A leaf that is divided among all ranks has no replicas. One of a mesh of fewer ranks may have some: other
+        # ranks may hold the same leaf on a mesh of their own.
+        is_divided_among_all = leaf.divided_among == self.ranks
+        may_have_replicas = self.ranks > 1 and not is_divided_among_all
+        checksum_of_box: dict[Box, str | None] = {}  # a box is the position of a shard in its tensor
+        for box, values in leaf.shards.items():
+            checksum_of_box[box] = checksum_of_shard(values) if may_have_replicas else None
+        return ProposedLeaf(leaf.spec, leaf.is_plain, checksum_of_box)
 
     @no_collection()
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
@@ -211,23 +225,26 @@ class Saver:
             raise WriteError(message, written=True) from error
         return [None] * self.ranks
 
-    def end(self, *, is_error_of_all: bool) -> bool | None:
-        """End the save after an error; return whether the checkpoint is complete, None if that cannot be known.
+    def end(self, *, is_error_of_all: bool) -> Completion:
+        """End the save after an error: remove this rank's files if no checkpoint can need them.
 
-        This rank's files are removed, unless the checkpoint may be complete. Ranks other than 0 remove theirs only
-        after an error of all ranks: else rank 0 may still commit an index that names them.
+        Return whether the checkpoint is complete. Rank 0 completes it by the index, which names the files of all ranks.
         """
-        if self.rank == 0:  # only rank 0 writes the index, so only it can be certain
-            if self.draft is None:  # it has not begun, so nothing was written
-                return False
-            return self.draft.abandon()
-        if self.draft is None:  # this rank has no files, and rank 0 may have written the index or not
-            return None
-        # Another rank can only look at the checkpoint that is at the path now.
-        is_at_path = self.draft.is_at_path()
-        if is_error_of_all and is_at_path is False:
-            self.draft.discard()
-        return is_at_path or None  # None: rank 0 may still complete it
+        draft = self.draft
+        if self.rank == 0:
+            if draft is None:  # it has not begun, so nothing was written
+                return Completion.INCOMPLETE
+            return draft.abandon()
+        # Another rank does not know what rank 0 has done. It can only look at the checkpoint that is at the path.
+        if draft is None:  # it has no files
+            return Completion.UNKNOWN
+        completion = draft.completion_at_path()
+        if completion is Completion.COMPLETE:
+            return completion
+        # Without an error of its own, rank 0 may still write an index that names the files of this rank.
+        if completion is Completion.INCOMPLETE and is_error_of_all:
+            draft.discard()
+        return Completion.UNKNOWN
 
 
 def merged(
@@ -287,20 +304,12 @@ def write_checkpoint(request: SaveRequest) -> None:
         assignment = ranks.step(saver.propose, saver.assign)
         ranks.step(lambda: saver.write(assignment), saver.commit)
     except LostRanksError as error:  # this rank cannot reach the others, which may have no error and go on
-        is_committed = saver.end(is_error_of_all=False)
-        message = f"{path} {_STATES[is_committed]} {error}"
-        raise WriteError(message, written=is_committed is True) from error
+        completion = saver.end(is_error_of_all=False)
+        message = f"{path} {completion.value} {error}"
+        raise WriteError(message, written=completion is Completion.COMPLETE) from error
     except BaseException as error:
         saver.end(is_error_of_all=isinstance(error, Exception))  # an interrupt may be of this rank alone
         raise
-
-
-_STATES = {
-    True: "was written completely, but",
-    False: "was not written:",
-    None: "may have been written or not:",
-}
-"""The begin of an error, by whether the checkpoint is complete; None if that cannot be known."""
 
 
 # ------------------------------------------------------------------------------ the plan: which rank writes which shard
@@ -500,6 +509,32 @@ def _require_equal_replicas(differences: Sequence[str]) -> None:
 # -------------------------------------------------------------------------------------------------- the files of a save
 
 
+class _ReplacedCheckpoint(NamedTuple):
+    """The checkpoint that a save replaces at its path."""
+
+    index_file: FileIO | None
+    """Its index, kept open to wait for readers; None if there is no checkpoint."""
+    files: tuple[DataFile, ...]
+    """Its data files; none if its index is damaged, so that they stay."""
+
+    @classmethod
+    def at(cls, path: Path) -> _ReplacedCheckpoint:
+        """Return the checkpoint that is in a folder now."""
+        files: tuple[DataFile, ...] = ()
+        with suppress(OSError, CheckpointError):
+            files = read_index(path / INDEX, with_leaves=False).files
+        return cls(open_to_wait(path / INDEX), files)
+
+    def remove_files(self, path: Path) -> None:
+        """Remove its data files from a folder after its readers have opened them, and close its index.
+
+        A reader locks the index until it has opened all data files. It can read an open file that was removed.
+        """
+        wait_for_readers(self.index_file)
+        for file in self.files:
+            (path / file.name).unlink(missing_ok=True)
+
+
 class Draft:
     """The files of one save on one rank: `commit` makes them the checkpoint, and `discard` removes them after an error.
 
@@ -521,18 +556,16 @@ class Draft:
         """The files to remove after an error: files of this rank, and of ranks that may not learn of it.
         """
         self._lock = SaveLock(path / lock_name(self.save_id))
-        self._replaced_index: FileIO | None = None
-        """The index of the checkpoint that this save replaces, kept open to wait for its readers."""
-        self._replaced_files: tuple[DataFile, ...] = ()
-        """The data files of the checkpoint that this save replaces."""
+        self._replaced = _ReplacedCheckpoint(None, ())
+        """The checkpoint that this save replaces; `commit` sets it."""
         self._index_at_begin = b""
         """The start of the index when `begin` was called."""
         self._has_other_writer = False
         """True if another save has replaced the index between `begin` and `commit`."""
         self._has_made_folder = False
         """True if `begin` has created the folder of the checkpoint."""
-        self._is_renamed: bool | None = False
-        """True if the new index is in place, None from the begin of its rename to the end: it may be in place then."""
+        self._completion = Completion.INCOMPLETE
+        """Complete after the rename of the new index; unknown from its begin to its end."""
 
     def begin(self) -> None:
         """Create the checkpoint folder, and lock this save, so that other processes see that it is running.
@@ -595,23 +628,22 @@ class Draft:
         """Write the index under a temporary name and rename it, which replaces the previous checkpoint.
 
         All data files are on the disk before that. The files of the previous checkpoint are recorded for `tidy`. After
-        an error, `is_committed` returns whether the new checkpoint replaced the previous one.
+        an error, `completion` returns whether the new checkpoint replaced the previous one.
         """
         # 1. Everything that the new index names is on the disk, and the index too, under another name.
         self._require_visible(index.files)
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
             file.write(text_of(index))
-        # 2. Note the replaced files, for `tidy`. After the rename, the old index cannot be found by its name. If it is
+        # 2. Note the replaced checkpoint, for `tidy`. After the rename, its index cannot be found by its name. If it is
         # not the index that `begin` found, another process has saved here meanwhile.
         self._has_other_writer = self._start_of_index() != self._index_at_begin
-        with suppress(OSError, CheckpointError):  # the files of a damaged index are not known, so they stay
-            self._replaced_files = read_index(self.path / INDEX, with_leaves=False).files
-        self._replaced_index = open_to_wait(self.path / INDEX)
-        # 3. The atomic rename: readers find either the previous checkpoint or the new one.
-        self._is_renamed = None  # from here on readers may see the files, so they are kept even if a later step fails
+        self._replaced = _ReplacedCheckpoint.at(self.path)
+        # 3. The atomic rename: readers find either the previous checkpoint or the new one. From here on they may find
+        # the new one, whose files therefore stay after an error.
+        self._completion = Completion.UNKNOWN
         os.replace(self._unfinished_index, self.path / INDEX)
-        self._is_renamed = True
+        self._completion = Completion.COMPLETE
         sync_folder(self.path)  # the files of the replaced index are needed until the rename is on the disk
 
     def _require_visible(self, files: Sequence[DataFile]) -> None:
@@ -652,32 +684,30 @@ class Draft:
             )
 
     def _remove_replaced_files(self) -> None:
-        """Remove the data files of the replaced checkpoint after its readers have opened them; end this save's lock.
-
-        A reader that has opened a file can read it to the end after it was removed.
-        """
+        """Remove the data files of the replaced checkpoint, and end the lock of this save."""
         try:
-            # A reader locks the index until it has opened all data files.
-            wait_for_readers(self._replaced_index)
-            for file in self._replaced_files:
-                (self.path / file.name).unlink(missing_ok=True)
+            self._replaced.remove_files(self.path)
         finally:
             self._lock.release()  # also after an error: this save is complete
 
-    def is_committed(self) -> bool | None:
-        """Return whether rank 0 has completed the checkpoint (renamed the index); None if that cannot be known."""
-        if self._is_renamed is None:  # a network file system may report an error for a rename that it has performed
-            return self.is_at_path()
-        return self._is_renamed
+    def completion(self) -> Completion:
+        """Return whether the checkpoint is complete: whether rank 0, on which this is called, has renamed the index."""
+        # A network file system may report an error for a rename that it has performed.
+        if self._completion is Completion.UNKNOWN:
+            return self.completion_at_path()
+        return self._completion
 
-    def is_at_path(self) -> bool | None:
-        """Return whether the checkpoint at the path is the one of this save; None if its index cannot be read."""
+    def completion_at_path(self) -> Completion:
+        """Return whether the checkpoint at the path is the one of this save; unknown if its index cannot be read."""
         try:
-            return inspect(self.path).save_id == self.save_id
+            save_id = inspect(self.path).save_id
         except NotFoundError:
-            return False
+            return Completion.INCOMPLETE
         except CheckpointError:
-            return None
+            return Completion.UNKNOWN
+        if save_id == self.save_id:
+            return Completion.COMPLETE
+        return Completion.INCOMPLETE
 
     def discard(self) -> None:
         """Remove the files that this rank has written in a failed save, and the folder if this save has created it.
@@ -692,24 +722,24 @@ class Draft:
             with suppress(OSError):  # another save may have files in it
                 self.path.rmdir()
 
-    def abandon(self) -> bool | None:
+    def abandon(self) -> Completion:
         """End the save of rank 0 after an error: remove its files unless the checkpoint is, or may be, complete.
 
-        Return whether it is complete; None if that cannot be known. The rename of the index completes it, and a network
-        file system may report an error for a rename that it has performed.
+        Return whether it is complete.
         """
-        is_rename_unknown = self._is_renamed is None
-        if is_rename_unknown:  # a network file system may still perform it: without its file, it fails
+        # A network file system may still perform a rename for which it has reported an error. Without its file, it
+        # fails.
+        if self._completion is Completion.UNKNOWN:
             with suppress(OSError):
                 self._unfinished_index.unlink()
-        is_committed = self.is_committed()
-        if is_committed is False:  # not None: the index at the path may name these files
+        completion = self.completion()
+        if completion is Completion.INCOMPLETE:  # if it is unknown, the index at the path may name these files
             self.discard()
         self._lock.release()  # also if the files stay
-        if self._replaced_index is not None:
+        if self._replaced.index_file is not None:
             with suppress(OSError):
-                self._replaced_index.close()
-        return is_committed
+                self._replaced.index_file.close()
+        return completion
 
     @contextmanager
     def write_errors(self) -> Generator[None]:
@@ -720,9 +750,9 @@ class Draft:
         try:
             yield
         except OSError as error:
-            is_committed = self.is_committed()
-            message = _refusal(self.path, error, is_committed)
-            raise WriteError(message, written=is_committed is True) from error
+            completion = self.completion()
+            message = _refusal(self.path, error, completion)
+            raise WriteError(message, written=completion is Completion.COMPLETE) from error
 
 
 def _reason(error: Exception) -> str:
@@ -730,16 +760,16 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _refusal(path: Path, error: OSError, is_committed: bool | None) -> str:
-    """Return the text of a `WriteError`; ``is_committed`` is None if that cannot be known.
+def _refusal(path: Path, error: OSError, completion: Completion) -> str:
+    """Return the text of a `WriteError`, by whether the checkpoint is complete.
 
     For example "runs/a was not written: No space left on device; the previous checkpoint is unchanged".
     """
     reason = _reason(error)
     # A rename that is not flushed to the disk may be undone by a power failure.
-    if is_committed:
+    if completion is Completion.COMPLETE:
         return f"{path} was written, but a later operation failed, so it may not survive a power failure: {reason}"
-    if is_committed is None:
+    if completion is Completion.UNKNOWN:
         return (
             f"{path} may have been written or not, and nothing was removed: its {INDEX} cannot be read after a failed "
             f"rename: {reason}"
