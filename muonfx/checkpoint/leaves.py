@@ -164,21 +164,28 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain_name_of = {name: name for name in names}
     if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):  # the usual case, decided in little time
         return plain_name_of
-    # Group the leaves by upper levels, such as "momentum/trace": a dict from parameter to name of the leaf. These are
-    # the parameters of one model, which are needed together: some prefixes are removed only if all have it.
-    params_below: dict[str, dict[str, str]] = {}
-    for name in plain_name_of:
-        upper_levels, _, last_level = name.rpartition("/")
-        param_name = _key_of(last_level)
-        if isinstance(param_name, str):  # an int is an index in a list
-            params_below.setdefault(upper_levels, {})[param_name] = name
-    # Back from parameters to names of leaves.
-    for upper_levels, leaf_name_of in params_below.items():
+    # The parameters of one model are unwrapped together: some prefixes are removed only if all of them have it.
+    for upper_levels, leaf_name_of in _params_by_upper_levels(plain_name_of).items():
         for param_name, plain_param_name in unwrapped(leaf_name_of).items():
             if plain_param_name != param_name:
                 leaf_name = leaf_name_of[param_name]
                 plain_name_of[leaf_name] = name_of((plain_param_name,), upper_levels)
     return plain_name_of
+
+
+def _params_by_upper_levels(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Divide the names of leaves into the upper levels and the name of a parameter, which is the last level.
+
+    >>> _params_by_upper_levels(["momentum/trace/fc.weight", "momentum/trace/fc.bias"])
+    {'momentum/trace': {'fc.weight': 'momentum/trace/fc.weight', 'fc.bias': 'momentum/trace/fc.bias'}}
+    """
+    leaf_names_of: dict[str, dict[str, str]] = {}
+    for name in names:
+        upper_levels, _, last_level = name.rpartition("/")
+        param_name = _key_of(last_level)
+        if isinstance(param_name, str):  # an int is an index in a list
+            leaf_names_of.setdefault(upper_levels, {})[param_name] = name
+    return leaf_names_of
 
 
 def in_section(name: str, section: str) -> bool:

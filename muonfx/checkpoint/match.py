@@ -128,24 +128,25 @@ def match(
     """
     # 1. The names of the stored leaves without prefixes of wrappers, and after the caller's renaming.
     new_name_of = plain_names(index.leaves)
-    renaming_problems: list[str] = []
+    mistakes: list[str] = []
     if rules.rename:
-        new_name_of, renaming_problems = new_names(new_name_of, rules.rename)
-    stored_name_of, section_problems = _names_in_section(new_name_of, section)
-    renaming_problems += section_problems
+        new_name_of, mistakes = new_names(new_name_of, rules.rename)
+    mistakes += _mistakes_in_new_names(new_name_of, section)
+    stored_name_of = _stored_names(new_name_of, section)
     # 2. States that have other names because their transforms moved in the tree. Parameters have no transforms.
     moved: dict[str, str] = {}
     if section == "":
         stored_shapes = {name: index.leaves[stored_name].spec.shape for name, stored_name in stored_name_of.items()}
         moved = moved_leaves(stored_shapes, expected, rules)
-    if moved and rules.allow_other_chain:
+    loads_moved = bool(moved) and rules.allow_other_chain
+    if loads_moved:
         stored_name_of = _with_moved_leaves(stored_name_of, expected, moved)
     # 3. All differences that remain, in one error.
     comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
-    problems, advice = comparison.differences(renaming_problems, new_name_of.values())
+    problems, advice = comparison.differences(mistakes, new_name_of.values())
     if problems:
         raise mismatch(where, problems, advice)
-    if moved and rules.allow_other_chain:
+    if loads_moved:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
     return {name: stored_name_of.get(name) for name in expected.leaves}
 
@@ -153,24 +154,38 @@ def match(
 # ------------------------------------------------------------------------------------------------------------ renaming
 
 
-def _names_in_section(new_name_of: Mapping[str, str], section: str | None) -> tuple[dict[str, str], list[str]]:
-    """Select the leaves of a section, "params" or "" for the state, by the names that they have after renaming.
+def _is_requested(name: str, section: str | None) -> bool:
+    """Return whether a name belongs to the section to load: "params", "" for the state, or None for all names."""
+    return section is None or in_section(name, section)
 
-    ``new_name_of`` has the new name of each leaf by its name in the checkpoint. Return the reverse dict for the leaves
-    of the section, and a text for each mistake: two leaves with one new name, or a parameter whose new name does not
-    begin with the section. For the section "params", ``{"params/a": "params/b", "trace/a": "trace/b"}`` becomes
-    ``{"params/b": "params/a"}``. If the section is None, all leaves are selected.
+
+def _stored_names(new_name_of: Mapping[str, str], section: str | None) -> dict[str, str]:
+    """Reverse a dict from name in the checkpoint to new name, and keep the new names of the section to load.
+
+    >>> _stored_names({"params/a": "params/b", "trace/a": "trace/b"}, "params")
+    {'params/b': 'params/a'}
     """
+    return {new_name: name for name, new_name in new_name_of.items() if _is_requested(new_name, section)}
+
+
+def _mistakes_in_new_names(new_name_of: Mapping[str, str], section: str | None) -> list[str]:
+    """Return a text for two leaves of the section to load with one new name, and for a parameter that leaves "params".
+
+    >>> _mistakes_in_new_names({"trace/a": "trace/c", "trace/b": "trace/c"}, "")
+    ["both 'trace/a' and 'trace/b' would be 'trace/c'"]
+    >>> _mistakes_in_new_names({"params/a": "b"}, "params")
+    ["'params/a' would be 'b', expected a name that begins with 'params/'"]
+    """
+    mistakes: list[str] = []
     stored_name_of: dict[str, str] = {}
-    problems: list[str] = []
     for stored_name, new_name in new_name_of.items():
-        if section is None or in_section(new_name, section):
-            if new_name in stored_name_of:  # an earlier leaf has this new name already
-                problems.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
+        if _is_requested(new_name, section):
+            if new_name in stored_name_of:
+                mistakes.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
             stored_name_of[new_name] = stored_name
-        elif section and in_section(stored_name, section):  # renaming has moved a parameter out of the parameters
-            problems.append(f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{section}/'")
-    return stored_name_of, problems
+        elif section == PARAMS and in_section(stored_name, PARAMS):
+            mistakes.append(f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{PARAMS}/'")
+    return mistakes
 
 
 # -------------------------------------------------------------------------------------------------------- moved states
@@ -180,9 +195,8 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
     """Find the leaves that have other names in the checkpoint, because their transform was elsewhere in the tree.
 
     A state may be under another label or in a chain now: the result ``{"partition/muon/trace/w": "muon/trace/w"}`` has
-    the new name and the name in the checkpoint. ``stored`` has the shapes of the leaves in the checkpoint. The dict is
-    empty if a step count would have several values: because several states become one, or because the checkpoint has a
-    leaf with its name, and another one that has moved with the parameters.
+    the new name and the name in the checkpoint. It is empty if nothing has moved, or if it is not certain which leaf
+    has moved. ``stored`` has the shapes of the leaves in the checkpoint.
     """
     # Leaves that the caller allows to be missing or extra have no partner to search for.
     all_shapes = {name: spec.shape for name, spec in expected.leaves.items()}
@@ -192,15 +206,11 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
         return {}  # the usual case: no leaf has another name, at most some are missing or extra
     # From leaf name to name in the checkpoint, and for some step counts all counts that they could come from.
     source_of, equal_counts = sources(shapes, stored_shapes)
-    moved: dict[str, str] = {}
-    for name, stored_name in source_of.items():
-        if name in equal_counts:  # several step counts would become this one
-            return {}
-        if name == stored_name:  # it has not moved
-            continue
-        if name in stored:  # the checkpoint has this leaf, and it would get the values of another
-            return {}
-        moved[name] = stored_name
+    if equal_counts:  # several states become one, and their step counts may differ
+        return {}
+    moved = {name: stored_name for name, stored_name in source_of.items() if name != stored_name}
+    if not moved.keys().isdisjoint(stored):  # a leaf that the checkpoint has would get the values of another one
+        return {}
     return _moved_with_parameters(moved, shapes)
 
 
@@ -220,27 +230,22 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
 
 
 def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
-    """Return the moved leaves, but omit a step count that moved otherwise than every state of a parameter.
+    """Return the moved leaves without the step counts that no state of a parameter has moved with.
 
-    ``moved`` has new names and names in the checkpoint, such as ``{"new/adam/count": "adam/count"}``. A step count
-    alone is not evidence of a move: the one with the closest name may be of another transform. So this entry is
-    returned only if a leaf such as "new/adam/mu/w" has moved in the same way, from "adam/mu/w". If the whole state has
-    only 0-d leaves, as of a schedule, all are returned.
+    A step count alone does not show a move: the one with the closest name may be of another transform. The entry
+    "new/adam/count" from "adam/count" stays if "new/adam/mu/w" comes from "adam/mu/w", which is the same move. If all
+    leaves of the state are 0-d, as of a schedule, all entries stay.
+
+    Args:
+        moved: the name in the checkpoint of each moved leaf.
+        shapes: the shapes of all leaves of the state.
     """
     has_only_scalars = all(shape == () for shape in shapes.values())
     if has_only_scalars:
         return dict(moved)
-    # The moves that leaves of parameters show, as texts: "'adam' as 'new/adam'".
-    moves_of_parameters: set[str] = set()
-    for name, stored_name in moved.items():
-        if shapes[name] != ():
-            moves_of_parameters.add(_move(name, stored_name))
-    # These leaves themselves, and the step counts with one of their moves.
-    moved_together: dict[str, str] = {}
-    for name, stored_name in moved.items():
-        if _move(name, stored_name) in moves_of_parameters:
-            moved_together[name] = stored_name
-    return moved_together
+    move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
+    moves_of_parameters = {move for name, move in move_of.items() if shapes[name] != ()}
+    return {name: stored_name for name, stored_name in moved.items() if move_of[name] in moves_of_parameters}
 
 
 def _with_moved_leaves(
@@ -261,21 +266,39 @@ def _with_moved_leaves(
 
 
 def _moved_text(moved: Mapping[str, str]) -> str:
-    """Return moved states as text: "'adamw' as 'partition/adamw', the whole state as 'inner'"."""
-    texts = [_move(name, stored_name) for name, stored_name in moved.items()]
-    return ", ".join(dict.fromkeys(texts))  # each once
+    """Return moved states as text, each move once: "'old' as 'new', the whole state as 'inner'"."""
+    texts = [str(_Move.between(stored_name, name)) for name, stored_name in moved.items()]
+    return ", ".join(dict.fromkeys(texts))
 
 
-def _move(name: str, stored_name: str) -> str:
-    """Return the levels that differ between the names of a leaf as text: "'adamw' as 'partition/adamw'"."""
-    equal = equal_levels(name, stored_name)
-    return f"{_upper_levels(stored_name, equal)} as {_upper_levels(name, equal)}"
+class _Move(NamedTuple):
+    """The levels that differ between two names of a leaf: "" and "new" for "adam/mu/w" and "new/adam/mu/w"."""
+
+    old_name: str
+    new_name: str
+
+    @classmethod
+    def between(cls, old_leaf: str, new_leaf: str) -> _Move:
+        """Return the levels of two names of a leaf without the last ones, which are equal.
+
+        >>> _Move.between("old/adam/mu/w", "new/adam/mu/w")
+        _Move(old_name='old', new_name='new')
+        """
+        equal = equal_levels(new_leaf, old_leaf)
+        old_levels = old_leaf.split("/")[:-equal]
+        new_levels = new_leaf.split("/")[:-equal]
+        return cls("/".join(old_levels), "/".join(new_levels))
+
+    def __str__(self) -> str:
+        """Return the move as text: "'old' as 'new'", or "the whole state as 'new'" for the outermost transform, ""."""
+        return f"{_quoted(self.old_name)} as {_quoted(self.new_name)}"
 
 
-def _upper_levels(name: str, lower: int) -> str:
-    """Return the levels of a name above its last ``lower`` ones as text: "'muon'", or "the whole state" for none."""
-    levels = name.split("/")[:-lower]
-    return repr("/".join(levels)) if levels else "the whole state"
+def _quoted(transform: str) -> str:
+    """Return the name of a transform in quotes, or "the whole state" for ""."""
+    if transform == "":
+        return "the whole state"
+    return repr(transform)
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
@@ -345,6 +368,8 @@ class _Comparison:
         fingerprint = self.expected.fingerprint
         are_known = saved_fingerprint is not None and fingerprint is not None
         is_other_chain = are_known and saved_fingerprint != fingerprint
+        if not is_other_chain and not self.moved:
+            return _Differences()
         problems: list[str] = []
         advice: list[str] = []
         if is_other_chain:
@@ -354,10 +379,12 @@ class _Comparison:
                 "to continue the saved run: create the transform with the arguments in the checkpoint; "
                 "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
             )
-        if is_other_chain or self.moved:  # moved states show that it is another chain, also if it is not known
-            names = f", which loads {_moved_text(self.moved)}" if self.moved else ""
-            advice.append(f"if the state has the same meaning for this chain: allow_other_chain=True{names}")
-            advice.append(self.advice_to_load_changed())
+        # Moved states show that it is another chain, also if it is not known.
+        to_allow = "if the state has the same meaning for this chain: allow_other_chain=True"
+        if self.moved:
+            to_allow += f", which loads {_moved_text(self.moved)}"
+        advice.append(to_allow)
+        advice.append(self.advice_to_load_changed())
         return _Differences(problems, advice)
 
     def useless_patterns(self, names: Collection[str]) -> _Differences:
@@ -389,13 +416,14 @@ class _Comparison:
         leaves = self.expected.leaves
         problems = [f"missing:   {name!r}, {described(leaves[name])}, is not in the checkpoint" for name in missing]
         problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
-        advice: list[str] = []
+        if not problems:
+            return _Differences()
         if self.are_params(missing):  # passed in place of a state
-            advice.append("to load parameters: load_params(path, like); to load a state: like=tx.init(params)")
+            advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
         else:
-            advice += self.advice_on_names(missing, extra)
+            advice = self.advice_on_names(missing, extra)
         is_optimizer = self.objects is not None
-        if is_optimizer and problems:  # the chain may be unknown, as in a state dict by `Writer`
+        if is_optimizer:  # its chain may be unknown, as in a state dict by `Writer`
             advice.append(self.advice_to_load_changed())
         return _Differences(problems, advice)
 
@@ -403,7 +431,7 @@ class _Comparison:
         """Return the arguments that rename leaves or allow them to differ, such as ``allow_missing=['adamw/mu']``."""
         advice: list[str] = []
         if missing and extra and not self.moved:  # each side has a name that the other lacks: perhaps one leaf
-            advice.append(f"if only the names of leaves differ: rename={self.renaming_text(missing, extra)}")
+            advice.append(self.advice_to_rename(missing, extra))
         if missing:
             patterns = shortest_levels(missing, self.expected)
             advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
@@ -417,17 +445,17 @@ class _Comparison:
         has_all = all(f"{PARAMS}/{name}" in self.index.leaves for name in missing)
         return self.section == "" and len(missing) > 0 and has_all
 
-    def renaming_text(self, missing: Sequence[str], extra: Sequence[str]) -> str:
-        """Return a ``rename=`` for an advice: ``repr`` of a dict from ``extra`` to ``missing`` leaves, if one is found.
+    def advice_to_rename(self, missing: Sequence[str], extra: Sequence[str]) -> str:
+        """Return the argument that gives the ``extra`` leaves of the checkpoint the names of the missing ones.
 
-        If all names differ by one prefix, it is such as "{'trace/*': 'trace/model.*'}", else a description of the dict.
+        If all names differ by one prefix, it is such as "rename={'trace/*': 'trace/model.*'}", else a description.
         """
-        renaming = None
+        argument = "{name in the checkpoint: name in `like`}"
         if not self.rules.rename:  # else the caller's own did not help, so no other is derived
             renaming = prefix_renaming(extra, missing)
-        if not renaming:
-            return "{name in the checkpoint: name in `like`}"
-        return repr(renaming)
+            if renaming:
+                argument = repr(renaming)
+        return f"if only the names of leaves differ: rename={argument}"
 
     def of_objects(self) -> _Differences:
         """Compare the param groups and the scheduler of an optimizer, which the checkpoint or the caller may lack.
@@ -487,22 +515,18 @@ class _Comparison:
         for name, spec, stored_name in self.stored_leaves():
             dtype = spec.dtype
             stored_dtype = self.index.leaves[stored_name].spec.dtype
-            if stored_dtype == dtype and not self.rules.cast:  # the usual case
-                continue
-            cast_dtypes = {cast_dtype for pattern, cast_dtype in self.rules.cast.items() if matches(pattern, name)}
+            cast_dtypes = self.cast_dtypes(name)
+            has_other_cast = not cast_dtypes <= {dtype}
+            has_no_cast = not cast_dtypes
             # Codes of a quantized state are never converted, also if `cast=` allows it.
             if stored_dtype != dtype and _has_codes(stored_name, self.index.leaves):
                 problems.append(f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}")
-                continue
-            if cast_dtypes == {dtype}:  # the caller has allowed rounding
-                continue
-            if cast_dtypes:
+            elif has_other_cast:
                 problems.append(_other_cast(name, dtype, cast_dtypes))
                 advice.append(
                     "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
                 )
-                continue
-            if not widens(stored_dtype, dtype):
+            elif has_no_cast and not widens(stored_dtype, dtype):
                 problems.append(narrowing(name, stored_dtype, dtype))
                 narrowed_names.append(name)
         if narrowed_names:
@@ -512,6 +536,10 @@ class _Comparison:
                 "chain with the state dtype of the checkpoint"
             )
         return _Differences(problems, advice)
+
+    def cast_dtypes(self, name: str) -> set[torch.dtype]:
+        """Return the dtypes to which the caller allows to round a leaf, by each pattern in ``cast=`` that matches."""
+        return {dtype for pattern, dtype in self.rules.cast.items() if matches(pattern, name)}
 
     def advice_to_load_changed(self) -> str:
         """Return the call that continues a run with other labels, layers or transforms."""

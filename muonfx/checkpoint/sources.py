@@ -55,16 +55,18 @@ def sources(expected: Shapes, stored: Shapes) -> Sources:
             source_of[_leaf_name(param_state, variable)] = _leaf_name(stored_state, variable)
     # The 0-d leaves, such as step counts, belong to all parameters of a transform, and so may have several sources.
     equal_counts: dict[str, list[str]] = {}
-    for name, shape in expected.items():
-        is_scalar = shape == ()
-        if not is_scalar:
-            continue
-        candidates = _sources_of_scalar(name, variables_of, stored_state_of, stored)
-        if candidates:
-            source_of[name] = candidates[0]
-        if len(candidates) > 1:  # the first is right only if all have one value, which the caller checks
-            equal_counts[name] = candidates
+    for name in _scalars(expected):
+        counts = _sources_of_scalar(name, variables_of, stored_state_of, stored)
+        if counts:
+            source_of[name] = counts[0]
+        if len(counts) > 1:  # the first is right only if all have one value, which the caller checks
+            equal_counts[name] = counts
     return Sources(source_of, equal_counts)
+
+
+def _scalars(shapes: Shapes) -> list[str]:
+    """Return the names of the 0-d leaves, such as the step counts of transforms."""
+    return [name for name, shape in shapes.items() if shape == ()]
 
 
 def param_states_of(shapes: Shapes) -> dict[ParamState, dict[str, tuple[int, ...]]]:
@@ -105,18 +107,18 @@ def _stored_states(
     >>> _stored_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
     {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
     """
-    # Equal names have priority: such a state has not moved.
+    # 1. States that have not moved.
     stored_state_of: dict[ParamState, ParamState] = {}
     for param_state, shapes in param_states.items():
         if param_state in stored_states and _can_come_from(shapes, stored_states[param_state]):
             stored_state_of[param_state] = param_state
-    # All others may have moved: from a state of the checkpoint that is not used yet.
-    new_states = {state: shapes for state, shapes in param_states.items() if state not in stored_state_of}
+    # 2. Others may have moved, from a state of the checkpoint that is not used yet. One that two could come from is
+    # used for neither: nothing shows which of them is right.
+    other_states = {state: shapes for state, shapes in param_states.items() if state not in stored_state_of}
     unused_states = {state: shapes for state, shapes in stored_states.items() if state not in stored_state_of}
-    moved = _closest_states(new_states, unused_states)
-    # A state that two could come from is used for neither: nothing shows which of them is right.
-    uses = Counter(moved.values())
-    for param_state, stored_state in moved.items():
+    closest_state_of = _closest_states(other_states, unused_states)
+    uses = Counter(closest_state_of.values())
+    for param_state, stored_state in closest_state_of.items():
         if uses[stored_state] == 1:
             stored_state_of[param_state] = stored_state
     return stored_state_of
@@ -133,17 +135,18 @@ def _closest_states(
     >>> _closest_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
     {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
     """
-    stored_transforms_of: dict[str, list[str]] = {}  # by parameter
-    for transform, parameter in stored_states:
-        stored_transforms_of.setdefault(parameter, []).append(transform)
+    # Grouped by parameter, since a model may have thousands of them.
+    stored_states_of_param: dict[str, dict[ParamState, Shapes]] = {}
+    for stored_state, stored_shapes in stored_states.items():
+        stored_states_of_param.setdefault(stored_state.parameter, {})[stored_state] = stored_shapes
     closest_state_of: dict[ParamState, ParamState] = {}
     for param_state, shapes in param_states.items():
         parameter = param_state.parameter
-        candidates: list[str] = []
-        for transform in stored_transforms_of.get(parameter, ()):
-            if _can_come_from(shapes, stored_states[ParamState(transform, parameter)]):
-                candidates.append(transform)
-        closest_transform = _closest(param_state.transform, candidates)
+        transforms: list[str] = []  # those in which this parameter had such a state
+        for stored_state, stored_shapes in stored_states_of_param.get(parameter, {}).items():
+            if _can_come_from(shapes, stored_shapes):
+                transforms.append(stored_state.transform)
+        closest_transform = _closest(param_state.transform, transforms)
         if closest_transform is not None:
             closest_state_of[param_state] = ParamState(closest_transform, parameter)
     return closest_state_of
@@ -204,42 +207,41 @@ def _sources_of_scalar(
 ) -> list[str]:
     """Return the names in the checkpoint from which a 0-d leaf, such as the step count of a transform, may come.
 
-    The step count goes with the parameters of its transform: "new/adam/count" comes from "old/adam/count" if
-    ``stored_state_of`` is ``{ParamState("new/adam", "w"): ParamState("old/adam", "w")}``. If the parameters come from
-    two transforms, there are two names. If all parameters are new, there is none. A transform without parameters, such
-    as a schedule, has the leaf with the same name, or else the closest one.
+    The step count goes with the parameters of its transform. If all of them are new, it has no name there. A transform
+    without parameters, such as a schedule, has the leaf with the same name, or else the closest one.
+
+    Args:
+        name: the leaf, such as "new/adam/count".
+        param_states: the states of all parameters in all transforms.
+        stored_state_of: those that are carried over, with the state in the checkpoint that each comes from.
+        stored: the shapes of the leaves in the checkpoint.
     """
-    # "new/adam/count" -> transform "new/adam", variable "count"
-    transform, _, variable = name.rpartition("/")
-    # 1. The counts of the transforms from which the parameters of this transform come.
-    candidates: dict[str, None] = {}  # each once, in order
-    for stored_transform in _stored_transforms(transform, stored_state_of):
-        candidate = f"{stored_transform}/{variable}".removeprefix("/")  # "" is the outermost transform
-        if stored.get(candidate) == ():
-            candidates[candidate] = None
-    if candidates:
-        return list(candidates)
-    # 2. All parameters of the transform are new, and so are their steps.
-    if any(param_state.transform == transform for param_state in param_states):
+    transform, _, _ = name.rpartition("/")
+    stored_counts = [count for count in _counts_of_parameters(name, stored_state_of) if stored.get(count) == ()]
+    if stored_counts:
+        return stored_counts
+    has_only_new_parameters = any(param_state.transform == transform for param_state in param_states)
+    if has_only_new_parameters:
         return []
-    # 3. A transform without parameters of its own.
     if stored.get(name) == ():
         return [name]
     return _closest_scalar(name, stored)
 
 
-def _stored_transforms(transform: str, stored_state_of: Mapping[ParamState, ParamState]) -> list[str]:
-    """Return the name in the checkpoint of a transform, from each parameter in it, or in a transform inside it.
+def _counts_of_parameters(name: str, stored_state_of: Mapping[ParamState, ParamState]) -> list[str]:
+    """Return the names that a step count had, from each parameter in its transform, or in a transform inside that.
 
-    >>> _stored_transforms("new", {ParamState("new/adam", "w"): ParamState("old/adam", "w")})
-    ['old']
+    >>> _counts_of_parameters("new/count", {ParamState("new/adam", "w"): ParamState("old/adam", "w")})
+    ['old/count']
     """
-    stored_transforms: list[str] = []
+    transform, _, variable = name.rpartition("/")
+    counts: dict[str, None] = {}  # each once, in order
     for param_state, stored_state in stored_state_of.items():
         stored_transform = _stored_transform(transform, param_state.transform, stored_state.transform)
         if stored_transform is not None:
-            stored_transforms.append(stored_transform)
-    return stored_transforms
+            count = f"{stored_transform}/{variable}".removeprefix("/")  # "" is the outermost transform
+            counts[count] = None
+    return list(counts)
 
 
 def _closest_scalar(name: str, stored: Shapes) -> list[str]:
@@ -252,10 +254,9 @@ def _closest_scalar(name: str, stored: Shapes) -> list[str]:
     """
     transform, _, variable = name.rpartition("/")
     similar_transforms: list[str] = []
-    for stored_name, shape in stored.items():
+    for stored_name in _scalars(stored):
         stored_transform, _, stored_variable = stored_name.rpartition("/")
-        is_similar = stored_variable == variable and equal_levels(transform, stored_transform) > 0
-        if shape == () and is_similar:
+        if stored_variable == variable and equal_levels(transform, stored_transform) > 0:
             similar_transforms.append(stored_transform)
     closest = _closest(transform, similar_transforms)
     if closest is None:
