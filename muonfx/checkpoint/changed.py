@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
-from muonfx.checkpoint.load import Target, load_checkpoint, require_no_arguments
+from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
 from muonfx.checkpoint.match import cast_of
 from muonfx.checkpoint.sources import Shapes, Sources, param_states_of, sources
 from muonfx.checkpoint.state_dicts import paths_of_state_dicts
@@ -134,14 +134,16 @@ def load_changed(
     """
     if isinstance(like, StateSpec):
         raise TypeError("like: found a StateSpec, expected a state with values, which new leaves keep: tx.init(params)")
-    target_of = partial(ChangedTarget.of, rules={"allow_other_chain": True})
+    rules = {"allow_other_chain": True}
     if not is_optimizer(like):
-        continuation, _ = load_checkpoint(path, like, tx, group, target_of)
+        request = LoadRequest(like, tx, rules, target_class=ChangedTarget)
+        continuation, _ = load_checkpoint(path, request, group)
         return continuation
     require_no_arguments(tx, None)
     like.follow_model()  # it may have been sharded since the last step
-    target_of = partial(target_of, objects={GROUPS})
-    continuation, index = load_checkpoint(path, like.transform_state, like.transform, group, target_of)
+    state = like.transform_state
+    request = LoadRequest(state, like.transform, rules, objects={GROUPS}, target_class=ChangedTarget)
+    continuation, index = load_checkpoint(path, request, group)
     return _continue_optimizer(like, continuation, index)
 
 
@@ -158,15 +160,13 @@ def _continue_optimizer(optimizer: Any, continuation: Continuation, index: Index
     saved_groups = [_without_chains(saved_group) for saved_group in saved_groups]
     # "momentum.decay" may be "inner.momentum.decay" now, and new transforms have numbers that were not saved.
     current_groups = optimizer.saved_groups()
-    converted_groups, new_key_texts = _with_keys_of(current_groups, saved_groups)
+    converted_groups = _with_keys_of(current_groups, saved_groups)
     try:
         optimizer.load_transform_state(continuation.state, converted_groups)
     except ValueError as error:  # the optimizer has other groups, and nothing was loaded
-        reason = _moved_params(current_groups, saved_groups)
-        if not reason:
-            reason = str(error).removeprefix("nothing was loaded: ")  # the state is loaded in the next call
+        reason = _reason_of_other_groups(error, current_groups, saved_groups)
         return _continue_with_own_groups(optimizer, continuation, index, reason)
-    groups_text = "; ".join(["param_groups: loaded", *new_key_texts])
+    groups_text = "; ".join(["param_groups: loaded", *_texts_of_new_keys(current_groups, saved_groups)])
     return replace(continuation, state=optimizer.transform_state, groups=groups_text)
 
 
@@ -183,6 +183,14 @@ def _continue_with_own_groups(optimizer: Any, continuation: Continuation, index:
 def _without_chains(saved_group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a saved group without the code of the chain that wrote it."""
     return {key: value for key, value in saved_group.items() if key != CHAINS}
+
+
+def _reason_of_other_groups(error: ValueError, groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> str:
+    """Return why an optimizer has refused saved groups: parameters have other labels now, or the text of its error."""
+    moved_params = _moved_params(groups, saved_groups)
+    if moved_params:
+        return moved_params
+    return str(error).removeprefix("nothing was loaded: ")  # the state is loaded in the next call
 
 
 def _moved_params(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> str:
@@ -234,38 +242,51 @@ def _scheduler_text(step: int | None) -> str:
     )
 
 
-def _with_keys_of(
-    groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Give the saved groups the keys that the optimizer now has, such as "inner.momentum.decay" for "momentum.decay".
+def _with_keys_of(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give the saved groups the keys that the optimizer's groups have now: the numbers of its chain, by transform.
 
-    The keys of a group are the numbers of its chain, by the transform that has them. Also return a text for each group
-    with keys that were not saved: "of group 'muon', 'scale.factor' stay as in this optimizer". A saved group belongs to
-    each group of the optimizer that has one of its parameters.
+    >>> groups = [{"inner.momentum.decay": 0.9, "scale.factor": 2.0, "param_names": ["w"]}]
+    >>> _with_keys_of(groups, [{"momentum.decay": 0.95, "param_names": ["w"]}])
+    [{'param_names': ['w'], 'inner.momentum.decay': 0.95, 'scale.factor': 2.0}]
     """
     converted_groups: list[dict[str, Any]] = []
-    new_key_texts: list[str] = []
     for saved_group in saved_groups:
         converted_group = dict(saved_group)
-        saved_params = set(unwrapped(saved_group.get("param_names", ())).values())
-        for group in groups:
-            params = unwrapped(group["param_names"]).values()
-            if saved_params.isdisjoint(params):  # not the counterpart of the saved group
-                continue
-            old_key_of = _old_keys(group, saved_group)
-            for key, old_key in old_key_of.items():
+        for group in _counterparts(saved_group, groups):
+            for key, old_key in _old_keys(group, saved_group).items():
                 if old_key is None:
                     converted_group[key] = group[key]
                 else:
                     converted_group[key] = saved_group[old_key]
-                    converted_group.pop(old_key, None)  # a second group with this parameter may have removed it
-            new_keys = [key for key, old_key in old_key_of.items() if old_key is None]
-            if new_keys:
-                new_key_texts.append(
-                    f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer"
-                )
+                    converted_group.pop(old_key, None)  # a second counterpart may have removed it
         converted_groups.append(converted_group)
-    return converted_groups, new_key_texts
+    return converted_groups
+
+
+def _texts_of_new_keys(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> list[str]:
+    """Return a text for each group of the optimizer with numbers that were not saved, as of a transform that is new.
+
+    >>> _texts_of_new_keys([{"label": "muon", "scale.factor": 2.0, "param_names": ["w"]}], [{"param_names": ["w"]}])
+    ["of group 'muon', 'scale.factor' stay as in this optimizer"]
+    """
+    texts: list[str] = []
+    for saved_group in saved_groups:
+        for group in _counterparts(saved_group, groups):
+            new_keys = [key for key, old_key in _old_keys(group, saved_group).items() if old_key is None]
+            if new_keys:
+                texts.append(f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer")
+    return texts
+
+
+def _counterparts(saved_group: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups of the optimizer that have a parameter of a saved group."""
+    saved_params = set(unwrapped(saved_group.get("param_names", ())).values())
+    counterparts: list[dict[str, Any]] = []
+    for group in groups:
+        params = unwrapped(group["param_names"]).values()
+        if not saved_params.isdisjoint(params):
+            counterparts.append(group)
+    return counterparts
 
 
 def _old_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> dict[str, str | None]:
@@ -294,17 +315,35 @@ _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules"])
 # ----------------------------------------------------------------------------------------------------------- the target
 
 
+class _SavedState(NamedTuple):
+    """The state in a checkpoint, by names without the prefixes of wrappers, such as "trace/up"."""
+
+    stored_name_of: dict[str, str]
+    """The names with the prefixes, as they are in the checkpoint: "trace/_orig_mod.up"."""
+    specs: dict[str, Spec]
+
+    @classmethod
+    def of(cls, index: Index) -> _SavedState:
+        """Return the state in a checkpoint, without the parameters."""
+        names = [name for name in index.leaves if not in_section(name, PARAMS)]
+        stored_name_of = {name: stored_name for stored_name, name in plain_names(names).items()}
+        specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
+        return cls(stored_name_of, specs)
+
+    def shapes(self) -> Shapes:
+        """Return the shape of each leaf."""
+        return {name: spec.shape for name, spec in self.specs.items()}
+
+
 class ChangedTarget(Target):
     """The tree that `load_changed` fills. It takes what fits from a checkpoint, and `filled` returns the account."""
 
+    saved: _SavedState
+    """The state in the checkpoint. `match` sets this and ``sources``."""
     sources: Sources
-    """The names in the checkpoint, without prefixes of wrappers, of the leaves that are carried over."""
-    stored_name_of: dict[str, str]
-    """The name of each leaf in the checkpoint by its name without prefixes of wrappers."""
-    stored: dict[str, Spec]
-    """The spec of each leaf in the checkpoint, by its name without prefixes of wrappers."""
-    read: dict[str, Any]
-    """The tensors that are read, by name in the checkpoint; their values are there when `filled` is called."""
+    """The leaves of the saved state that are carried over."""
+    compared_counts: dict[str, Tensor]
+    """The step counts of the saved state of which several become one. They are read when `filled` is called."""
 
     def match(self, index: Index) -> dict[str, str | None]:
         """Find the leaf of the checkpoint that each leaf continues, and return its name, None for new leaves.
@@ -312,24 +351,18 @@ class ChangedTarget(Target):
         Raise if nothing can be carried over, or if the values do not fit. If "up" was saved with a wrapper and "out" is
         new, the result is ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``.
         """
-        # 1. The leaves of the checkpoint without parameters, and without the prefixes of wrappers such as "_orig_mod."
-        state_names = [name for name in index.leaves if not in_section(name, PARAMS)]
-        self.stored_name_of = {}
-        self.stored = {}
-        for stored_name, name in plain_names(state_names).items():
-            self.stored_name_of[name] = stored_name
-            self.stored[name] = index.leaves[stored_name].spec
-        # 2. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
+        # 1. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
+        self.saved = _SavedState.of(index)
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
-        stored_shapes = {name: spec.shape for name, spec in self.stored.items()}
-        self.sources = sources(shapes, stored_shapes)
-        self._require_common_params(shapes, stored_shapes)
-        self._require_common_leaves(shapes, stored_shapes, index)
+        saved_shapes = self.saved.shapes()
+        self.sources = sources(shapes, saved_shapes)
+        self._require_common_params(shapes, saved_shapes)
+        self._require_common_leaves(shapes, saved_shapes, index)
         self._require_fitting()
-        # 3. The names as they are in the checkpoint, with the prefixes.
+        # 2. The names as they are in the checkpoint, with the prefixes.
         stored_names: dict[str, str | None] = dict.fromkeys(self.like)  # None: new
         for name, source in self.sources.source_of.items():
-            stored_names[name] = self.stored_name_of[source]
+            stored_names[name] = self.saved.stored_name_of[source]
         return stored_names
 
     def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -339,11 +372,15 @@ class ChangedTarget(Target):
         counts that become one, only one is in the tree. The others are read as well, so that they can be compared.
         If "a/count" and "b/count" become "a/count", the second dict has both, and the first only "a/count".
         """
-        leaves, self.read = super().allocate(index)
+        leaves, destinations = super().allocate(index)
+        self.compared_counts = {}
         for counts in self.sources.equal_counts.values():
             for count in counts:
-                self.read.setdefault(self.stored_name_of[count], torch.empty((), dtype=self.stored[count].dtype))
-        return leaves, self.read
+                stored_name = self.saved.stored_name_of[count]
+                if stored_name not in destinations:
+                    destinations[stored_name] = torch.empty((), dtype=self.saved.specs[count].dtype)
+                self.compared_counts[count] = destinations[stored_name]
+        return leaves, destinations
 
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
         """Return the state, into which the values were read, and the account: leaves kept, moved, grown, new, dropped.
@@ -352,25 +389,24 @@ class ChangedTarget(Target):
         leaf is *grown* if it has more rows now than in the checkpoint, and *dropped* if only the checkpoint has it.
         """
         self._require_equal_counts()  # not before: the counts are known only after they were read
-        source_of = self.sources.source_of
+        # 1. The account.
+        source_of = {name: self.sources.source_of[name] for name in leaves if name in self.sources.source_of}
+        grown = {name: source for name, source in source_of.items() if self._has_grown(name, leaves[name])}
+        others = {name: source for name, source in source_of.items() if name not in grown}
+        kept = [name for name, source in others.items() if source == name]
+        moved = {name: source for name, source in others.items() if source != name}
+        new = [name for name in leaves if name not in source_of]
+        dropped = sorted(self.saved.specs.keys() - source_of.values())
+        # 2. The state.
         filled_leaves = dict(leaves)
-        kept: list[str] = []
-        new: list[str] = []
-        moved: dict[str, str] = {}
-        grown: dict[str, str] = {}
-        for name, leaf in leaves.items():
-            source = source_of.get(name)
-            if source is None:  # as `init` made it
-                new.append(name)
-            elif leaf.shape != self.like[name].shape:
-                filled_leaves[name] = self._grown(name, leaf)
-                grown[name] = source
-            elif source != name:
-                moved[name] = source
-            else:
-                kept.append(name)
-        dropped = sorted(self.stored.keys() - source_of.values())
-        return Continuation(super().filled(filled_leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
+        for name in grown:
+            filled_leaves[name] = self._grown(name, leaves[name])
+        state = super().filled(filled_leaves)
+        return Continuation(state, tuple(kept), moved, grown, tuple(new), tuple(dropped))
+
+    def _has_grown(self, name: str, saved_rows: Any) -> bool:
+        """Return whether a leaf has more rows now than in the checkpoint, from which ``saved_rows`` were read."""
+        return saved_rows.shape != self.like[name].shape
 
     def _grown(self, name: str, saved_rows: Any) -> Any:
         """Return a leaf that has more rows now: first the saved rows, then those that ``init`` made."""
@@ -408,16 +444,7 @@ class ChangedTarget(Target):
             return
         texts = [f"{name!r} {shape}" for name, shape in shapes.items()]
         stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or ["no state"]
-        advice = "to start the state again, do not call load_changed"
-        if paths_of_state_dicts(index.objects):
-            advice = "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
-        elif any(name.startswith("exp_avg/") for name in stored_shapes):
-            advice = (
-                "it has the moments of torch.optim.AdamW, 'exp_avg' and 'exp_avg_sq': load it into an AdamW, convert "
-                "that by muonfx.checkpoint.convert.recipe and read, save it, and call load_changed with that "
-                "checkpoint; or, "
-                "to start the state again, do not call load_changed"
-            )
+        advice = self._advice_on_other_state(stored_shapes, index.objects)
         raise mismatch(
             self.where,
             [
@@ -426,6 +453,23 @@ class ChangedTarget(Target):
             ],
             [advice],
         )
+
+    def _advice_on_other_state(self, stored_names: Iterable[str], objects: Iterable[str]) -> str:
+        """Return what to do if no leaf fits, from the names of the leaves and of the other values in the checkpoint.
+
+        "optimizer/param_groups/0/lr" is of a state dict, and "exp_avg/w" of `torch.optim.AdamW`.
+        """
+        if paths_of_state_dicts(objects):
+            return "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
+        to_start_again = "to start the state again, do not call load_changed"
+        has_moments_of_torch = any(name.startswith("exp_avg/") for name in stored_names)
+        if has_moments_of_torch:
+            return (
+                "it has the moments of torch.optim.AdamW, 'exp_avg' and 'exp_avg_sq': load it into an AdamW, convert "
+                "that by muonfx.checkpoint.convert.recipe and read, save it, and call load_changed with that "
+                f"checkpoint; or, {to_start_again}"
+            )
+        return to_start_again
 
     def _require_fitting(self) -> None:
         """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows.
@@ -439,13 +483,14 @@ class ChangedTarget(Target):
         for name, source in self.sources.source_of.items():
             leaf = self.like[name]
             shape = tuple(leaf.shape)
-            stored_spec = self.stored[source]
-            if not widens(stored_spec.dtype, leaf.dtype):
-                problems.append(narrowing(name, stored_spec.dtype, leaf.dtype))
+            saved_spec = self.saved.specs[source]
+            if not widens(saved_spec.dtype, leaf.dtype):
+                problems.append(narrowing(name, saved_spec.dtype, leaf.dtype))
                 narrowed_names.append(name)
             # `filled` copies saved rows into a larger tensor, which it cannot do with the part of a tensor.
-            if is_sharded(leaf) and shape != stored_spec.shape:
-                problems.append(reshaped(name, stored_spec.shape, shape))
+            is_grown_shard = is_sharded(leaf) and shape != saved_spec.shape
+            if is_grown_shard:
+                problems.append(reshaped(name, saved_spec.shape, shape))
                 advice.append("shards cannot grow: load it in one process, save it again, and load that on all ranks")
         if narrowed_names:
             advice += self._advice_on_narrowing(narrowed_names)
@@ -454,7 +499,7 @@ class ChangedTarget(Target):
 
     def _advice_on_narrowing(self, names: list[str]) -> list[str]:
         """Return what the caller can do about leaves of a narrower dtype: another chain, or `load` with ``cast=``."""
-        like = "like" if self.objects is None else "optimizer"
+        like = "like" if self.request.objects is None else "optimizer"
         cast = cast_of(names, self.expected.leaves)
         return [
             "to keep the values: use a chain with the state dtypes of the checkpoint",
@@ -469,10 +514,7 @@ class ChangedTarget(Target):
         value of its count is right for both.
         """
         for name, stored_names in self.sources.equal_counts.items():
-            counts: dict[str, Any] = {}  # the values by name in the checkpoint, without prefixes of wrappers
-            for stored_name in stored_names:
-                count = self.read[self.stored_name_of[stored_name]]
-                counts[stored_name] = count.item()
+            counts = {stored_name: self.compared_counts[stored_name].item() for stored_name in stored_names}
             if len(set(counts.values())) > 1:
                 problem = f"{name!r} would be the step count of parameters with the counts {counts}"
                 raise mismatch(self.where, [problem], ["give these parameters a label of their own"])

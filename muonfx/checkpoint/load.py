@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -148,7 +148,7 @@ def load(
         require_no_arguments(tx, device)
         return _load_optimizer(path, like, params, scheduler, rules, group)
     _require_no_parts_of_optimizer(params, scheduler)
-    loaded, _ = load_checkpoint(path, like, tx, group, partial(Target.of, rules=rules, device=device))
+    loaded, _ = load_checkpoint(path, LoadRequest(like, tx, rules, device=device), group)
     return loaded
 
 
@@ -167,8 +167,8 @@ def _load_optimizer(
     optimizer.follow_model()  # it may have been sharded since the last step
     tx = optimizer.transform
     # 1. Everything is read before anything is changed.
-    target_of = partial(Target.of, rules=rules, objects=objects, scheduler=scheduler)
-    loaded_state, index = load_checkpoint(path, optimizer.transform_state, tx, group, target_of)
+    request = LoadRequest(optimizer.transform_state, tx, rules, objects=objects, scheduler=scheduler)
+    loaded_state, index = load_checkpoint(path, request, group)
     loaded_params: PyTree = None
     if params is not None:
         loaded_params = _params_of_save(index.save_id, path, params, tx, group)
@@ -176,11 +176,7 @@ def _load_optimizer(
     groups: list[dict[str, Any]] | None = None
     if GROUPS in objects:
         groups = index.objects.get(GROUPS)
-    try:
-        optimizer.load_transform_state(loaded_state, groups)
-    except ValueError as error:
-        advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
-        raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
+    _set_state_and_groups(optimizer, loaded_state, groups, path)
     if scheduler is not None and SCHEDULER in index.objects:
         scheduler.load_state_dict(index.objects[SCHEDULER]["state"])
     if params is not None:
@@ -189,10 +185,22 @@ def _load_optimizer(
     return optimizer.transform_state
 
 
+def _set_state_and_groups(optimizer: Any, state: PyTree, groups: list[dict[str, Any]] | None, path: StrPath) -> None:
+    """Give an optimizer a state and param groups that were read from a checkpoint; raise if its groups are others.
+
+    Without ``groups``, it keeps its own.
+    """
+    try:
+        optimizer.load_transform_state(state, groups)
+    except ValueError as error:
+        advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
+        raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
+
+
 def _params_of_save(save_id: str, path: StrPath, like: PyTree, tx: Transform, group: ProcessGroup | None) -> PyTree:
     """Read the parameters of a checkpoint whose state was read before. Raise if a save has replaced it since."""
-    target_of = partial(Target.of, rules={"allow_other_chain": True}, section=PARAMS)
-    loaded, index = load_checkpoint(path, like, tx, group, target_of)
+    request = LoadRequest(like, tx, {"allow_other_chain": True}, section=PARAMS)
+    loaded, index = load_checkpoint(path, request, group)
     if index.save_id != save_id:
         raise ReplacedError(f"{path} was replaced while it was read, and nothing was loaded: load it again")
     return loaded
@@ -261,8 +269,7 @@ def load_params(
         "cast": cast,
         "rename": rename,
     }
-    target_of = partial(Target.of, rules=rules, section=PARAMS, device=device)
-    loaded, _ = load_checkpoint(path, like, tx, group, target_of)
+    loaded, _ = load_checkpoint(path, LoadRequest(like, tx, rules, section=PARAMS, device=device), group)
     return loaded
 
 
@@ -333,10 +340,10 @@ class Loader:
     transfers: list[Transfer]
     """The parts of files to copy to memory."""
 
-    def __init__(self, path: Any, make_target: Callable[..., Target], stack: ExitStack) -> None:
+    def __init__(self, path: Any, request: LoadRequest, ranks: Together, stack: ExitStack) -> None:
         self.path = path
-        self.make_target = make_target
-        """Returns the tree to fill, from the path of the checkpoint. Its error is raised on all ranks."""
+        self.request = request
+        self.ranks = ranks
         self.index: Index | None = None
         """The index of the checkpoint to read; None until this rank or rank 0 has read it."""
         self._stack = stack
@@ -344,7 +351,7 @@ class Loader:
         self._index_lock = stack.enter_context(ExitStack())
         """Closes the index; while it is open, saves do not remove the data files. `read` closes it."""
 
-    def share_index(self, ranks: Together) -> None:
+    def share_index(self) -> None:
         """Let rank 0 read and lock the index for all ranks, so that all of them read the same checkpoint.
 
         If each rank read it, a save could replace the checkpoint between two of these reads.
@@ -352,14 +359,14 @@ class Loader:
 
         # `step` calls the first function on every rank, and the second on rank 0 with a list of all results.
         def read_on_first_rank() -> Index | None:
-            if ranks.rank == 0:
+            if self.ranks.rank == 0:
                 return self._lock_index()
             return None
 
         def send_to_all(index_of_rank: Sequence[Index | None]) -> list[Index | None]:
-            return [index_of_rank[0]] * ranks.size
+            return [index_of_rank[0]] * self.ranks.size
 
-        self.index = ranks.step(read_on_first_rank, send_to_all)
+        self.index = self.ranks.step(read_on_first_rank, send_to_all)
 
     def _lock_index(self) -> Index:
         """Return the index, and keep saves from removing its data files until `open` has ended on all ranks."""
@@ -373,7 +380,8 @@ class Loader:
         the description of the checkpoint: names, shapes, and the place of each leaf in the data files.
         """
         folder = folder_named(self.path)
-        self.target = self.make_target(str(folder))
+        is_alone = self.ranks.group is None
+        self.target = self.request.target_class.of(self.request, str(folder), is_alone=is_alone)
         index = self.index  # sent by rank 0, or None
         if index is None:
             index = self._lock_index()
@@ -414,45 +422,37 @@ class Loader:
         return self.target.filled(self.leaves), self.reader.index
 
 
-def load_checkpoint(
-    path: StrPath,
-    like: PyTree | StateSpec,
-    tx: Transform | None,
-    group: ProcessGroup | None,
-    target_of: Callable[..., Target],
-) -> tuple[Any, Index]:
+def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | None) -> tuple[Any, Index]:
     """Load a checkpoint: return the tree with its values, and the index, the description of the checkpoint.
 
     The common part of `load`, `load_params` and `load_changed`. With a group, every rank calls this, and an error on
-    one rank is raised on all. ``target_of`` is `Target.of` with the arguments that this function does not have.
+    one rank is raised on all.
     """
     # The state of a sharded transform is divided among the ranks of its layout, so these ranks load it together. A
     # `StateSpec` describes whole tensors, which one process can load.
-    if group is None and isinstance(tx, Sharded) and not isinstance(like, StateSpec):
-        group = tx.layout.group
-    # Called later, on all ranks together: an error about an argument of one rank is then raised on all.
-    make_target = partial(target_of, like, tx, is_alone=group is None)
+    if group is None and isinstance(request.tx, Sharded) and not isinstance(request.like, StateSpec):
+        group = request.tx.layout.group
     try:
         ranks = Together(group, path, f"the load of {path}")
         if group is not None:
             wait_for_save()  # a save in the background may use the same group
         ranks.meet("checkpoint.load")  # a rank that does not call `load` is an error here, not an endless wait later
         # Repeated while a save replaces the checkpoint.
-        return retried(path, partial(_load_once, path, make_target, ranks))
+        return retried(path, partial(_load_once, path, request, ranks))
     except LostRanksError as error:
         raise CheckpointError(f"{path} was not loaded: {error}") from error
 
 
-def _load_once(path: Any, make_target: Callable[..., Target], ranks: Together, attempt: int) -> tuple[Any, Index]:
+def _load_once(path: Any, request: LoadRequest, ranks: Together, attempt: int) -> tuple[Any, Index]:
     """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile.
 
     Every rank calls this. In attempt 0, each rank reads the index itself, which saves a communication. If a save
     replaced the checkpoint at that moment, the ranks may have read two different ones, and attempt 1 follows.
     """
     with ExitStack() as stack:  # closes all files, also after an error
-        loader = Loader(path, make_target, stack)
-        if attempt > 0 and ranks.size > 1:  # in attempt 0, the ranks may have read different indexes
-            loader.share_index(ranks)
+        loader = Loader(path, request, ranks, stack)
+        if attempt > 0 and ranks.size > 1:
+            loader.share_index()
         # A step calls its first function on all ranks. Rank 0 then calls the second with all results.
         ranks.step(loader.open, loader.require_same)
         ranks.step(loader.read, list)  # nothing to merge
@@ -472,49 +472,32 @@ class Target:
     rules: Rules
     where: str
     """The path of the checkpoint, for messages."""
+    request: LoadRequest
+    """The arguments of the load."""
     local_tx: Sharded | None = None
     """The sharded transform of the caller's tree, if that has local tensors of this rank, as the result must have."""
-    device: torch.device | str | None = None
-    """The device of all tensors of the result; None for the devices of ``like``."""
-    section: str = ""
-    """The first level of the leaf names: "params" for parameters, "" (none) for a state."""
-    objects: set[str] | None = None
-    """The names of values that are no tensors, and that an optimizer loads; None if ``like`` is no optimizer."""
-    scheduler: Any = None
-    """The scheduler to load."""
 
     @classmethod
-    def of(
-        cls,
-        like: PyTree | StateSpec,
-        tx: Transform | None,
-        where: str,
-        *,
-        rules: Mapping[str, Any],
-        is_alone: bool,
-        section: str = "",
-        **options: Any,
-    ) -> Self:
+    def of(cls, request: LoadRequest, where: str, *, is_alone: bool) -> Self:
         """Check the arguments of a `load`, and return the tree to fill, with its leaves by name.
 
         For ``like={"trace": {"w": tensor}}``, the result has ``like={"trace/w": tensor}``, and ``expected`` has the
         shape and dtype of "trace/w".
 
         Args:
-            like: the tree of the caller.
-            tx: the transform that will use the state.
+            request: the arguments.
             where: the path of the checkpoint, for messages.
-            rules: the arguments of `Rules`, such as ``{"allow_missing": ["adamw/mu"]}``.
             is_alone: True if no other ranks take part: then ``like`` has no shards (parts of tensors on this rank).
-            section: "params" for parameters, whose names begin with it.
-            options: the other fields.
         """
-        checked_rules = Rules(**rules)
+        rules = Rules(**request.rules)
+        like = request.like
+        tx = request.tx
+        section = request.section
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):  # it has no tensors to convert, and no shards to refuse
             expected = like if tx is None else like.of_chain(tx)
-            return cls(like.leaves, expected, checked_rules, where, section=section, **options)
+            return cls(like.leaves, expected, rules, where, request)
         # Plain tensors that are parts of larger ones get their positions; `filled` converts the result back.
         local_tx: Sharded | None = None
         if isinstance(tx, Sharded) and (section == PARAMS or not is_global(like)):
@@ -530,7 +513,7 @@ class Target:
             if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
                 require_whole(name, leaf, "pass group=")
             leaves[name] = leaf
-        return cls(leaves, expected, checked_rules, where, local_tx, section=section, **options)
+        return cls(leaves, expected, rules, where, request, local_tx)
 
     def translated(self, index: Index) -> Index:
         """Return the index with the names that `save` gives the leaves of an optimizer.
@@ -538,7 +521,7 @@ class Target:
         A checkpoint that ``dcp.save`` wrote has the names of the optimizer's state dict:
         "optimizer/state/fc.weight/muon.trace" becomes "muon/trace/fc.weight". All other indexes stay as they are.
         """
-        if self.objects is None:  # `like` is no optimizer
+        if self.request.objects is None:  # `like` is no optimizer
             return index
         return as_saved_optimizer(index, self.like, self.where)
 
@@ -551,13 +534,18 @@ class Target:
         """
         # Raises one error with all leaves that do not fit.
         stored_name_of = match(
-            index, self.expected, self.rules, section=self.section, where=self.where, objects=self.objects
+            index,
+            self.expected,
+            self.rules,
+            section=self.request.section,
+            where=self.where,
+            objects=self.request.objects,
         )
         self._require_same_scheduler(index)
         self._warn_of_products(index)
         # An optimizer gets its numbers from the saved groups, or the caller left these out on purpose. In all other
         # cases the code's numbers are used, so the caller may want to notice that they differ.
-        if self.objects is None or GROUPS not in index.objects:
+        if self.request.objects is None or GROUPS not in index.objects:
             self._warn_of_numbers(index)
         return stored_name_of
 
@@ -576,7 +564,7 @@ class Target:
             if stored_name is None:  # missing, and the caller allows it
                 # An optimizer keeps its tensor, which the first step initializes again if weights are loaded later.
                 leaves[name] = leaf
-                if self.objects is None:  # `like` is no optimizer
+                if self.request.objects is None:  # `like` is no optimizer
                     leaves[name] = self._copy(name, leaf)
                 continue
             # A step count may be read once for several leaves: a state that is divided into two labels has two counts.
@@ -591,19 +579,16 @@ class Target:
         ``leaves`` is the first dict of `allocate`: ``{"trace/w": tensor}`` becomes ``{"trace": {"w": tensor}}``.
         """
         result = self.expected.unflatten(_without_common_tensors(leaves))
-        # If the caller's tree had local tensors of this rank, return such tensors, not the shards with positions.
-        if self.local_tx is None:
-            return result
-        if self.section == PARAMS:
-            return self.local_tx.layout.from_global(result)
-        return from_global(self.local_tx, result)
+        if self.local_tx is not None:  # the caller's tree had local tensors of this rank
+            result = _as_local(self.local_tx, result, self.request.section)
+        return result
 
     def _require_same_scheduler(self, index: Index) -> None:
         """Raise if the checkpoint has the state of a scheduler of another class, such as StepLR, not LambdaLR."""
         saved_scheduler = index.objects.get(SCHEDULER)  # such as {"class": "StepLR", "state": {...}}
-        if self.scheduler is None or saved_scheduler is None:
+        if self.request.scheduler is None or saved_scheduler is None:
             return  # nothing to compare; `match` reports one that is missing
-        class_name = type(self.scheduler).__name__
+        class_name = type(self.request.scheduler).__name__
         saved_class_name = saved_scheduler["class"]
         if saved_class_name != class_name:
             raise mismatch(
@@ -621,13 +606,9 @@ class Target:
         tx = self.expected.transform
         if tx is None:  # without a transform, nothing computes products
             return
-        device = torch.device(self.device or self._device_of_like())
+        device = torch.device(self.request.device or self._device_of_like())
         for name, saved_dtype in index.products.items():
-            # A state's leaves do not give the parameters' dtype, but the record does: products are float64 exactly for
-            # parameters that are float64. Parameters of all other dtypes have products of one dtype.
-            param_dtype = torch.float64 if saved_dtype == "float64" else torch.float32
-            # A transform of this name may be gone: then nothing differs.
-            dtype = product_dtypes(strip_transparent(tx), [param_dtype], device).get(name, saved_dtype)
+            dtype = _product_dtype(tx, name, saved_dtype, device)
             if dtype != saved_dtype:
                 warn_caller(
                     f"{self.where}: the matrix products of {name!r} were computed in {saved_dtype} and are now in "
@@ -674,13 +655,13 @@ class Target:
         """
         # A leaf without strides to copy: a spec, or a tensor of another shape. A spec has no device, so it is the CPU.
         if isinstance(leaf, Spec) or tuple(leaf.shape) != tuple(shape):
-            device = self.device or getattr(leaf, "device", "cpu")
+            device = self.request.device or getattr(leaf, "device", "cpu")
             return torch.empty(shape, dtype=leaf.dtype, device=device)
         # A shard that is no tensor, such as a `FlatShard`.
         if not isinstance(leaf, Tensor):
             return leaf.empty_like()
         # A tensor or DTensor. Values are read into memory, so the result of a meta tensor is on the CPU.
-        device = self.device
+        device = self.request.device
         if device is None and leaf.is_meta:
             device = "cpu"
         if device is None:
@@ -704,6 +685,21 @@ class Target:
         copied = self._empty(leaf, leaf.shape)
         copied.copy_(leaf)
         return copied
+
+
+def _product_dtype(tx: Transform, name: str, saved_dtype: str, device: torch.device) -> str:
+    """Return the dtype of the matrix products that the part ``name`` of a transform computes now, such as "bfloat16".
+
+    If the transform has no such part, return ``saved_dtype``, the dtype in the checkpoint.
+    """
+    # The dtype depends on that of the parameters, which a state does not have. It follows from the saved dtype:
+    # products are float64 exactly for parameters that are float64. Parameters of all other dtypes have products of one
+    # dtype.
+    param_dtype = torch.float32
+    if saved_dtype == "float64":
+        param_dtype = torch.float64
+    dtype_of_part = product_dtypes(strip_transparent(tx), [param_dtype], device)
+    return dtype_of_part.get(name, saved_dtype)
 
 
 def _without_common_tensors(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -730,3 +726,32 @@ def _as_global(tx: Sharded, like: PyTree, section: str) -> PyTree:
     if section == PARAMS:  # the layout of the transform defines which part of a parameter each rank holds
         return tx.layout.to_global(like)
     return to_global(tx, like)  # on a rank without shards, this changes nothing
+
+
+def _as_local(tx: Sharded, loaded: PyTree, section: str) -> PyTree:
+    """Return this rank's tensors without their positions; the inverse of `_as_global`."""
+    if section == PARAMS:
+        return tx.layout.from_global(loaded)
+    return from_global(tx, loaded)
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """The arguments of one load on this rank. `Target.of` checks them, so that an error is raised on all ranks."""
+
+    like: PyTree | StateSpec
+    """The tree of the caller."""
+    tx: Transform | None
+    """The transform that will use the state."""
+    rules: Mapping[str, Any]
+    """The arguments of `Rules`, such as ``{"allow_missing": ["adamw/mu"]}``."""
+    section: str = ""
+    """The first level of the leaf names: "params" for parameters, "" (none) for a state."""
+    device: torch.device | str | None = None
+    """The device of all tensors of the result; None for the devices of ``like``."""
+    objects: set[str] | None = None
+    """The names of values that are no tensors, and that an optimizer loads; None if ``like`` is no optimizer."""
+    scheduler: Any = None
+    """The scheduler to load."""
+    target_class: type[Target] = Target
+    """The tree to fill: a `Target`, or a subclass that takes what fits."""
