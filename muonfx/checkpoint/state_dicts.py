@@ -41,7 +41,10 @@ KeyPath = tuple[str | int, ...]
 def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     """Return the index with the names that `muonfx.checkpoint.save` gives the state and the groups of an optimizer.
 
-    An index without the state dict of an optimizer is returned unchanged. Otherwise the result has nothing else.
+    An index without the state dict of an optimizer is returned unchanged. Otherwise the result has nothing else. For
+    example, the leaves "optimizer/state/0/muon.trace" and "model/fc.weight" become one leaf, "muon/trace/fc.weight".
+    The objects ``{"optimizer/param_groups/0/params": [0], "optimizer/param_groups/0/param_names": ["fc.weight"]}``
+    become ``{"param_groups": [{"param_names": ["fc.weight"]}]}``.
 
     Args:
         index: the index of the checkpoint.
@@ -64,9 +67,11 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     (path,) = state_dict_paths  # such as ("optimizer",)
     groups = _groups_below((*path, GROUPS), index.objects)
     param_name_of = _take_param_names(groups)
-    state = _nested_below((*path, STATE), index.leaves)
-    leaves = _renamed_leaves(state, param_name_of, names)
-    return replace(index, leaves=leaves, objects={GROUPS: groups})
+    entries_of: dict[str, Mapping[Any, Any]] = {}  # the entries of each parameter by its name
+    for param_key, entries in _nested_below((*path, STATE), index.leaves).items():
+        param_name = param_name_of.get(str(param_key), str(param_key))
+        entries_of[param_name] = entries
+    return replace(index, leaves=_renamed_leaves(entries_of, names), objects={GROUPS: groups})
 
 
 def _require_single(state_dict_paths: Sequence[KeyPath], where: str) -> None:
@@ -166,23 +171,18 @@ def _take_param_names(groups: list[dict[str, Any]]) -> dict[str, str]:
     return param_name_of
 
 
-def _renamed_leaves(
-    state: Mapping[Any, Mapping[Any, Any]], param_name_of: Mapping[str, str], names: Iterable[str]
-) -> dict[str, Leaf]:
+def _renamed_leaves(entries_of: Mapping[str, Mapping[Any, Any]], names: Iterable[str]) -> dict[str, Leaf]:
     """Give the leaves of a state dict the names of `muonfx.checkpoint.save`.
 
-    ``{"fc.weight": {"muon.momentum.trace": leaf}}`` becomes ``{"muon/momentum/trace/fc.weight": leaf}``. ``names`` are
-    those of the leaves to load, ``param_name_of`` has the name of each parameter by its key in the state dict.
+    ``{"fc.weight": {"muon.momentum.trace": leaf}}`` becomes ``{"muon/momentum/trace/fc.weight": leaf}``.
+
+    Args:
+        entries_of: the entries of each parameter in the state dict, by the name of the parameter.
+        names: the names of the leaves to load.
     """
-    # 1. The entries of each parameter by its name. A key of the state dict may be a number instead.
-    entries_of: dict[str, Mapping[Any, Any]] = {}
-    for param_key, entries in state.items():
-        param_name = param_name_of.get(str(param_key), str(param_key))
-        entries_of[param_name] = entries
-    # 2. The new name of each leaf.
     keys_of_all = _keys_of_all(entries_of.values())
-    plain_name_of = unwrapped(entries_of)
-    expected_name_of = _expected_names(names)
+    plain_name_of = unwrapped(entries_of)  # names to load have no prefixes of wrappers, such as "_orig_mod."
+    name_to_load = _names_by_key(names, plain_name_of.values())
     new_leaves: dict[str, Leaf] = {}
     for param_name, entries in entries_of.items():
         plain_name = plain_name_of[param_name]
@@ -193,10 +193,8 @@ def _renamed_leaves(
             levels = _levels_of_key(key)
             if not is_step_count:
                 levels = (*levels, param_name)
-            # A leaf to load keeps its name: a key with a dot in a label can be divided in several ways. Names to load
-            # have no prefixes of wrappers, such as "_orig_mod.", and the name of a step count has no parameter.
-            new_name = expected_name_of.get((key, None), name_of(levels))
-            new_name = expected_name_of.get((key, plain_name), new_name)
+            # A leaf to load has its name: a key with a dot in a label can be divided into levels in several ways.
+            new_name = name_to_load.get((key, plain_name)) or name_to_load.get((key, None)) or name_of(levels)
             new_leaves[new_name] = leaf
     return new_leaves
 
@@ -228,22 +226,21 @@ def _levels_of_key(key: str) -> KeyPath:
     return tuple(levels)
 
 
-def _expected_names(names: Iterable[str]) -> dict[tuple[str, str | None], str]:
-    """Return a dict to find the name of a leaf from its key in a state dict and its parameter, None for a step count.
+def _names_by_key(names: Iterable[str], param_names: Collection[str]) -> dict[tuple[str, str | None], str]:
+    """Return the names of leaves by their key in a state dict and their parameter, or None for a step count.
 
-    A key in a state dict, such as "trace", is the name without the parameter, with dots. Any level of a name may be the
-    parameter: the state of a transform may have a dict for each, as in "trace/w/mean". So each name is entered once for
-    each of its levels.
+    The key is the name without the parameter, with dots. The parameter may be at any level.
 
-    >>> _expected_names(["trace/w"])
-    {('trace.w', None): 'trace/w', ('w', 'trace'): 'trace/w', ('trace', 'w'): 'trace/w'}
+    >>> _names_by_key(["trace/fc.weight/mean"], ["fc.weight"])
+    {('trace.fc.weight.mean', None): 'trace/fc.weight/mean', ('trace.mean', 'fc.weight'): 'trace/fc.weight/mean'}
     """
-    expected_name_of: dict[tuple[str, str | None], str] = {}
+    name_of_key: dict[tuple[str, str | None], str] = {}
+    params = set(param_names)
     for name in names:
-        keys = [str(level) for level in path_of(name)]
-        expected_name_of[".".join(keys), None] = name  # a step count, whose name has no parameter
-        # Each level in turn as the parameter, and all others as the key.
-        for position, key in enumerate(keys):
-            other_keys = keys[:position] + keys[position + 1 :]
-            expected_name_of[".".join(other_keys), key] = name
-    return expected_name_of
+        levels = [str(level) for level in path_of(name)]
+        name_of_key[".".join(levels), None] = name
+        for position, level in enumerate(levels):
+            if level in params:
+                other_levels = levels[:position] + levels[position + 1 :]
+                name_of_key[".".join(other_levels), level] = name
+    return name_of_key
