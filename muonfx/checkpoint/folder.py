@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -488,19 +488,24 @@ def _warn_of_leftovers(folder: Path) -> None:
     files: list[Path] = []
     for checkpoint in _by_step(folder):
         files += _leftover_files(checkpoint, ("unknown",))
-    nbytes = 0
-    for file in files:
-        if file.suffix == ".lock":  # a few bytes, and the only file of a save that has just begun
-            continue
-        with suppress(OSError):  # removed since it was listed
-            nbytes += file.stat().st_size
-    if nbytes:  # a save that has only just begun has none, and gives no reason to warn
+    nbytes = _data_bytes(files)
+    if nbytes > 0:  # a save that has only just begun has none, and gives no reason to warn
         warnings.warn(
             f"{folder}: found {format_bytes(nbytes)} in {len(files)} files of saves that were interrupted on another "
             f"machine or still run there, such as {files[0]}: if no save is running, remove them with "
             f"muonfx.checkpoint.clean({str(folder)!r})",
             stacklevel=3,
         )
+
+
+def _data_bytes(files: Iterable[Path]) -> int:
+    """Return the number of bytes in the files of saves, without their locks."""
+    nbytes = 0
+    for file in files:
+        if file.suffix != ".lock":
+            with suppress(OSError):  # removed since it was listed
+                nbytes += file.stat().st_size
+    return nbytes
 
 
 def warn_of_later_steps(path: Path) -> None:
@@ -543,10 +548,7 @@ def _verdict(folder: Path, save_id: str, stack: ExitStack) -> Verdict:
         boot_id = read_regular(path, LONGEST_LOCK)
         file = stack.enter_context(FileIO(path, "r+b"))
     except FileNotFoundError:
-        # Its files were left by a checkpoint that was removed by half, or the save has just ended. An unfinished index
-        # without a lock is of another program or version. It is searched for after the lock: a save that ends in these
-        # moments has renamed its index before it removes its lock.
-        return "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
+        return _verdict_without_lock(folder, save_id)
     except OSError:
         return "unknown"
     is_of_this_machine = boot_id != b"" and boot_id == this_boot()
@@ -554,6 +556,16 @@ def _verdict(folder: Path, save_id: str, stack: ExitStack) -> Verdict:
         return "unknown"
     # A running save holds this lock, and the system releases it when its process ends.
     return "dead" if lock(file) else "alive"
+
+
+def _verdict_without_lock(folder: Path, save_id: str) -> Verdict:
+    """Return "dead" for a save without a lock, which has ended, or "unknown" if it has left an unfinished index.
+
+    Its files may be of a checkpoint that was removed by half. An unfinished index without a lock is of another program
+    or version. Call this after the search for the lock: a save that ends in these moments renames its index before it
+    removes its lock.
+    """
+    return "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
 
 
 def _may_exist(path: Path) -> bool:

@@ -235,7 +235,8 @@ class DataReader:
         Needed if the box is only a part of the chunk, or if the destination has another dtype, device or order.
         """
         name, chunk, box, destination = transfer
-        # The box as a view of the stored chunk, without memory: it has the strides and the offset to read.
+        # The box as a view of the stored chunk, without memory: it has the strides and the offset to read. The columns
+        # 2 and 3 of a chunk of shape (4, 8) have the strides (8, 1), and are within the elements 2 to 27.
         stored_chunk = torch.empty(chunk.box.sizes, dtype=dtype, device="meta")
         stored_box = _relative(box, chunk.box).of(stored_chunk)
         begin, end = _range_of(stored_box)

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -219,22 +219,23 @@ def _request(
         state = optimizer.transform_state
     if group is None and isinstance(tx, Sharded):
         group = _group_of_layout(tx, is_async=copy)
-    folder = Path()  # until the path is known to be one
+    # Without a group, no other rank waits, so that an error is raised at once.
+    request = SaveRequest(Path(), group=group)
     try:
         finish_earlier_save()  # a warning that is an error must reach all ranks, too
-        folder = folder_named(path)  # absolute, so that a later chdir() does not change it
-        require_valid(folder, tx, step, keep)
+        request = replace(request, path=folder_named(path))  # absolute, so that a later chdir() does not change it
+        require_valid(request.path, tx, step, keep)
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
             head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
             local_leaves = {name: LocalLeaf.of(leaf) for name, leaf in leaves.items()}
         if copy:  # training may change the originals
             local_leaves = {name: leaf.copied() for name, leaf in local_leaves.items()}
-        return SaveRequest(folder, head, local_leaves, keep, group)
+        return replace(request, head=head, leaves=local_leaves, keep=keep)
     except Exception as error:
-        if group is None:  # no other rank waits
+        if group is None:
             raise
-        return SaveRequest(folder, group=group, problem=error)
+        return replace(request, problem=error)
 
 
 def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
@@ -367,17 +368,24 @@ def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
     device: torch.device | None = None
     if params:
         device = torch.device(params[0].device)
-    cache_key = ("checkpoint", dtypes, device)  # all that the result depends on, besides the transform
-    has_fixed_numbers = not tx.tensors  # a number in a tensor may have changed in place
-    if has_fixed_numbers and cache_key in tx.derived:
-        return tx.derived[cache_key]
+    if tx.tensors:  # a number in a tensor may have changed in place
+        return _new_index_of_transform(tx, dtypes, device)
+    cache_key = ("checkpoint", dtypes, device)
+    if cache_key not in tx.derived:
+        tx.derived[cache_key] = _new_index_of_transform(tx, dtypes, device)
+    return tx.derived[cache_key]
+
+
+def _new_index_of_transform(tx: Transform, dtypes: Collection[torch.dtype], device: torch.device | None) -> Index:
+    """Return an index with the fields about a transform only.
+
+    The parameters have these dtypes and this device, which is None if there are none.
+    """
     plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
     products: dict[str, str] = {}
     if device is not None:
         products = product_dtypes(plain_tx, dtypes, device)
-    index = Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
-    tx.derived[cache_key] = index
-    return index
+    return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
 
 
 def _params_or_floats(leaves: Mapping[str, Any]) -> list[Any]:

@@ -151,8 +151,9 @@ class Writer(_InFolder, StorageWriter):
         keep: int | None = None,
     ) -> None:
         folder = folder_named(path)
-        require_valid(folder, None, step, keep)
-        self._request = SaveRequest(folder, head_of(None, {}, step, extra), keep=keep)
+        require_valid(folder, tx=None, step=step, keep=keep)
+        head = head_of(tx=None, leaves={}, step=step, extra=extra)
+        self._request = SaveRequest(folder, head, keep=keep)
         self._planned: list[WriteItem] = []
         """The values that this rank holds, before the planner divides them among the ranks."""
 
@@ -173,7 +174,7 @@ class Writer(_InFolder, StorageWriter):
         self._abandon()  # the files of an earlier save that has failed
         if checkpoint_id is not None:
             folder = folder_named(checkpoint_id)
-            require_valid(folder, None, self._request.head.step, self._request.keep)
+            require_valid(folder, tx=None, step=self._request.head.step, keep=self._request.keep)
             self._request = replace(self._request, path=folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -487,9 +488,8 @@ class Reader(_InFolder, StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Read the index. Until the data files are open, a save that replaces the checkpoint does not remove them.
 
-        Return it in the form of DCP, a description of each value by its key, "model.fc.weight" for the leaf
-        "model/fc.weight". If it cannot be read, every access to the result raises the error: DCP would replace an error
-        of this method by one without its reason.
+        Return it in the form of DCP. If it cannot be read, every access to the result raises the error: DCP would
+        replace an error of this method by one without its reason.
         """
         self._stack.close()
         try:
@@ -498,15 +498,7 @@ class Reader(_InFolder, StorageReader):
         except CheckpointError as error:
             self._stack.close()
             return _Unreadable(error)
-        described: dict[str, Any] = {}
-        paths: dict[str, tuple[str | int, ...]] = {}
-        for key, name in self._name_of_key.items():
-            paths[key] = path_of(name)
-            if name in self._index.leaves:
-                described[key] = _described(self._index.leaves[name])
-            else:  # a value that is no tensor
-                described[key] = BytesStorageMetadata()
-        return Metadata(described, planner_data=paths)
+        return _metadata_of(self._index, self._name_of_key)
 
     def _lock_index(self, attempt: int) -> Index:
         """Return the index; it stays open and locked until the data files were read."""
@@ -624,6 +616,22 @@ def _names_of_keys(names: Sequence[str]) -> dict[str, str]:
             )
         name_of_key[key] = name
     return name_of_key
+
+
+def _metadata_of(index: Index, name_of_key: Mapping[str, str]) -> Metadata:
+    """Return an index in the form of DCP: a description of each value by its key.
+
+    ``name_of_key`` has the name of each value by its key: ``{"model.fc.weight": "model/fc.weight"}``.
+    """
+    described: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for key, name in name_of_key.items():
+        paths[key] = path_of(name)
+        if name in index.leaves:
+            described[key] = _described(index.leaves[name])
+        else:  # a value that is no tensor
+            described[key] = BytesStorageMetadata()
+    return Metadata(described, planner_data=paths)
 
 
 def _described(leaf: Leaf) -> TensorStorageMetadata:

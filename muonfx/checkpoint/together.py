@@ -26,10 +26,10 @@ Answer = TypeVar("Answer")
 
 
 class _Outcome(NamedTuple):
-    """The value that a rank has computed in a step."""
+    """The result of a rank in a step, which it sends to other ranks."""
 
-    sent: Any
-    """The value to send to other ranks, or the error that was raised instead, in a form that can be sent."""
+    value_or_error: Any
+    """The value, or the error that was raised instead, in a form that can be sent."""
     interrupt: BaseException | None = None
     """An interrupt of this rank, such as KeyboardInterrupt, which it raises again after the step."""
 
@@ -84,36 +84,37 @@ class Together:
         if self.group is None:  # one process is rank 0 of 1: one value, one answer
             (answer,) = merge([compute()])
             return answer
-        # An error is sent in place of the value: a rank that raised it at once would let the others wait forever.
+        # 1. An error is sent in place of the value: a rank that raised it at once would let the others wait forever.
         computed = _attempt(compute)
-        value_of_rank = self._gather(computed.sent)  # on rank 0 only
-        merged = _Outcome([])  # of ranks other than 0
+        values_or_errors = self._gather(computed.value_or_error)  # of all ranks, on rank 0 only
+        # 2. Rank 0 has a list of answers, one for each rank, and the others have no answers to send.
+        merged = _Outcome([])
         if self.rank == 0:
-            merged = self._merge(value_of_rank, merge)
-        received = self._scatter(merged.sent)
-        # All ranks have communicated, so each may raise. An interrupt such as Ctrl-C comes first: it is of this rank
+            merged = self._merge(values_or_errors, merge)
+        answer_or_failures = self._scatter(merged.value_or_error)
+        # 3. All ranks have communicated, so each may raise. An interrupt such as Ctrl-C comes first: it is of this rank
         # alone, and the other ranks raise the error that was sent for it.
         for interrupt in (computed.interrupt, merged.interrupt):
             if interrupt is not None:
                 raise interrupt
-        if isinstance(received, _Failures):
-            raise_one_error(received.error_of_rank, self.path)
-        return received
+        if isinstance(answer_or_failures, _Failures):
+            raise_one_error(answer_or_failures.error_of_rank, self.path)
+        return answer_or_failures
 
-    def _merge(self, values: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
+    def _merge(self, values_or_errors: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
         """Merge the values of all ranks to a list of answers, one for each rank. Rank 0 calls this.
 
         If a value is an error, or the merge fails, the answer for every rank is a `_Failures`, a dict from rank to
         error: each rank must get an answer, because each of them waits for one.
         """
         # 1. Some ranks have failed: there is nothing to merge.
-        error_of_rank = {rank: value for rank, value in enumerate(values) if isinstance(value, Exception)}
+        error_of_rank = {rank: item for rank, item in enumerate(values_or_errors) if isinstance(item, Exception)}
         if error_of_rank:
             return _Outcome([_Failures(error_of_rank)] * self.size)
         # 2. Rank 0 may fail in the merge itself, and then sends its error in place of all answers.
-        merged = _attempt(lambda: list(merge(values)))
-        if isinstance(merged.sent, Exception):
-            failures = _Failures({self.rank: merged.sent})
+        merged = _attempt(lambda: list(merge(values_or_errors)))
+        if isinstance(merged.value_or_error, Exception):
+            failures = _Failures({self.rank: merged.value_or_error})
             return _Outcome([failures] * self.size, merged.interrupt)
         return merged
 

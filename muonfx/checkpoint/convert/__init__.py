@@ -335,19 +335,31 @@ def _names_in_order(
     Names are from ``params`` if the optimizer has these tensors, else ``names``, else the names in its groups, as
     "params" or "param_names".
     """
-    # 1. An optimizer, not a state dict, has the tensors.
-    members: list[Tensor] = []
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            members += group["params"]
-    # The tensors themselves identify the parameters: a tensor is hashed by its identity.
-    name_of = {param: name for name, param in params.items()}
-    if members and name_of.keys() >= set(members):
-        return [name_of[param] for param in members]
-    # 2. The names from the caller.
+    tensors = _tensors_of(optimizer)
+    name_of = {param: name for name, param in params.items()}  # a tensor is hashed by its identity
+    are_in_params = name_of.keys() >= set(tensors)
+    if tensors and are_in_params:
+        return [name_of[tensor] for tensor in tensors]
     if names is not None:
         return names
-    # 3. The names in the groups: in place of numbers, or next to them.
+    return _names_in_groups(groups)
+
+
+def _tensors_of(optimizer: object) -> list[Tensor]:
+    """Return the parameters of an optimizer in its order; none of a state dict, which has numbers instead."""
+    tensors: list[Tensor] = []
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            tensors += group["params"]
+    return tensors
+
+
+def _names_in_groups(groups: Sequence[Group]) -> list[str]:
+    """Return the names of parameters in the groups of a state dict: in place of their numbers, or next to them.
+
+    >>> _names_in_groups([{"params": ["fc.weight"]}, {"params": [1], "param_names": ["fc.bias"]}])
+    ['fc.weight', 'fc.bias']
+    """
     group_names: list[str] = []
     for group in groups:
         has_names = any(isinstance(number, str) for number in group["params"])

@@ -91,14 +91,16 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
     problems = _mistakes_of_step(step, step_of)
     unused_names = set(leaves)
     for path, part in _states_in(state):
-        names, moment_problems = _fill_moments(part, path, leaves)
-        problems += moment_problems
+        names = _params_of(part, path)
         unused_names.difference_update(names)
+        problems += _fill_moments(part, path, leaves)
         if "count" in part._fields:
             steps_of_params = {name: step_of[name] for name in names if name in step_of}
             if not steps_of_params:  # a schedule has no parameters of its own, and counts the steps of all
                 steps_of_params = step_of
-            problems += _fill_count(part.count, f"{path}count", steps_of_params, step)
+            problem = _fill_count(part.count, f"{path}count", steps_of_params, step)
+            if problem is not None:
+                problems.append(problem)
     for name in unused_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
@@ -115,45 +117,63 @@ def _mistakes_of_step(step: int | None, step_of: Mapping[str, int]) -> list[str]
     return [f"step: found {step}, but the source counts {min(counts)} steps; leave step= out"]
 
 
-def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
-    """Set the step count of a transform to the step count of its parameters in the source, or to ``step``.
+def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> str | None:
+    """Set the step count of a transform to that of its parameters in the source, or else to the caller's ``step``.
 
     ``step_of`` has the count of each parameter, such as ``{"fc.weight": 100, "fc.bias": 100}``, from which the step
-    count is 100. Return a text if the counts differ, or there are none, and ``step`` is not given. Otherwise return no
-    texts.
+    count is 100. Return a text if the step count is not known, and None if it was set.
     """
+    counts = set(step_of.values())
+    if len(counts) == 1:
+        count.fill_(counts.pop())
+        return None
+    if step is not None:
+        count.fill_(step)
+        return None
+    return _problem_of_counts(path, step_of)
+
+
+def _problem_of_counts(path: str, step_of: Mapping[str, int]) -> str:
+    """Return a text about parameters that have different step counts, or none.
+
+    >>> _problem_of_counts("adam/count", {"fc.weight": 100, "fc.bias": 7})
+    "adam/count is one for all parameters, the source has 7 ('fc.bias'), 100 ('fc.weight'); give step= to choose"
+    """
+    if not step_of:
+        return f"{path}: the source does not count steps; give step="
     name_of_count: dict[int, str] = {}  # the first parameter with each count
     for name, steps in step_of.items():
         name_of_count.setdefault(steps, name)
-    if len(name_of_count) == 1:  # the usual case: all parameters have the same
-        (step,) = name_of_count
-    if step is not None:
-        count.fill_(step)
-        return []
-    if not name_of_count:
-        return [f"{path}: the source does not count steps; give step="]
     texts = ", ".join([f"{steps} ({name!r})" for steps, name in sorted(name_of_count.items())])
-    return [f"{path} is one for all parameters, the source has {texts}; give step= to choose"]
+    return f"{path} is one for all parameters, the source has {texts}; give step= to choose"
 
 
-def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> tuple[list[str], list[str]]:
+def _params_of(part: Any, path: str) -> list[str]:
+    """Return the names of the parameters of one transform, whose moments its state has; none for a schedule."""
+    names: dict[str, None] = {}  # each once, in order
+    for moments in _moments_of(part, path).values():
+        for name, _ in tree.named_leaves(moments):
+            names[name] = None
+    return list(names)
+
+
+def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> list[str]:
     """Copy the moments in ``leaves`` into the state of one transform, which has zeros.
 
-    Moments are the momentum, or Adam's averages "mu" and "nu". Return the names of its parameters, and a text about
-    each moment that does not fit, such as "muon/momentum/trace/fc.weight: missing in the source".
+    Moments are the momentum, or Adam's averages "mu" and "nu". Return a text about each moment that does not fit, such
+    as "muon/momentum/trace/fc.weight: missing in the source".
     """
-    names: dict[str, None] = {}  # each once, in order
     problems: list[str] = []
-    # Moment number 0 is the first in both optimizers, "mu" and "exp_avg", and number 1 the second.
+    # Moment number 0 is the first in both optimizers, "mu" and "exp_avg", and number 1 the second, "nu" and
+    # "exp_avg_sq".
     for number, (field, moments) in enumerate(_moments_of(part, path).items()):
         for name, zeros in tree.named_leaves(moments):
-            names[name] = None
             if zeros is None:  # this transform has no moment of the parameter
                 continue
             problem = _fill(zeros, leaves.get(name), _KINDS[type(part)], number)
             if problem is not None:
                 problems.append(f"{path}{field}/{name}: {problem}")
-    return list(names), problems
+    return problems
 
 
 def _fill(zeros: Tensor, leaf: Leaf | None, kind: str, number: int) -> str | None:
