@@ -1198,7 +1198,7 @@ def _unshared(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a state dict, in which no two parameters have the same tensor.
 
     A step count is one tensor for all parameters: each but the first gets a copy. Formats such as safetensors do not
-    accept one tensor under two names. What a hook has added, and is no dict of a parameter, is returned unchanged.
+    accept one tensor under two names. Values of a hook that are no dict are returned unchanged.
     """
     unshared: dict[Any, Any] = {}
     ids_so_far: set[int] = set()
