@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from muonfx.checkpoint.convert.formats import FORMATS, Format, Group, Values
+from muonfx.checkpoint.convert.formats import FORMATS, GROUP_STEP, Format, Group, Keys, Values
 from muonfx.checkpoint.convert.states import Leaf, filled, flat, gathered
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
@@ -80,13 +80,19 @@ def read(
     leaves: dict[str, Leaf] = {}
     for entry in _entries(form, source, flat(params), names):
         keys = form.keys[entry.kind]
-        steps = None
-        if keys.step is not None:  # some optimizers count in the group, not for each parameter
-            steps = entry.values.get(keys.step, entry.group.get(keys.step))
-        if steps is not None:
-            steps = int(steps)
-        leaves[entry.name] = Leaf(entry.kind, [entry.values.get(key) for key in keys.moments], steps)
+        moments = [entry.values.get(key) for key in keys.moments]
+        leaves[entry.name] = Leaf(entry.kind, moments, _steps_of(entry, keys))
     return filled(tx, params, leaves, heavy_ball=form.heavy_ball, step=step)
+
+
+def _steps_of(entry: _Entry, keys: Keys) -> int | None:
+    """Return the number of steps of a parameter, or else of its group; None if the other optimizer counts neither."""
+    steps = entry.values.get(keys.step)
+    if steps is None:  # Dion counts the steps of each group, of Muon too
+        steps = entry.group.get(GROUP_STEP)
+    if steps is None:
+        return None
+    return int(steps)
 
 
 def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, names: Names = None) -> dict[str, Any]:
@@ -96,7 +102,8 @@ def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, nam
         format: the name of the other optimizer.
         state: the state of a chain with momentum, Adam or Lion. For "moonlight" and "dion", the momentum must be
             ``momentum(heavy_ball=True)``.
-        target: the optimizer or its ``state_dict()``. The result has its parameter groups and hyperparameters.
+        target: the optimizer or its ``state_dict()``. The result has its parameter groups and hyperparameters. Groups
+            that count steps, as those of "dion" do, get the number of steps of the state.
         params: the parameters by name, such as ``dict(model.named_parameters())``.
         names: the names of the parameters in the order of the optimizer, for a state dict without names.
 
@@ -127,7 +134,20 @@ def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, nam
         if keys.step is not None and leaf.step is not None:
             new_values[keys.step] = form.make_step(leaf.step)
         states[entry.number] = new_values
-    return {**saved, "state": states}
+    steps = {leaf.step for leaf in leaves.values() if leaf.step is not None}
+    groups = [_with_steps(group, steps) for group in saved["param_groups"]]
+    return {**saved, "state": states, "param_groups": groups}
+
+
+def _with_steps(group: Group, steps: set[int]) -> Group:
+    """Return a group that counts steps with the number of steps of the converted state, and any other as it is.
+
+    >>> _with_steps({"algorithm": "muon", "step": 0}, {7})
+    {'algorithm': 'muon', 'step': 7}
+    """
+    if GROUP_STEP not in group or not steps:
+        return group
+    return {**group, GROUP_STEP: max(steps)}
 
 
 def _leaf_for(entry: _Entry, leaves: Mapping[str, Leaf], form: Format) -> Leaf:

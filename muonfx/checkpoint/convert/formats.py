@@ -29,7 +29,11 @@ class Keys(NamedTuple):
     moments: tuple[str, ...]
     """The key of the momentum, or the keys of the first and the second moment."""
     step: str | None = None
-    """None if the optimizer does not count steps."""
+    """None if the optimizer does not count the steps of each parameter."""
+
+
+GROUP_STEP = "step"
+"""The key of the number of steps in a group of Dion, whose AdamW used it before it counted in each parameter."""
 
 
 @dataclass(frozen=True)

@@ -587,3 +587,22 @@ def test_older_groups_of_keller_keep_their_numbers():
     )
     assert "nesterov=False" in found
     assert "steps=3" in found
+
+
+def test_the_steps_of_dions_groups_are_read_and_written():
+    run = recorded("dion")
+    params, saved = shaped(run["params"]), tensors(run["state_dict"])
+    steps = saved["param_groups"][0]["step"]
+    del saved["state"][2]["step_dev"]  # earlier releases count in the groups alone
+    recipe = convert.recipe("dion", saved, params, names=run["names"])
+    schedule = mfx.scale(mfx.cosine_decay_schedule(1.0, 10))
+    tx = mfx.chain(recipe, schedule)  # its count is that of the groups of Muon, too
+    state = convert.read("dion", saved, tx, params, names=run["names"])
+    assert int(state["partition"]["adamw"]["scale_by_adam"].count) == steps
+    assert int(state["scale"].count) == steps
+
+    new_groups = [{**group, "step": 0} for group in saved["param_groups"]]
+    new = {"state": {}, "param_groups": new_groups}
+    back = convert.write("dion", state, new, params, names=run["names"])
+    assert back["param_groups"] == saved["param_groups"]
+    assert all(group["step"] == 0 for group in new_groups)
