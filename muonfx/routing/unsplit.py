@@ -165,12 +165,13 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
     argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"
     warn_caller(
         "labels: these parameters may hold several matrices each, by their names or dims, or by the widths of the "
-        f"layers beside them, and each is treated as one matrix: {format_list(list(suggested))}. If their parts have "
-        "equal numbers of rows, and are stored one after another, split them by this argument of Muon or of a recipe:\n"
+        f"layers beside them, and each is treated as one matrix: {format_list(list(suggested))}. If their parts are "
+        "stored one after another, split them by this argument of Muon or of a recipe:\n"
         f"  {argument}\n"
         f"{_advice_on_patterns(argument, suggested.values())}A transform of your own takes the same view=. "
-        "If the numbers differ, as with fewer keys than queries, write a pattern with your sizes, such as "
-        "'(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see `muonfx.MatrixView`. To "
+        "If a pattern has equal parts, and yours have other numbers of rows, as with fewer keys than queries, write "
+        "your sizes, such as '(q=512 + k=128 + v=128) in -> q in, k in, v in'; for parts that are interleaved, see "
+        "`muonfx.MatrixView`. To "
         f"keep a parameter whole without this warning, write its pattern of these instead:\n  {whole_patterns!r}"
     )
 
