@@ -83,8 +83,9 @@ def load(
             made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it. Not given for
             an optimizer, which has its transform.
         params: with an optimizer, the parameters of the model to load too, such as ``dict(model.named_parameters())``,
-            if `save` has stored them. They are overwritten. They must fit: for other names or dtypes, call
-            `load_params`. None: they are not loaded.
+            if `save` has stored them. They are overwritten. ``allow_extra`` and ``rename`` apply to them too, as in
+            ``allow_extra=["params/head.weight"]``. For missing parameters or other dtypes, call `load_params`. None:
+            they are not loaded.
         scheduler: a scheduler of torch for the optimizer ``like``, whose state `save` has stored, to load that too.
         allow_missing: patterns of leaves that may be missing in the checkpoint, or True for all leaves; the missing
             leaves are copied from ``like``.
@@ -171,7 +172,7 @@ def _load_optimizer(
     loaded_state, index = load_checkpoint(path, request, group)
     loaded_params: PyTree = None
     if params is not None:
-        loaded_params = _params_of_save(index.save_id, path, params, tx, group)
+        loaded_params = _params_of_save(index.save_id, path, params, tx, rules, group)
     # 2. The optimizer first: it refuses groups of other parameters.
     groups: list[dict[str, Any]] | None = None
     if GROUPS in objects:
@@ -197,10 +198,24 @@ def _set_state_and_groups(optimizer: Any, state: PyTree, groups: list[dict[str, 
         raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
 
 
-def _params_of_save(save_id: str, path: StrPath, like: PyTree, tx: Transform, group: ProcessGroup | None) -> PyTree:
-    """Read the parameters of a checkpoint whose state was read before. Raise if a save has replaced it since."""
-    request = LoadRequest(like, tx, {"allow_other_chain": True}, section=PARAMS)
-    loaded, index = load_checkpoint(path, request, group)
+def _params_of_save(
+    save_id: str, path: StrPath, like: PyTree, tx: Transform, rules: Mapping[str, Any], group: ProcessGroup | None
+) -> PyTree:
+    """Read the parameters of a checkpoint whose state was read before. Raise if a save has replaced it since.
+
+    ``rules`` are the arguments of `Rules` for the state. ``allow_missing`` and ``cast`` are not used here: an entry
+    that is meant for the state would match no parameter, which is an error.
+    """
+    rules_of_params = {"allow_other_chain": True, "allow_extra": rules["allow_extra"], "rename": rules["rename"]}
+    request = LoadRequest(like, tx, rules_of_params, section=PARAMS)
+    try:
+        loaded, index = load_checkpoint(path, request, group)
+    except MismatchError as error:
+        advice = (
+            "load the optimizer without params=, and the parameters by mfx.checkpoint.load_params(path, params, ...), "
+            "which has allow_missing= and cast= too"
+        )
+        raise MismatchError(f"{error}\n  {advice}", error.problems) from None
     if index.save_id != save_id:
         raise ReplacedError(f"{path} was replaced while it was read, and nothing was loaded: load it again")
     return loaded
@@ -511,7 +526,7 @@ class Target:
             if leaf is None:  # it has no values, so it is only in `expected`
                 continue
             if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
-                require_whole(name, leaf, "pass group=")
+                require_whole(name, leaf, "pass group=, such as group=torch.distributed.group.WORLD")
             leaves[name] = leaf
         return cls(leaves, expected, rules, where, request, local_tx)
 

@@ -302,7 +302,7 @@ def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
     if not is_sharded(leaf):  # the checks below are about parts of tensors
         return
     if is_alone:
-        require_whole(name, leaf, "pass group= on all ranks")
+        require_whole(name, leaf, "pass group= on all ranks, such as group=torch.distributed.group.WORLD")
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
         raise TypeError(
             f"the leaf {name!r} has the placements {leaf.placements}, of which each rank holds a summand, expected "

@@ -198,6 +198,27 @@ def test_weights_that_do_not_fit_leave_the_optimizer_as_it_was(tmp_path: Path):
         assert whole(model, optimizer, None) == before
 
 
+def test_a_weight_of_the_checkpoint_is_left_out_on_request(tmp_path: Path):
+    model = model_of()
+    optimizer = muon(model)
+    params = dict(model.named_parameters())
+    ck.save(tmp_path, optimizer, params=params)
+    saved = {name: param.detach().clone() for name, param in params.items()}
+    others = {name: param for name, param in params.items() if name != "0.weight"}
+    for allowed in (["params/0.weight"], "params", True):
+        with torch.no_grad():
+            for param in params.values():
+                param.zero_()
+        ck.load(tmp_path, optimizer, params=others, allow_extra=allowed)
+        assert not params["0.weight"].any()
+        assert all(torch.equal(param, saved[name]) for name, param in others.items())
+    new = {**params, "new": torch.nn.Parameter(torch.zeros(2))}
+    with pytest.raises(
+        ck.MismatchError, match=r"'params/new'[\s\S]*without params=, [\s\S]*load_params\(path, params, "
+    ):
+        ck.load(tmp_path, optimizer, params=new)
+
+
 def test_state_and_weights_of_two_saves_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = model_of()
     optimizer = muon(model)
