@@ -430,6 +430,13 @@ class _Comparison:
     def advice_on_names(self, missing: Sequence[str], extra: Sequence[str]) -> list[str]:
         """Return the arguments that rename leaves or allow them to differ, such as ``allow_missing=['adamw/mu']``."""
         advice: list[str] = []
+        model_section = self.section_of_model(missing)
+        if model_section is not None:
+            advice.append(
+                "the checkpoint has these parameters as dcp.save writes those of a model: "
+                f"rename={{{model_section!r}: {PARAMS!r}}}"
+            )
+            return advice
         if missing and extra and not self.moved:  # each side has a name that the other lacks: perhaps one leaf
             advice.append(self.advice_to_rename(missing, extra))
         if missing:
@@ -439,6 +446,20 @@ class _Comparison:
             patterns = shortest_levels(extra, self.stored_name_of)
             advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
         return advice
+
+    def section_of_model(self, missing: Sequence[str]) -> str | None:
+        """Return the first levels, such as "model", under which the checkpoint has a missing parameter, or None.
+
+        ``dcp.save({"model": ...})`` writes the parameter "w" as "model/w", and ``missing`` has it as "params/w".
+        """
+        if self.section != PARAMS:
+            return None
+        params = {name.removeprefix(f"{PARAMS}/") for name in missing}
+        for stored_name in self.index.leaves:
+            section, _, param = stored_name.rpartition("/")
+            if param in params and section.split("/")[-1] == "model":
+                return section
+        return None
 
     def are_params(self, missing: Sequence[str]) -> bool:
         """Return whether the missing leaves are parameters: "w" is missing in the state, and "params/w" is stored."""

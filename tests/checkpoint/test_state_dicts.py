@@ -107,6 +107,16 @@ def save_state(path: Path, state: dict[str, Any], here: Here | None = None) -> N
     dcp.save(state, storage_writer=ck.Writer(path, step=3), process_group=group, no_dist=here is None)
 
 
+def test_the_parameters_of_a_model_are_found_by_the_renaming_of_the_error(tmp_path: Path) -> None:
+    model = model_of()
+    save_by_dcp(tmp_path, model, mfx.TransformOptimizer(model, mfx.adamw(0.003)))
+    like = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+    with pytest.raises(ck.MismatchError, match=r"rename=\{'model': 'params'\}$"):
+        ck.load_params(tmp_path, like)
+    loaded = ck.load_params(tmp_path, like, rename={"model": "params"})
+    assert all(torch.equal(loaded[name], param) for name, param in model.named_parameters())
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_an_optimizer_is_loaded_as_from_its_own_checkpoint(name: str, tmp_path: Path) -> None:
     model = model_of()
