@@ -14,12 +14,13 @@ from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
 from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
-from muonfx.checkpoint.match import cast_of
+from muonfx.checkpoint.match import ADVICE_ON_RENAMING, cast_of, renamed_leaves
 from muonfx.checkpoint.sources import Shapes, Sources, param_states_of, sources
 from muonfx.checkpoint.state_dicts import paths_of_state_dicts
 from muonfx.core import Transform
 from muonfx.core.chain_differences import CHAINS
 from muonfx.internal.display import Report, Shown, Table, format_list
+from muonfx.internal.renaming import Rename
 from muonfx.internal.wrappers import unwrapped
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.dtypes import widens
@@ -85,6 +86,7 @@ def load_changed(
     like: PyTree,
     *,
     tx: Transform | None = None,
+    rename: Rename | None = None,
     group: ProcessGroup | None = None,
 ) -> Continuation:
     """Load a checkpoint into a run that has changed since: other labels, parameters, sizes, or another chain.
@@ -95,7 +97,7 @@ def load_changed(
     checkpoint with equal variables whose name has the most equal last levels; if two states could come from one, both
     are new. A parameter may have more rows than in the checkpoint, as after a vocabulary has grown: its first rows are
     carried over. A step count comes from the transforms that the parameters come from, and starts again if all of them
-    are new. All other leaves stay as in ``like``. Parameters must have the same names.
+    are new. All other leaves stay as in ``like``. Parameters must have the same names, or get them by ``rename``.
 
     Args:
         path: the folder of the checkpoint.
@@ -104,6 +106,8 @@ def load_changed(
             also have a state dict, written by ``dcp.save`` with `Writer`, as for `load`. Create a scheduler of torch
             for it after this call, as the end of the account shows.
         tx: the transform of a sharded state, as in `load`. Not given for an optimizer.
+        rename: a dict from names in the checkpoint to names in ``like``, as in `load`, for example after a layer was
+            inserted before layer 1: ``{"*/layers.1.*": "*/layers.2.*"}``.
         group: a process group, as in `load`.
 
     Returns:
@@ -112,7 +116,8 @@ def load_changed(
     Raises:
         TypeError: ``like`` is a `StateSpec`, which has no values; or ``tx`` is given for an optimizer.
         NotFoundError, CorruptError, FormatError: as in `load`.
-        MismatchError: no parameter has the same name as in the checkpoint, or no leaf can be carried over; or a leaf
+        MismatchError: ``rename`` has a mistake; or no parameter has the same name as in the checkpoint, or no leaf can
+            be carried over; or a leaf
             has a narrower dtype than there, or is a shard of a parameter that has more rows now; or the step counts of
             the transforms that a transform comes from differ. Nothing was loaded.
 
@@ -134,7 +139,7 @@ def load_changed(
     """
     if isinstance(like, StateSpec):
         raise TypeError("like: found a StateSpec, expected a state with values, which new leaves keep: tx.init(params)")
-    rules = {"allow_other_chain": True}
+    rules = {"allow_other_chain": True, "rename": rename}
     if not is_optimizer(like):
         request = LoadRequest(like, tx, rules, target_class=ChangedTarget)
         continuation, _ = load_checkpoint(path, request, group)
@@ -316,19 +321,34 @@ _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules"])
 
 
 class _SavedState(NamedTuple):
-    """The state in a checkpoint, by names without the prefixes of wrappers, such as "trace/up"."""
+    """The state in a checkpoint, by names without the prefixes of wrappers, such as "trace/up", and after renaming."""
 
     stored_name_of: dict[str, str]
     """The names with the prefixes, as they are in the checkpoint: "trace/_orig_mod.up"."""
+    plain_name_of: dict[str, str]
+    """The names in the checkpoint without the prefixes, before renaming."""
     specs: dict[str, Spec]
 
     @classmethod
-    def of(cls, index: Index) -> _SavedState:
-        """Return the state in a checkpoint, without the parameters."""
-        names = [name for name in index.leaves if not in_section(name, PARAMS)]
-        stored_name_of = {name: stored_name for stored_name, name in plain_names(names).items()}
-        specs = {name: index.leaves[stored_name].spec for name, stored_name in stored_name_of.items()}
-        return cls(stored_name_of, specs)
+    def of(cls, index: Index, rename: Rename, where: str) -> _SavedState:
+        """Return the state in a checkpoint, without the parameters. Raise if ``rename`` has a mistake.
+
+        ``where`` is the path of the checkpoint.
+        """
+        plain_names_by_stored = plain_names(index.leaves)
+        new_name_of, mistakes = renamed_leaves(plain_names_by_stored, rename, section="")
+        if mistakes:
+            raise mismatch(where, mistakes, [ADVICE_ON_RENAMING])
+        stored_name_of: dict[str, str] = {}
+        plain_name_of: dict[str, str] = {}
+        specs: dict[str, Spec] = {}
+        for stored_name, name in new_name_of.items():
+            if in_section(name, PARAMS):
+                continue
+            stored_name_of[name] = stored_name
+            plain_name_of[name] = plain_names_by_stored[stored_name]
+            specs[name] = index.leaves[stored_name].spec
+        return cls(stored_name_of, plain_name_of, specs)
 
     def shapes(self) -> Shapes:
         """Return the shape of each leaf."""
@@ -352,7 +372,7 @@ class ChangedTarget(Target):
         new, the result is ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``.
         """
         # 1. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
-        self.saved = _SavedState.of(index)
+        self.saved = _SavedState.of(index, self.rules.rename, self.where)
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         saved_shapes = self.saved.shapes()
         self.sources = sources(shapes, saved_shapes)
@@ -390,13 +410,16 @@ class ChangedTarget(Target):
         """
         self._require_equal_counts()  # not before: the counts are known only after they were read
         # 1. The account.
-        source_of = {name: self.sources.source_of[name] for name in leaves if name in self.sources.source_of}
+        source_of: dict[str, str] = {}  # the names before renaming
+        for name in leaves:
+            if name in self.sources.source_of:
+                source_of[name] = self.saved.plain_name_of[self.sources.source_of[name]]
         grown = {name: source for name, source in source_of.items() if self._has_grown(name, leaves[name])}
         others = {name: source for name, source in source_of.items() if name not in grown}
         kept = [name for name, source in others.items() if source == name]
         moved = {name: source for name, source in others.items() if source != name}
         new = [name for name in leaves if name not in source_of]
-        dropped = sorted(self.saved.specs.keys() - source_of.values())
+        dropped = sorted(set(self.saved.plain_name_of.values()) - set(source_of.values()))
         # 2. The state.
         filled_leaves = dict(leaves)
         for name in grown:
@@ -431,7 +454,7 @@ class ChangedTarget(Target):
                     f"no parameter of the checkpoint is in `like`: it has {format_list(sorted(stored_parameters))}, "
                     f"and `like` has {format_list(sorted(parameters))}"
                 ],
-                ["load_changed compares parameters by name: load(..., rename=) gives them other names"],
+                ["load_changed compares parameters by name: rename= gives them other names"],
             )
 
     def _require_common_leaves(self, shapes: Shapes, stored_shapes: Shapes, index: Index) -> None:
@@ -491,7 +514,10 @@ class ChangedTarget(Target):
             is_grown_shard = is_sharded(leaf) and shape != saved_spec.shape
             if is_grown_shard:
                 problems.append(reshaped(name, saved_spec.shape, shape))
-                advice.append("shards cannot grow: load it in one process, save it again, and load that on all ranks")
+                advice.append(
+                    "shards cannot grow: load it in one process, save it again, and load that on all ranks; or copy "
+                    'the rows of this parameter, as "A larger vocabulary over ranks" of docs/changing-a-run.md shows'
+                )
         if narrowed_names:
             advice += self._advice_on_narrowing(narrowed_names)
         if problems:

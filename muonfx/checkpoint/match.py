@@ -127,11 +127,7 @@ def match(
         objects: the names of values that are no tensors and that an optimizer loads; None if none are loaded.
     """
     # 1. The names of the stored leaves without prefixes of wrappers, and after the caller's renaming.
-    new_name_of = plain_names(index.leaves)
-    mistakes: list[str] = []
-    if rules.rename:
-        new_name_of, mistakes = new_names(new_name_of, rules.rename)
-    mistakes += _mistakes_in_new_names(new_name_of, section)
+    new_name_of, mistakes = renamed_leaves(plain_names(index.leaves), rules.rename, section)
     stored_name_of = _stored_names(new_name_of, section)
     # 2. States that have other names because their transforms moved in the tree. Parameters have no transforms.
     moved: dict[str, str] = {}
@@ -157,6 +153,28 @@ def match(
 def _is_requested(name: str, section: str | None) -> bool:
     """Return whether a name belongs to the section to load: "params", "" for the state, or None for all names."""
     return section is None or in_section(name, section)
+
+
+def renamed_leaves(
+    plain_name_of: Mapping[str, str], rename: Rename, section: str | None
+) -> tuple[dict[str, str], list[str]]:
+    """Return a dict from each name in the checkpoint to its new name, and error texts about mistakes in ``rename``.
+
+    ``plain_name_of`` has the names without the prefixes of wrappers. ``section`` is "params", "" for the state, or None
+    for all names.
+    """
+    new_name_of = dict(plain_name_of)
+    mistakes: list[str] = []
+    if rename:
+        new_name_of, mistakes = new_names(plain_name_of, rename)
+    mistakes += _mistakes_in_new_names(new_name_of, section)
+    return new_name_of, [f"rename:    {mistake}" for mistake in mistakes]
+
+
+ADVICE_ON_RENAMING = (
+    "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns such as "
+    "{'*/encoder.*': '*/model.encoder.*'}"
+)
 
 
 def _stored_names(new_name_of: Mapping[str, str], section: str | None) -> dict[str, str]:
@@ -576,15 +594,10 @@ class _Comparison:
 
 
 def _mistakes_in_renaming(mistakes: Sequence[str]) -> _Differences:
-    """Return texts about ``rename=``, such as "'a' matches no name", as error texts with an advice."""
+    """Return error texts about ``rename=``, such as "rename: 'a' matches no name", with an advice."""
     if not mistakes:
         return _Differences()
-    problems = [f"rename:    {mistake}" for mistake in mistakes]
-    advice = (
-        "rename= maps names in the checkpoint to names in `like`: whole names, first levels of names, or patterns "
-        "such as {'*/encoder.*': '*/model.encoder.*'}"
-    )
-    return _Differences(problems, [advice])
+    return _Differences(mistakes, [ADVICE_ON_RENAMING])
 
 
 def _other_cast(name: str, dtype: torch.dtype, cast_dtypes: set[torch.dtype]) -> str:

@@ -217,6 +217,23 @@ def test_parameters_come_and_go(tmp_path: Path) -> None:
     assert {name.rpartition("/")[2] for name in found.new} == {"b"}
 
 
+def test_an_inserted_layer_is_new_and_the_layer_after_it_keeps_its_state(tmp_path: Path) -> None:
+    labels = {f"layers.{index}.{name}": "adamw" for index in range(3) for name in ("w", "b")}
+    params = {name: torch.full((2, 2), 1.0 + index) for index, name in enumerate(labels)}
+    two_layers = {name: param for name, param in params.items() if not name.startswith("layers.2.")}
+    path = saved_after(partition(dict.fromkeys(two_layers, "adamw")), two_layers, tmp_path)
+    like = partition(labels).init(params)
+    found = ck.load_changed(path, like, rename={"*/layers.1.*": "*/layers.2.*"})
+    check_account(found, like, path)
+    moments = [f"adamw/scale_by_adam/{moment}" for moment in ("mu", "nu")]
+    assert found.moved == {f"{m}/layers.2.{name}": f"{m}/layers.1.{name}" for m in moments for name in ("w", "b")}
+    assert set(found.new) == {f"{m}/layers.1.{name}" for m in moments for name in ("w", "b")}
+    assert found.dropped == ()
+    for wrong, message in (({"*/layer.1.*": "*/x.*"}, "matches no"), ({"*/layers.1.*": "*/layers.0.*"}, "both 'adamw")):
+        with pytest.raises(ck.MismatchError, match=f"rename: .*{message}"):
+            ck.load_changed(path, like, rename=wrong)
+
+
 RECIPE = partition({"wte": "adamw", "up": "muon", "down": "muon", "b": "adamw"})
 
 CHAINS: dict[str, tuple[mfx.Transform, mfx.Transform, set[str]]] = {
@@ -510,6 +527,18 @@ def test_equal_groups_are_loaded_too(tmp_path: Path) -> None:
         found = ck.load_changed(path, other)
     assert found.groups == "param_groups: loaded"
     assert other.param_groups[0]["weight_decay"] == 0.7
+
+
+def test_groups_with_a_new_parameter_are_loaded_too(tmp_path: Path) -> None:
+    optimizer = optimizer_of(model_of(), BEFORE)
+    optimizer.param_groups[0]["lr"] = 0.7
+    path = ck.save(tmp_path / "run", optimizer)
+    deeper = model_of().append(nn.Linear(7, 7))
+    other = optimizer_of(deeper, BEFORE)
+    with pytest.warns(UserWarning, match="lr: 0.7 in the file"):
+        found = ck.load_changed(path, other)
+    assert found.groups == "param_groups: loaded"
+    assert other.param_groups[0]["lr"] == 0.7
 
 
 @pytest.mark.parametrize("wrap", ["skip_nonfinite", "chain", "partition"])
