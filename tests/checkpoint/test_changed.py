@@ -1,5 +1,6 @@
 """A run that has changed since its checkpoint: state is carried over where it fits, and each leaf is accounted for."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -403,6 +404,51 @@ def grow_on_ranks(here: Here, path: Path) -> None:
     fully_shard(model[0], mesh=here.mesh)
     with pytest.raises(ck.MismatchError, match=r"0\.weight[\s\S]*shards cannot grow[\s\S]*in one process"):
         ck.load_changed(path, optimizer_of(model, BEFORE))
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "changing-a-run.md"
+
+
+def grow_by_the_page(here: Here | None, path: Path) -> dict[str, Tensor]:
+    """Continue with nine rows of the embedding: on ranks by the code of the page, and in one process as it is."""
+    model = model_of(seed=1)
+    model[0] = nn.Embedding(9, 6)
+    if here is None:
+        params = dict(model.named_parameters())
+        optimizer = optimizer_of(model, BEFORE)
+        ck.load_changed(path, optimizer)
+        with torch.no_grad():
+            params["0.weight"][:7] = ck.read(path)["params/0.weight"]
+    else:
+        fully_shard(model[1], mesh=here.mesh)
+        fully_shard(model, mesh=here.mesh)
+        optimizer = optimizer_of(model, BEFORE)
+        blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        (code,) = [block for block in blocks if "full_tensor" in block]
+        code = code.replace('"tok.weight"', '"0.weight"').replace("64, 32", "7, 6")
+        names = {"torch": torch, "mfx": mfx, "model": model, "optimizer": optimizer, "path": path}
+        exec(code, names)
+    params = dict(model.named_parameters())
+    rest = {name: param for name, param in params.items() if name != "0.weight"}
+    group = None if here is None else here.group
+    loaded = ck.load_params(path, rest, allow_extra=["params/0.weight"], group=group)
+    with torch.no_grad():
+        for name, param in rest.items():
+            param.copy_(loaded[name])
+    state = {}
+    for name, param in params.items():
+        for key, leaf in optimizer.state[param].items():
+            state[f"{key} of {name}"] = whole(leaf).clone()
+    train(model, optimizer, range(3, 5))
+    return {**state, **{name: whole(param.detach()) for name, param in params.items()}}
+
+
+@pytest.mark.dist
+def test_a_vocabulary_grows_over_ranks_by_the_code_of_the_page(world: World, tmp_path: Path) -> None:
+    world.check(2, save_run, path=tmp_path)
+    expected = grow_by_the_page(None, tmp_path)
+    for found in world.check(2, grow_by_the_page, path=tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.dist
