@@ -87,7 +87,9 @@ def read(
 
 def _steps_of(entry: _Entry, keys: Keys) -> int | None:
     """Return the number of steps of a parameter, or else of its group; None if the other optimizer counts neither."""
-    steps = entry.values.get(keys.step)
+    steps = None
+    if keys.step is not None:
+        steps = entry.values.get(keys.step)
     if steps is None:  # Dion counts the steps of each group, of Muon too
         steps = entry.group.get(GROUP_STEP)
     if steps is None:
