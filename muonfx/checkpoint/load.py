@@ -212,8 +212,8 @@ def _params_of_save(
         loaded, index = load_checkpoint(path, request, group)
     except MismatchError as error:
         advice = (
-            "load the optimizer without params=, and the parameters by mfx.checkpoint.load_params(path, params, ...), "
-            "which has allow_missing= and cast= too"
+            "for other differences: load the optimizer without params=, and the parameters by "
+            "load_params(path, params, ...), which has allow_missing= and cast= too"
         )
         raise MismatchError(f"{error}\n  {advice}", error.problems) from None
     if index.save_id != save_id:
