@@ -374,30 +374,32 @@ class _Comparison:
         return _Differences(problems, advice)
 
     def of_chain(self) -> _Differences:
-        """Compare the chain that wrote the state with the one that will use it.
+        """Return the differences between the chain that wrote the state and the one that will use it.
 
-        A chain is the transform with all that it contains, such as "chain(momentum(), scale(-0.1))". It is identified
-        by its fingerprint, a hash of its structure.
+        A chain is the transform with all that it contains, such as "chain(momentum(), scale(-0.1))". Its fingerprint is
+        a hash of its structure, and None if the state was saved, or is loaded, without its transform. ``self.moved``
+        has the leaves that now have another name because their transform is elsewhere in the chain.
         """
         if self.rules.allow_other_chain:
             return _Differences()
-        # A fingerprint is None if the state was saved, or is loaded, without its transform: then nothing is compared.
         saved_fingerprint = self.index.fingerprint
         fingerprint = self.expected.fingerprint
-        are_known = saved_fingerprint is not None and fingerprint is not None
-        is_other_chain = are_known and saved_fingerprint != fingerprint
-        if not is_other_chain and not self.moved:
+        both_are_known = saved_fingerprint is not None and fingerprint is not None
+        has_other_fingerprint = both_are_known and saved_fingerprint != fingerprint
+        if not has_other_fingerprint and not self.moved:
             return _Differences()
         problems: list[str] = []
         advice: list[str] = []
-        if is_other_chain:
+        if has_other_fingerprint:
+            # Each is a text such as "nesterov: not set in the checkpoint, False here".
             structure = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
             problems += [f"chain:     {difference}" for difference in structure]
             advice.append(
                 "to continue the saved run: create the transform with the arguments in the checkpoint; "
                 "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
             )
-        # Moved states show that it is another chain, also if it is not known.
+        # Moved leaves show that it is another chain, also without fingerprints. They add only advice here: `of_names`
+        # reports them as missing and extra.
         to_allow = "if the state has the same meaning for this chain: allow_other_chain=True"
         if self.moved:
             to_allow += f", which loads {_moved_text(self.moved)}"
