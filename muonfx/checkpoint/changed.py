@@ -386,21 +386,21 @@ class ChangedTarget(Target):
         return stored_names
 
     def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Allocate the tensors of the tree, and those for the step counts that must be equal.
+        """Allocate the tensors into which the checkpoint is read. A load calls this before it reads.
 
-        Return all tensors by leaf name, and the tensors to read by their names in the checkpoint. Of several step
-        counts that become one, only one is in the tree. The others are read as well, so that they can be compared.
-        If "a/count" and "b/count" become "a/count", the second dict has both, and the first only "a/count".
+        Return all tensors of the tree by leaf name, and the tensors to read by their names in the checkpoint. The
+        second dict also has step counts that are only compared: parameters with the saved counts "a/count" and
+        "b/count" may now share "a/count". Then both are read, and must be equal, but the tree has only "a/count".
         """
-        leaves, destinations = super().allocate(index)
+        leaves, tensors_to_read = super().allocate(index)
         self.compared_counts = {}
-        for counts in self.sources.equal_counts.values():
-            for count in counts:
-                stored_name = self.saved.stored_name_of[count]
-                if stored_name not in destinations:
-                    destinations[stored_name] = torch.empty((), dtype=self.saved.specs[count].dtype)
-                self.compared_counts[count] = destinations[stored_name]
-        return leaves, destinations
+        for saved_counts in self.sources.equal_counts.values():  # the names of the saved counts that become one
+            for saved_count in saved_counts:
+                stored_name = self.saved.stored_name_of[saved_count]  # with the prefixes of wrappers
+                if stored_name not in tensors_to_read:  # the tree does not have it
+                    tensors_to_read[stored_name] = torch.empty((), dtype=self.saved.specs[saved_count].dtype)
+                self.compared_counts[saved_count] = tensors_to_read[stored_name]
+        return leaves, tensors_to_read
 
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
         """Return the state, into which the values were read, and the account: leaves kept, moved, grown, new, dropped.
