@@ -234,12 +234,14 @@ class Writer(_InFolder, StorageWriter):
         return _done([WriteResult(MetadataIndex(""), nbytes, written)])
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> _WrittenByRank:
-        """Write the values of a plan, after a check that a checkpoint can hold every value of this rank.
+        """Write the values of a plan, and compute checksums of all values on this rank.
 
-        The plan has the values that this rank writes. The values in ``self._planned``, which this rank holds, include
-        those that another rank writes. Of these, only the checksums are computed, by which rank 0 compares replicas.
+        Args:
+            plan: the values that DCP has assigned to this rank. ``self._planned`` has all values on this rank; other
+                ranks write some of them, of which only the checksums are computed. Rank 0 compares replicas by them.
+            planner: returns the value of each item. One that a checkpoint cannot hold is an error before the write.
         """
-        # By index, so that each is there once: an index has the key "model.fc.weight", and the offsets of a part.
+        # An item describes a value. Its index has the key "model.fc.weight", and the offsets of a part of a tensor.
         items_to_write = {item.index: item for item in plan.items}
         held_items = {item.index: item for item in self._planned} | items_to_write
         objects = _json_of_objects(held_items.values(), plan, planner)
@@ -250,18 +252,17 @@ class Writer(_InFolder, StorageWriter):
                 continue
             spec, entry = _shard_of(item, planner, _name_of_key(index.fqn, plan.planner_data))
             leaf = leaves.setdefault(entry.name, ProposedLeaf(spec, False, {}))
-            if index in items_to_write:
+            if index in items_to_write:  # the write below computes its checksums
                 entries_to_write.append(entry)
             else:
                 leaf.checksums[entry.box] = " ".join(block_checksums(entry.values))
         written = self._write_entries(plan.storage_data, entries_to_write)
-        # The checksums of the values in the file are known after the write, so they are not computed twice.
         for name, chunk in written.chunks:
             leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
         return _WrittenByRank(written, leaves, objects)
 
     def _write_entries(self, assigned: _FileOfRank, entries: Sequence[Entry]) -> WrittenShards:
-        """Write shards of tensors to the data file of this rank; without shards, write no file."""
+        """Write entries (shards of tensors) to the data file that rank 0 has assigned to this rank, if any."""
         if not entries:
             return WrittenShards(None, [])
         draft = self._draft
