@@ -625,18 +625,19 @@ class Draft:
         return WrittenShards(DataFile(path.name, end, len(header), checksum_of(header)), chunks)
 
     def commit(self, index: Index) -> None:
-        """Write the index under a temporary name and rename it, which replaces the previous checkpoint.
+        """Complete the checkpoint on rank 0, after all ranks have written their data files.
 
-        All data files are on the disk before that. The files of the previous checkpoint are recorded for `tidy`. After
-        an error, `completion` returns whether the new checkpoint replaced the previous one.
+        The index is written under a temporary name, and its rename replaces the previous checkpoint in one operation.
+        For `tidy`, which is called next, this records the replaced checkpoint. After an error, `completion` returns
+        whether the new checkpoint is at the path.
         """
         # 1. Everything that the new index names is on the disk, and the index too, under another name.
         self._require_visible(index.files)
         sync_folder(self.path)
         with fresh_file(self._unfinished_index) as file:
             file.write(text_of(index))
-        # 2. Note the replaced checkpoint, for `tidy`. After the rename, its index cannot be found by its name. If it is
-        # not the index that `begin` found, another process has saved here meanwhile.
+        # 2. For `tidy`: whether another process has saved here since `begin`, of which it warns, and the replaced
+        # checkpoint, whose files it removes. After the rename, the replaced index cannot be found by its name.
         self._has_other_writer = self._start_of_index() != self._index_at_begin
         self._replaced = _ReplacedCheckpoint.at(self.path)
         # 3. The atomic rename: readers find either the previous checkpoint or the new one. From here on they may find
