@@ -97,12 +97,16 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 
 
 def _placements_of_all(binding: Binding, tx: Transform, params: PyTree) -> dict[Path, LeafPlacement]:
-    """Return the placement of each tensor in the state of a transform, by its path in the state."""
+    """Return the placement of each tensor in the state of a transform, by its path in the state.
+
+    A path is such as ``("muon", "momentum", "trace", "w")``. A visit is one transform, `tx` itself or one that it
+    calls, with its parameters and the path of its state.
+    """
     # Not `binding.visits`: its paths may be of another tree with the same names, such as nested and flat dicts.
     visits = visit(tx, binding.global_like(params))
     plan_of = _plans_of(binding, visits[0])
-    # Outer transforms come first: the state of an inner transform is a part of theirs, and is described again.
     placement_at: dict[Path, LeafPlacement] = {}
+    # Outer transforms come first. Their state contains the state of inner ones, whose own placements replace theirs.
     for visited in visits:
         placement_at |= _placements(binding, visited, plan_of.get(visited))
     return placement_at
@@ -178,14 +182,19 @@ def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacemen
 
 
 def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *, with_dtypes: bool) -> None:
-    """Raise unless a state is one that `init` returns on this rank for parameters like ``like``, local tensors.
+    """Raise unless a state is one that `init` returns on this rank. A step and `to_global` check their state with it.
 
-    Its structure and shapes are compared and, with `with_dtypes`, its dtypes.
+    Args:
+        binding: remembers the expected states for the next steps.
+        tx: the transform for whole tensors.
+        like: the local parameters or, without them, the local updates, of which some may be None.
+        state: the state to check, of local tensors. Its structure and shapes are compared.
+        with_dtypes: True to compare dtypes too.
     """
     leaves, structure = tree.flatten(like)
     dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
-    # `dtypes` is a quick test, because a step should not look at each name.
-    if None in dtypes and _lacks_shapes(binding, like):  # the state of `init` cannot be computed
+    has_none = None in dtypes  # a quick test, so that most steps do not look at each name
+    if has_none and _lacks_shapes(binding, like):  # the state of `init` cannot be computed
         return
     # Most steps have the same structure and dtypes: `init` is called once for them, on meta tensors.
     key = tx.treedef, structure, tuple(dtypes)
@@ -196,7 +205,7 @@ def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *,
 
 
 def _lacks_shapes(binding: Binding, like: PyTree) -> bool:
-    """Return True if a parameter of the layout is None in a tree, such as a missing gradient."""
+    """Return True if a parameter of the layout is None in a tree, as a missing gradient is, so its shape is unknown."""
     return any(leaf is None and name in binding.layout.specs for name, leaf in tree.named_leaves(like))
 
 
@@ -244,14 +253,16 @@ def leaf_to_dtensor(
 def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """Replace each DTensor and `FlatShard` in a state by the local tensor that `update` uses on this rank.
 
-    A leaf for a matrix that another rank computes is a DTensor or `FlatShard` without elements here. It becomes None.
+    A `FlatShard` is a shard with its position, as checkpoints have it. A leaf for a matrix that another rank computes
+    is a DTensor or `FlatShard` without elements here. It becomes None.
     """
     leaves, treedef = tree.flatten(state)
     if are_plain(leaves):  # no leaf is a DTensor or `FlatShard`, as in most steps
         return state
     placements = describe_state(binding, tx, params)
-    if len(placements) != len(leaves):
-        return tree.map(local_of, state)  # the state of another transform: the check of the state reports it
+    is_of_another_transform = len(placements) != len(leaves)
+    if is_of_another_transform:  # no error here, which may be on this rank only: all ranks check the state later
+        return tree.map(local_of, state)
     local_leaves = map(_local_leaf, placements, leaves)
     return tree.unflatten(treedef, local_leaves)
 
