@@ -177,7 +177,8 @@ def _init_on_meta(binding: Binding, inner: Transform, params: PyTree) -> PyTree:
 def _init(memory: Memory, binding: Binding, inner: Transform, params: PyTree) -> PyTree:
     """Return this rank's initial state of ``inner``, the transform that was passed to `sharded`, without offload.
 
-    `memory` is the memory of the sharded transform. The state has DTensors if the parameters are DTensors.
+    `memory` is a dict that the sharded transform has between its calls. The state has DTensors if the parameters are
+    DTensors.
     """
     progress = memory.setdefault(_PROGRESS, Progress())
     # An equal transform that is built again for a later step, without `init`, continues with this progress.
@@ -195,11 +196,15 @@ def _update(
 ) -> tuple[PyTree, PyTree]:
     """Return this rank's updates and its next state, as DTensors if the caller uses DTensors.
 
-    The arguments are as in `_init`, and `call` has the arguments of `update`. With `check`, its trees are compared with
-    each other, and the next state has no tensor of the old one.
+    Args:
+        memory: a dict that the sharded transform has between its calls. It has its number of steps.
+        binding: runs transforms over the ranks of the layout.
+        inner: the transform that was passed to `sharded`, without offload.
+        call: the arguments of `update`.
+        check: True to compare the trees of `call` with each other, and to return no tensor of the old state.
     """
     layout = binding.layout
-    # 1. The state of DTensors as local tensors. The step converts the other arguments.
+    # 1. For a model with DTensors, the state as local tensors. The step converts the other arguments.
     local_call = call
     if layout.dtensors:
         local_call = call._replace(state=local_state(binding, inner, call.like, call.state))
@@ -208,12 +213,14 @@ def _update(
     with without_transforms():
         progress = _progress_of(memory, binding, inner)
         out, new_state = step_sharded(binding, progress, inner, local_call, check=check, problem=problem)
-        # A new state may contain tensors of the old one. If the caller donates it in the next step, these are
-        # overwritten.
-        if check and not Donation.of(call.donate).state:
+        # A new state may contain tensors of the old one. If the caller keeps the old state, and donates the new one in
+        # the next step, these would be overwritten.
+        keeps_old_state = check and not Donation.of(call.donate).state
+        if keeps_old_state:
             new_state = tree.copy_shared(new_state, local_call.state)
     # 3. DTensors, if the caller uses them.
-    if not layout.dtensors or are_plain([*tree.leaves(call.updates), *tree.leaves(call.params)]):
+    is_plain_call = not layout.dtensors or are_plain([*tree.leaves(call.updates), *tree.leaves(call.params)])
+    if is_plain_call:
         return out, new_state
     out_as_dtensors = to_dtensors(layout, out, call.updates)
     return out_as_dtensors, state_to_dtensors(binding, inner, call.updates, new_state, call.state)
@@ -231,13 +238,19 @@ def sharded_with(progress: Progress, tx: Transform, layout: Layout, settings: Se
 
 
 def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress:
-    """Return the progress of a sharded transform: its number among those of the group, and the steps it has made.
+    """Return the `Progress` of a sharded transform: its number of steps, which the ranks compare in each step.
 
     A training loop may build an equal transform for each step, ``sharded(muon(rate), layout)``. The new one has no
     progress of its own. It continues with the progress of the transform of equal structure that was initialized last.
+
+    Args:
+        memory: a dict that the sharded transform has between its calls. It may have the progress.
+        binding: has the progress of the transforms that were initialized last, by structure.
+        inner: the transform that was passed to `sharded`, without offload.
     """
     if _PROGRESS in memory:  # `init` was called for this very transform, or an optimizer counts its steps
         return memory[_PROGRESS]
+    # `treedef` is the structure. Without any `init`, for example with a loaded state, the count starts here.
     return binding.progress_of.setdefault(inner.treedef, Progress())
 
 
@@ -394,14 +407,16 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> from_global(tx, to_global(tx, tx.init(layout.shard(params)))).trace["w"]
     tensor([0., 0., 0., 0.])
     """
+    # The binding runs transforms over the ranks, `inner` is the transform for whole tensors, and `like` has the shapes
+    # of the parameters.
     binding, inner, like = binding_of(tx, params)
     # The steps of this rank are counted from 0 again, and the next update compares the replicas.
     progress = _progress_of(tx.structure.memory, binding, inner)
     progress.load()
-    state = local_state(binding, inner, like, state)
-    if binding.layout.dtensors:
-        return state_to_dtensors(binding, inner, like, state)
-    return state
+    local = local_state(binding, inner, like, state)
+    if binding.layout.dtensors:  # the state of parameters that are DTensors consists of DTensors
+        return state_to_dtensors(binding, inner, like, local)
+    return local
 
 
 def is_global(values: PyTree) -> bool:
