@@ -69,6 +69,7 @@ def agree(
 ) -> Agreement:
     """Check with one all-reduce that all ranks make the same call. Raise the error of any rank (`problem`) on all.
 
+    All ranks call this before they change a tensor, so that they go on together or raise together.
     If rank 0 compares ``["float32", 7]`` and rank 1 ``["bfloat16", 7]``, ``are_equal`` is ``[False, True]`` on both.
 
     Args:
@@ -80,12 +81,13 @@ def agree(
         explain: returns texts for the error to compare, if the calls are not the same.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
-    # 1. One all-reduce of this rank's urgency, a hash of the call, and a hash of each value that may differ.
+    # 1. One all-reduce of this rank's urgency (2 with an error, 1 with a request, else 0), a hash of the call, and a
+    # hash of each value that may differ. From the maxima of a signed hash, `_are_equal` finds whether it is the same.
     urgency = [_urgency(problem, request=request)]
     call = _signed_hash((operation, same), _CALL_WORDS)
     values = [_signed_hash(value, _VALUE_WORDS) for value in compared]
     [largest_urgency], call_maxima, *value_maxima = _maxima_over_ranks([urgency, call, *values], group, operation)
-    # 2. The maxima are the same on all ranks. So if one rank has an error, or makes another call, all ranks raise.
+    # 2. The maxima are equal on all ranks. So if one rank has an error, or makes another call, all ranks raise.
     if largest_urgency == _ERROR:
         _raise_errors(operation, problem, group)
     if not _are_equal(call_maxima):
@@ -118,10 +120,11 @@ def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, op
 
 
 def _signed_hash(value: object, count: int) -> list[int]:
-    """Hash a value to `count` words of 30 bits. Return the words, and then the same words with a negative sign.
+    """Return numbers for a value, whose maxima over ranks show whether all ranks have the same value.
 
-    From maxima over ranks of these numbers follows whether all ranks have the same value. If rank 0 has the word 5 and
-    rank 1 the word 7, the maxima are 7 and -5: the largest word is 7 and the least is 5, so the values differ.
+    They are a hash of the value in `count` words of 30 bits, and the same words with a negative sign. If rank 0 has the
+    word 5 and rank 1 the word 7, the maxima are 7 and -5: the largest word is 7 and the least is 5, so the values
+    differ. Thus one all-reduce suffices, whose message does not grow with the number of ranks.
     """
     if value is NO_VALUE:
         return [_BELOW_ALL_WORDS] * (2 * count)  # changes no maximum, so only the values of the other ranks count
