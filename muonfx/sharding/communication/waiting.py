@@ -47,8 +47,12 @@ def _keys_of_barrier(group: dist.ProcessGroup, purpose: str) -> tuple[list[str],
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     """Wait until every rank of a group has called this with the same `purpose`. After a timeout, name missing ranks.
 
+    Ranks call this before an operation that all must begin together, such as "checkpoint.save". It uses no collective,
+    with which a rank that calls it alone would disturb the others.
+
     Each rank sets a key of its own in the store of the group, such as "muonfx/checkpoint.save/2/0" on rank 0, and waits
-    for the keys of all ranks. If a rank called `report_failure` instead, its error is raised on all ranks.
+    for the keys of all ranks. The 2 counts the barriers so far, so each barrier has new keys. If a rank called
+    `report_failure` instead, its error is raised on all ranks.
     """
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
@@ -110,20 +114,20 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
 def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generator[None]:
     """Report an error of the ``with`` block to the other ranks, which may wait for this rank in `wait_for_all`.
 
-    The block constructs an optimizer, for example. If its arguments are wrong on one rank only, the other ranks would
-    wait for this rank until the timeout of the group.
+    The block constructs an optimizer, for example, and may wait for all ranks at its end. If its arguments are wrong on
+    one rank only, the other ranks would wait for this rank until the timeout of the group.
 
-    `find_group` returns their group, and is called after an error only; None if this rank constructs alone.
+    `find_group` returns their group, or None if this rank constructs alone. It is called after an error only.
     """
-    passed_before = Counter(_barriers_passed)
+    passed_before = Counter(_barriers_passed)  # of all groups: the group is not known yet
     try:
         yield
     except Exception as error:
         group = find_group()
         if group is not None and dist.get_world_size(group) > 1:  # there are other ranks
             key = group.group_name, CONSTRUCTING
-            has_passed = _barriers_passed[key] > passed_before[key]
-            if not has_passed:  # else no rank waits for this one there any more
+            has_met_others = _barriers_passed[key] > passed_before[key]  # the block failed after its `wait_for_all`
+            if not has_met_others:  # they wait, or will
                 report_failure(group, CONSTRUCTING, error)
         raise
 
