@@ -173,8 +173,8 @@ class Step:
         Args:
             stage: the transforms, and the plan of their matrices.
             call: this rank's arguments of `update`, with local tensors.
-            find_parameters: returns, for each leaf of the state, the name of its parameter or None. It is called only
-                if the state is divided into buckets.
+            find_parameters: returns, for each leaf of the state, the name of its parameter or None. This takes time,
+                so it is called only if the state is divided into buckets.
         """
         self._stage = stage
         self._call = call
@@ -185,13 +185,15 @@ class Step:
         if call.params is not None and stage.reads_params:
             self._local_params = dict(tree.named_leaves(call.params))
         self._buckets = stage.plan.local_buckets(self._local_updates)
-        # If there are several buckets, each takes a part of the state.
-        self._state: _WholeState | BucketedState = _WholeState(call.state, call.donate)
+        # Each of several buckets takes a part of the state. A state that is not in memory is loaded bucket by bucket.
+        self._state: _WholeState | BucketedState
         is_divided = len(self._buckets) > 1 or stage.store != IN_MEMORY
         if is_divided:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in self._buckets]
             self._state = BucketedState(stage.store, device, call.state, find_parameters(), names, call.donate)
+        else:
+            self._state = _WholeState(call.state, call.donate)
 
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state.
