@@ -217,15 +217,17 @@ def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Fact
     """Return, as texts by subject, the transforms that are applied to each parameter, and their arguments.
 
     For a chain, "transforms of a parameter" has an entry such as ``{"w": "chain, momentum, orthogonalize"}``, and
-    "chains" one such as ``{"1 momentum": "elementwise momentum(decay=0.0, ...)"}``.
+    "chains" one such as ``{"1 momentum": "elementwise momentum(decay=0.0, ...)"}``. They are texts, because ranks
+    exchange them, and an error shows those that differ.
     """
     chains: dict[str, str] = {}
     titles_of: dict[str, list[str]] = {}  # by parameter name: the transforms that are applied to it
+    # A visit is one transform, `tx` itself or one that it calls, with its name in `tx` and its parameters.
     for index, visited in enumerate(binding.visits(tx, params)):
-        # Numbers are compared at each step: here all of them are 0.0.
-        without_numbers = tree.map(lambda _: 0.0, visited.tx)
-        arguments = _text_of_argument(without_numbers)
-        chains[f"{index} {visited.title}"] = f"{execution_of(visited)} {arguments}"
+        # Numbers such as a learning rate are compared at each step: here all of them are 0.0.
+        with_zeros = tree.map(lambda _: 0.0, visited.tx)
+        execution = execution_of(visited)  # how it runs on shards, such as "elementwise"
+        chains[f"{index} {visited.title}"] = f"{execution} {_text_of_argument(with_zeros)}"
         for name in visited.param_names:
             titles_of.setdefault(name, []).append(visited.title)
     return {
