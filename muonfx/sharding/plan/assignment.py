@@ -114,28 +114,29 @@ class RunPlan:
     device: torch.device
     rank: int = field(default=0, repr=False, compare=False)
     _local_buckets: dict[frozenset[str], list[Bucket]] = field(default_factory=dict, repr=False, compare=False)
-    """A cache of the last `local_buckets`, by the names of the parameters whose update is None."""
+    """The last result of `local_buckets`, by the names of the parameters whose update was None. It has one entry."""
 
     def local_buckets(self, updates: Mapping[str, Any]) -> list[Bucket]:
-        """Return each bucket that has matrices to compute, with the transfers of this rank. There is at least one.
+        """Return the buckets of one step: the sets of matrices that are sent together, with the transfers of this rank.
 
-        `updates` has this rank's updates by parameter name. The matrices of an update that is None are left out.
+        `updates` has this rank's updates by parameter name. The matrices of an update that is None are left out. There
+        is at least one bucket, perhaps empty, because the transforms run in each step.
         """
-        # Only the buckets of the last step are stored: most steps have the same gradients.
-        absent = frozenset([name for name, update in updates.items() if update is None])  # equal on all ranks
-        if absent not in self._local_buckets:
+        without_update = frozenset([name for name, update in updates.items() if update is None])  # equal on all ranks
+        # Most steps have the same gradients as the last one, and then its buckets.
+        is_as_in_last_step = without_update in self._local_buckets
+        if not is_as_in_last_step:
             self._local_buckets.clear()
-            self._local_buckets[absent] = self._buckets_without(absent)
-        return self._local_buckets[absent]
+            self._local_buckets[without_update] = self._buckets_without(without_update)
+        return self._local_buckets[without_update]
 
-    def _buckets_without(self, absent: frozenset[str]) -> list[Bucket]:
+    def _buckets_without(self, left_out: frozenset[str]) -> list[Bucket]:
         """Return the buckets without the matrices of some parameters. There is at least one bucket, perhaps empty."""
-        # `absent` has the names of the parameters whose update is None in this step.
         buckets: list[Bucket] = []
         for transfers in self._transfers_of_buckets:
-            present = [local for local in transfers if local.shard.name not in absent]
-            if present:
-                buckets.append(Bucket(present, self.size))
+            remaining = [local for local in transfers if local.shard.name not in left_out]
+            if remaining:
+                buckets.append(Bucket(remaining, self.size))
         return buckets or [Bucket([], self.size)]  # the transforms are run once in each step, also without a matrix
 
     @cached_property
