@@ -409,27 +409,26 @@ class ChangedTarget(Target):
         leaf is *grown* if it has more rows now than in the checkpoint, and *dropped* if only the checkpoint has it.
         """
         self._require_equal_counts()  # not before: the counts are known only after they were read
-        # 1. The account.
-        source_of: dict[str, str] = {}  # the names before renaming
-        for name in leaves:
-            if name in self.sources.source_of:
-                source_of[name] = self.saved.plain_name_of[self.sources.source_of[name]]
-        grown = {name: source for name, source in source_of.items() if self._has_grown(name, leaves[name])}
-        others = {name: source for name, source in source_of.items() if name not in grown}
-        kept = [name for name, source in others.items() if source == name]
-        moved = {name: source for name, source in others.items() if source != name}
-        new = [name for name in leaves if name not in source_of]
-        dropped = sorted(set(self.saved.plain_name_of.values()) - set(source_of.values()))
-        # 2. The state.
         filled_leaves = dict(leaves)
-        for name in grown:
-            filled_leaves[name] = self._grown(name, leaves[name])
-        state = super().filled(filled_leaves)
-        return Continuation(state, tuple(kept), moved, grown, tuple(new), tuple(dropped))
-
-    def _has_grown(self, name: str, saved_rows: Any) -> bool:
-        """Return whether a leaf has more rows now than in the checkpoint, from which ``saved_rows`` were read."""
-        return saved_rows.shape != self.like[name].shape
+        kept: list[str] = []
+        new: list[str] = []
+        moved: dict[str, str] = {}
+        grown: dict[str, str] = {}
+        for name, leaf in leaves.items():
+            if name not in self.sources.source_of:  # as `init` made it
+                new.append(name)
+                continue
+            source = self.saved.plain_name_of[self.sources.source_of[name]]  # the name before renaming
+            if leaf.shape != self.like[name].shape:
+                filled_leaves[name] = self._grown(name, leaf)
+                grown[name] = source
+            elif source != name:
+                moved[name] = source
+            else:
+                kept.append(name)
+        used = {self.saved.plain_name_of[source] for source in self.sources.source_of.values()}
+        dropped = sorted(set(self.saved.plain_name_of.values()) - used)
+        return Continuation(super().filled(filled_leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
 
     def _grown(self, name: str, saved_rows: Any) -> Any:
         """Return a leaf that has more rows now: first the saved rows, then those that ``init`` made."""
