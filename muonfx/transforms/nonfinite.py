@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,12 +81,20 @@ def skip_nonfinite(inner: Transform):
         # The finite gradients are new tensors. The old state is kept for the selection, if there is one.
         donation = Donation(updates=True, state=donate.state and is_offloaded)
         out, inner_state = inner.run(finite_gradients, state.inner, params, donate=donation, **extras)
+        del finite_gradients  # the copy is as large as the model, and no longer needed
         if not is_offloaded:
-            inner_state = tree.map(functools.partial(_select, is_finite), inner_state, state.inner)
+            state_leaves, treedef = tree.flatten(inner_state)
+            old_leaves = tree.subtrees(treedef, state.inner)
+            del inner_state  # only the list has its leaves now, so that each is freed when it is replaced
+            _replace_each(functools.partial(_select, is_finite), state_leaves, old_leaves)
+            inner_state = tree.unflatten(treedef, state_leaves)
 
         is_skipped = (~is_finite).to(torch.int64)  # 1 or 0; times 0, the count of skipped steps in a row starts again
         # Weight decay, for example, also returns updates for gradients of zero.
-        return tree.map(zero_unless_finite, out), SkipNonfiniteState(
+        out_leaves, treedef = tree.flatten(out)
+        del out
+        _replace_each(zero_unless_finite, out_leaves)
+        return tree.unflatten(treedef, out_leaves), SkipNonfiniteState(
             skipped=state.skipped + is_skipped,
             in_a_row=(state.in_a_row + 1) * is_skipped,
             inner=inner_state,
@@ -115,6 +124,16 @@ def _select(is_finite: Tensor, new: Any, old: Any) -> Any:
         return new
     # A selection, because zero times NaN is NaN. It also keeps derivatives finite.
     return torch.where(is_finite.to(new.device), new, old)
+
+
+def _replace_each(function: Callable[..., Any], leaves: list[Any], *others: list[Any]) -> None:
+    """Replace each leaf of a list, except None, by the function of it and of the leaves with its index in ``others``.
+
+    Unlike with `tree.map`, a leaf is freed before the result for the next one exists.
+    """
+    for index in range(len(leaves)):
+        if leaves[index] is not None:
+            leaves[index] = function(leaves[index], *[other[index] for other in others])
 
 
 def _zero_unless(is_finite: Tensor, leaf: Tensor) -> Tensor:

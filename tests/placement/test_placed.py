@@ -97,6 +97,20 @@ def test_a_steady_step_takes_no_scratch_for_its_products() -> None:
     assert peak.most <= numbers
 
 
+@pytest.mark.parametrize(("inner", "copies"), [(mfx.muon(1e-3), 3), (mfx.adamw(1e-3), 4)], ids=["muon", "adamw"])
+def test_skipping_needs_a_copy_of_gradients_updates_and_state_at_the_peak(inner: mfx.Transform, copies: int) -> None:
+    params = {str(index): torch.zeros(32, 32) for index in range(64)}
+    optimizer = mfx.TransformOptimizer(
+        params, mfx.skip_nonfinite(mfx.chain(mfx.clip_by_global_norm(1.0), inner)), bucket_bytes=4096
+    )
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with PeakBytes() as peak:
+        optimizer.step()
+    assert copies <= peak.most / (64 * 4096) <= copies + 0.25
+
+
 def test_a_chain_made_anew_at_each_step_is_not_remembered_for_ever() -> None:
     params = {"a": torch.ones(4, 4), "b": torch.ones(4)}
 
