@@ -74,6 +74,11 @@ def max_logits(
     query = _plain(query).to(product_dtype)
     key = _plain(key).to(product_dtype)
     heads, queries, features = query.shape[-3:]
+    if not enable_gqa and key.shape[-3] not in (1, heads) and heads != 1:
+        raise ValueError(
+            f"max_logits: key has {key.shape[-3]} heads, expected {heads} as in query; if query heads share a key, "
+            "pass enable_gqa=True"
+        )
     if scale is None:
         scale = 1.0 / math.sqrt(features)
     if enable_gqa and key.shape[-3] != heads:
@@ -130,6 +135,8 @@ def _plain(x: Tensor) -> Tensor:
     Raise NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences (nested).
     """
     x = x.detach()  # first, because `torch.func` wraps the result
+    if torch.compiler.is_compiling():  # a compiler cannot trace the queries below, and traces `torch.func` itself
+        return x
     while is_wrapped(x):  # once for each `torch.func.grad` around the call
         if _C._functorch.is_batchedtensor(x):
             raise NotImplementedError(
@@ -258,7 +265,7 @@ def collect_max_logits(
         context stays open over several steps, call ``clear()`` on the dict after each step.
 
     Raises:
-        ValueError: a module of the model is compiled, so nothing can be collected; or no module name matches.
+        ValueError: no module name matches; or a compiled module is, contains or is within one whose name matches.
 
     Example:
         >>> import muonfx as mfx
@@ -290,26 +297,39 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     """Return the modules of a model whose names match a glob such as "*.attn", by name. None: all modules.
 
     For "*.attn", the result is a dict such as ``{"layers.0.attn": module, "layers.1.attn": module}``. Raise ValueError
-    if no name matches, or if a module is compiled.
+    if no name matches, or if a compiled module is, contains or is within one of them.
     """
-    _require_uncompiled(model)
     modules = _modules_by_plain_name(model)
-    if pattern is None:
-        return modules
-    matching = {name: module for name, module in modules.items() if matches(name, pattern)}
+    matching = modules
+    if pattern is not None:
+        matching = {name: module for name, module in modules.items() if matches(name, pattern)}
     if not matching:  # probably a spelling mistake
         known = ", ".join(map(repr, modules))
         raise ValueError(f"collect_max_logits: {pattern!r} matches none of the modules {known}")
+    _require_uncompiled(model, list(matching.values()))
     return matching
 
 
-def _require_uncompiled(model: nn.Module) -> None:
-    """Raise ValueError if a module of the model is compiled, because a compiled forward pass runs without its hooks."""
+def _require_uncompiled(model: nn.Module, observed: Sequence[nn.Module]) -> None:
+    """Raise ValueError if attention of an observed module may be compiled, because its calls cannot be observed.
+
+    Compiled modules that neither contain an observed module nor are within one do not matter: logits computed there are
+    ignored.
+    """
+    observed_or_within: set[nn.Module] = set()
+    for module in observed:
+        observed_or_within.update(module.modules())
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        is_compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        if not is_compiled:
+            continue
+        # A module within an observed one is in the set itself; of one that contains an observed one, a submodule is.
+        if not observed_or_within.isdisjoint(module.modules()):
             raise ValueError(
-                f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward "
-                "pass cannot be observed: collect before torch.compile, or return the largest logits from the model"
+                f"collect_max_logits: {name or 'the model'!r} is compiled, and the logits of a compiled forward pass "
+                "cannot be observed: compile only modules that neither contain a module matched by module= nor are "
+                "within one, or return muonfx.attention.max_logits(...) from the forward method, and pass "
+                "max_logits={name of the module: logits} to the step"
             )
 
 

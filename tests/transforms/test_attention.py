@@ -1,6 +1,7 @@
 """Attention logits are those of the whole matrix; QK-clip scales each head by its own factor, and finds its weights."""
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,10 +198,47 @@ def test_ranks_of_tensor_parallelism_leave_room_for_the_others_heads():
         attention.collect_max_logits(model, tensor_parallel=(3, 3)).__enter__()
 
 
+def _with_compiled(name: str) -> nn.Module:
+    """Return a model with the modules "block.attn.inner" and "block.mlp", of which the named one is compiled."""
+    attn = Attention()
+    attn.inner = nn.Linear(4, 4)
+    model = nn.Sequential(OrderedDict(block=nn.Sequential(OrderedDict(attn=attn, mlp=nn.Linear(4, 4)))))
+    model.get_submodule(name).compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("name", ["", "block", "block.attn", "block.attn.inner"])
+def test_compiled_attention_is_an_error(name: str):
+    with pytest.raises(ValueError, match=rf"'{name or 'the model'}' is compiled.*return muonfx.attention.max_logits"):
+        attention.collect_max_logits(_with_compiled(name), "*.attn").__enter__()
+
+
+# Torch hides this warning of its compiler, unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_modules_apart_from_the_observed_ones_are_allowed():
+    x = torch.randn(1, 3, 4)
+    model = _with_compiled("block.mlp")
+    with attention.collect_max_logits(model, "*.attn") as logits:
+        model(x)
+    with attention.collect_max_logits(model.get_submodule("block.attn")) as expected:
+        model.get_submodule("block.attn")(x)
+    assert torch.equal(logits["block.attn"], expected[""])
+    with pytest.raises(ValueError, match=r"'block.mlp' is compiled"):  # every module is observed
+        attention.collect_max_logits(model).__enter__()
+
+
+def test_max_logits_compile_in_one_graph():
+    q = torch.randn(2, 3, 5, 4)
+    compiled = torch.compile(attention.max_logits, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, q, is_causal=True), attention.max_logits(q, q, is_causal=True))
+
+
 def test_what_cannot_be_seen_is_said():
     model = nn.ModuleDict({"attn": torch.compile(Attention(), backend="eager")})
-    with pytest.raises(ValueError, match=r"'attn' is compiled.*before torch\.compile"):
+    with pytest.raises(ValueError, match=r"'attn' is compiled.*return muonfx\.attention\.max_logits"):
         attention.collect_max_logits(model).__enter__()
+    with pytest.raises(ValueError, match=r"key has 2 heads, expected 4 as in query.*enable_gqa=True"):
+        attention.max_logits(torch.ones(4, 3, 4), torch.ones(2, 3, 4))
     with pytest.raises(NotImplementedError, match=r"batched by torch.func.vmap"):
         torch.func.vmap(lambda x: attention.max_logits(x, x))(torch.ones(2, 2, 3, 4))
     with pytest.raises(ValueError, match=r"found a tensor of shape \(2, 3\), expected shape \(heads,\)"):
