@@ -90,12 +90,20 @@ _DTYPE_OF_STATE = (
     "muonfx.scale_by_adam(mu_dtype=..., nu_dtype=...)"
 )
 
+_CLIPPING = (
+    "muonfx.TransformOptimizer(model, muonfx.chain(muonfx.clip_by_global_norm(1.0), "
+    "muonfx.Muon.transform_for(model))), or torch.nn.utils.clip_grad_norm_ before the step"
+)
+
 ADVICE_ON_ARGUMENTS = {
     "nesterov": "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not",
     "maximize": "minimize -loss, or put muonfx.scale(-1.0) first in a chain",
     "foreach": "leave it out, tensors are always updated together",
     "fused": "leave it out, tensors are always updated together",
     "capturable": "leave it out, counts are always tensors on the device",
+    **dict.fromkeys(("max_grad_norm", "max_norm", "clip_norm", "grad_clip", "gradient_clip_val"), _CLIPPING),
+    "eps": "AdamW's is an option of muonfx.scale_by_adam, as in "
+    "muonfx.muon_with_adamw(adam=muonfx.scale_by_adam(eps=1e-8))",
     "rules": "labels=lambda model: muonfx.default_labels(model, rules)",
     **dict.fromkeys(("state_dtype", "momentum_dtype", "mu_dtype", "nu_dtype"), _DTYPE_OF_STATE),
 }
