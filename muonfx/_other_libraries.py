@@ -102,7 +102,7 @@ ADVICE_ON_ARGUMENTS = {
     "fused": "leave it out, tensors are always updated together",
     "capturable": "leave it out, counts are always tensors on the device",
     **dict.fromkeys(("max_grad_norm", "max_norm", "clip_norm", "grad_clip", "gradient_clip_val"), _CLIPPING),
-    "eps": "AdamW's is an option of muonfx.scale_by_adam, as in "
+    "eps": "Muon's normalization takes none; AdamW's is an option of muonfx.scale_by_adam, as in "
     "muonfx.muon_with_adamw(adam=muonfx.scale_by_adam(eps=1e-8))",
     "rules": "labels=lambda model: muonfx.default_labels(model, rules)",
     **dict.fromkeys(("state_dtype", "momentum_dtype", "mu_dtype", "nu_dtype"), _DTYPE_OF_STATE),
