@@ -347,7 +347,7 @@ class TransformOptimizer(Optimizer):
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
         with self._undone_on_error() as former:
-            trained = self._extend_stepping(named, unfrozen)
+            trained = self._extend_transform_to(unfrozen, named)
             if pairs and not trained:
                 raise ValueError(
                     f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
@@ -358,14 +358,21 @@ class TransformOptimizer(Optimizer):
             self._record_added(param_group, trained, frozen)
         warn_of_rounding(self._stepping, self._tracked_groups.groups, trained)
 
-    def _extend_stepping(self, named: NamedTensors, new: NamedTensors) -> NamedTensors:
-        """Use a transform with labels for the ``new`` parameters too. Return those that it trains, by name.
+    def _extend_transform_to(self, added: NamedTensors, earlier: NamedTensors) -> NamedTensors:
+        """Prepare steps that update added parameters, too. Return, by name, those of them that are trained.
 
-        The others have the label None. ``named`` are the earlier parameters.
+        Added parameters with the label None are not trained. A `Stepping`, which creates states and runs steps, is for
+        fixed parameters, so a new one is made.
+
+        Args:
+            added: the parameters to add, by name.
+            earlier: the parameters that the optimizer trains already, by name.
         """
-        tx = self._transform_for(new)
-        self._stepping = self._stepping_for(tx, {**named, **new}, self._parameters.not_trained_params())
-        trained, _left_out = divide(new, self._stepping.rules)
+        tx = self._transform_for(added)  # has labels for them
+        all_params = {**earlier, **added}
+        self._stepping = self._stepping_for(tx, all_params, self._parameters.not_trained_params())
+        # The rules have the parameters that some transform updates. Those that are left out have the label None.
+        trained, _left_out = divide(added, self._stepping.rules)
         return trained
 
     def _record_added(self, param_group: Group, trained: NamedTensors, frozen: NamedTensors) -> None:
@@ -707,7 +714,7 @@ class TransformOptimizer(Optimizer):
         """Read groups that somebody has edited. Create state for parameters of the model that were put into them."""
         added = self._parameters.added_in(self._groups)
         if added:
-            self._add_listed(added)
+            self._add_params_in_groups(added)
         # Other changes, such as parameters that were moved to another group.
         self._tracked_groups.follow(self._groups, self._stepping.rules)
 
@@ -752,29 +759,32 @@ class TransformOptimizer(Optimizer):
             self._create_state(former)
         self._parameters.track(named)
 
-    def _add_listed(self, added: NamedTensors) -> None:
-        """Create state for parameters of the model that somebody has put into ``param_groups`` without names.
+    def _add_params_in_groups(self, added: NamedTensors) -> None:
+        """Train parameters of the model that were written into ``param_groups``, and not given to `add_param_group`.
 
-        For example, Lightning does so when a run with unfrozen layers is resumed. ``added`` are these parameters by
-        name.
+        For example, Lightning writes them there when a run with unfrozen layers is resumed. They get state, and their
+        groups get the hyperparameters that are missing. ``added`` are these parameters, by their names in the model.
         """
         with self._undone_on_error() as former:
-            trained = self._extend_stepping(self._tracked_groups.named, added)
+            trained = self._extend_transform_to(added, self._tracked_groups.named)
             names_left_out = added.keys() - trained.keys()  # those with the label None
             if names_left_out:
                 raise ValueError(
                     f"param_groups: {min(names_left_out)!r} was added, but its label is None, so that it is not "
                     "trained: remove it from the groups, or recreate the optimizer with other labels"
                 )
-            rules = self._stepping.rules
-            self._parameters.track(added)  # first, because `names_of` raises for tensors that are not tracked
-            # The groups have other members now: add the hyperparameters of their transforms.
-            names_per_group = self._parameters.names_of(self._groups)
-            for group, names in zip(self._groups, names_per_group, strict=True):
-                if not added.keys().isdisjoint(names):  # the group has an added parameter
-                    complete_entries(self._stepping, distinct_rules(names, rules), group)
-            self._tracked_groups.follow(self._groups, rules)
-            self._create_state(former)
+            self._parameters.track(added)  # first: the lookup of names in groups raises for unknown tensors
+            self._complete_groups_with(added)
+            self._tracked_groups.follow(self._groups, self._stepping.rules)
+            self._create_state(former)  # earlier parameters keep their values
+
+    def _complete_groups_with(self, added: NamedTensors) -> None:
+        """Add missing hyperparameters, such as "momentum", to the groups that have one of the added parameters."""
+        names_per_group = self._parameters.names_of(self._groups)
+        for group, names in zip(self._groups, names_per_group, strict=True):
+            has_added = not added.keys().isdisjoint(names)
+            if has_added:
+                complete_entries(self._stepping, distinct_rules(names, self._stepping.rules), group)
 
     @contextmanager
     def _undone_on_error(self) -> Generator[FormerState]:
@@ -1198,7 +1208,7 @@ def _unshared(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a state dict, in which no two parameters have the same tensor.
 
     A step count is one tensor for all parameters: each but the first gets a copy. Formats such as safetensors do not
-    accept one tensor under two names. Values of a hook that are no dict are returned unchanged.
+    accept one tensor under two names. Values that a hook has added, and that are no dicts, stay the same.
     """
     unshared: dict[Any, Any] = {}
     ids_so_far: set[int] = set()
