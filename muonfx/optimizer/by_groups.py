@@ -145,15 +145,18 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
 
     Args:
         tx: a transform with the numbers of the first group.
-        visited: the visit of ``tx``, whose ``calls`` are the visits of the transforms that it calls.
+        visited: a record of ``tx``: its parameters and the names of its numbers. ``visited.calls`` has a record of each
+            transform that it calls.
         groups: the parameters and the numbers of each group.
         conflicts: the dotted names of the numbers that differ between groups, such as "momentum.decay".
     """
-    # Those of `tx` itself. The numbers of the transforms within it are names of other visits.
+    # The numbers of `tx` itself. Those of a transform that it calls are in the record of that transform.
     conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
-    if conflicts_of_tx and not runs_once(visited):  # it can run for each group separately
-        return _versions(tx, visited, groups)
-    _require_tensors(visited, conflicts_of_tx, groups)
+    if conflicts_of_tx:
+        if not runs_once(visited):  # such as momentum, which can run for the parameters of each group separately
+            return _with_versions(tx, visited, groups)
+        # A transform that combines all parameters, such as in one norm, reads one value for all groups.
+        _require_tensors(visited, conflicts_of_tx, groups)
     # Do the same within each transform that `tx` calls.
     new_children: list[Transform] = []
     for child, child_visit in zip(tx.children, visited.calls, strict=True):
@@ -180,7 +183,7 @@ class _Version(NamedTuple):
     names: list[str]
 
 
-def _versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:
+def _with_versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:
     """Return `by_groups` with one version of ``tx`` for each set of numbers that param groups have.
 
     For example, ``by_groups((scale(-0.1), scale(-0.2)), (("a", "b"), ("c",)))``, if the groups of "a" and "b" have
