@@ -191,19 +191,24 @@ def _with_long_keys(visited: Visit, with_short_keys: Iterable[Hyperparam], repea
 
 
 def _with_short_keys(visited: Visit, short_names: Iterable[str]) -> list[Hyperparam]:
-    """Return the hyperparameters of a transform under some of its short names, such as "betas" and "momentum".
+    """Return the hyperparameters of a transform that have torch's keys in a param group, such as "lr" and "betas".
 
-    A mirror is a key that repeats numbers of an earlier key: "momentum" repeats the first of "betas".
+    For Adam, "betas" sets two numbers, with the full names "scale_by_adam.b1" and "scale_by_adam.b2". Then "momentum"
+    is a mirror: it sets "scale_by_adam.b1" again, for schedulers.
+
+    Args:
+        visited: a record of the transform, with the full names of the numbers that each short name sets.
+        short_names: the short names to use as keys. They are in order, because a mirror repeats earlier keys.
     """
     hyperparams: list[Hyperparam] = []
     names_so_far: set[str] = set()
     for short_name in short_names:
-        target = visited.numbers.short_names[short_name]  # such as ("scale_by_adam.b1", "scale_by_adam.b2")
-        is_tuple = isinstance(target, tuple)
-        names = target if is_tuple else (target,)
-        is_mirror = names_so_far.issuperset(names)  # earlier keys have all of its numbers
-        hyperparams.append(Hyperparam(short_name, names, is_tuple, is_mirror))
-        names_so_far.update(names)
+        name_or_names = visited.numbers.short_names[short_name]  # a tuple of full names, as for "betas", or one name
+        is_tuple = isinstance(name_or_names, tuple)
+        full_names = name_or_names if is_tuple else (name_or_names,)
+        is_mirror = names_so_far.issuperset(full_names)  # earlier keys set all of its numbers
+        hyperparams.append(Hyperparam(short_name, full_names, is_tuple, is_mirror))
+        names_so_far.update(full_names)
     return hyperparams
 
 
@@ -259,20 +264,23 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
 
 
 def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
-    """Return the keys that a group of several labels may have, each with the keys and hyperparameters of the labels.
+    """Return the keys that a param group with parameters of several labels may have, such as "lr".
 
-    For example, ``{"lr": {"muon.lr": ..., "adamw.lr": ...}}``. The key "lr" sets all of these hyperparameters, and
-    "muon.lr" the one of the label "muon".
+    Each key has a dict of the hyperparameters that it sets, one for each label, with keys to set them separately:
+    ``{"lr": {"muon.lr": ..., "adamw.lr": ...}}``. ``rules`` are the different rules of the group's parameters: the
+    label of a parameter, and the hyperparameters of its transforms.
     """
     common: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
         for hyperparam in rule.hyperparams:
-            if hyperparam.is_mirror:  # "momentum" would set Muon's momentum, and repeat Adam's first beta
+            if hyperparam.is_mirror:  # such as Adam's "momentum", which repeats the first of "betas"
                 continue
             key = hyperparam.key
             hyperparam_of_label_key = common.setdefault(key, {})
             label_key = f"{rule.label}.{key}"
-            if label_key in hyperparam_of_label_key:  # two rules have one label if a mask selects some parameters of it
+            # Two rules have one label if a mask selects only some of its parameters. Then the full name is the key.
+            is_taken = label_key in hyperparam_of_label_key
+            if is_taken:
                 label_key = f"{hyperparam.names[0]}.{key}"  # "muon.momentum.decay.momentum"
             hyperparam_of_label_key[label_key] = hyperparam
     return common
