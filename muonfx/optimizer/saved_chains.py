@@ -41,17 +41,22 @@ class VisitedTransform(NamedTuple):
 def chains_of(visited: Stepping | VisitedTransform, names: Iterable[str]) -> dict[str, Transform]:
     """Return what the optimizer's transform does to each named parameter: a chain of transforms without labels.
 
-    For example, ``{"weight": chain(momentum(), scale_by_learning_rate(0.1))}``. Parameters with equal chains have the
-    same object. A chain has the numbers with which the optimizer was created, because param groups have the current
-    numbers.
+    For example, ``{"weight": chain(momentum(), scale_by_learning_rate(0.1))}``. A save records these chains, and a load
+    compares them with the saved ones. Parameters with equal chains have the same object. A chain has the numbers from
+    the construction of the optimizer, because param groups have the current numbers.
+
+    Args:
+        visited: has the optimizer's transform, and the list of transforms that update each parameter.
+        names: the names of the parameters.
     """
-    arguments = _arguments_by_name(visited.inner)
+    arguments = _arguments_by_name(visited.inner)  # such as labels: they have a value for each parameter
     chain_of_key: dict[tuple[object, ...], Transform] = {}  # to create the chain of many parameters once
     chain_of: dict[str, Transform] = {}
     for name in names:
         # Parameters with the same transforms, labels, patterns and values of masks have equal chains.
         values = [str(_value_for(name, argument)) for argument in arguments]
-        key = (visited.rules[name].indices, *values)
+        indices = visited.rules[name].indices  # of the transforms that update the parameter
+        key = (indices, *values)
         if key not in chain_of_key:
             chain_of_key[key] = _chain_of(name, visited.inner, visited.visits[0])
         chain_of[name] = chain_of_key[key]
