@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -96,14 +95,16 @@ class StateEntries:
         For example, after ``optimizer.state[param]["momentum.trace"] = tensor``, or ``optimizer.state.clear()``.
         Values that were written into a tensor are no edit, because the state of the transform has the same tensor.
         """
-        has_same_params = len(state) == len(self.named) and all(map(is_, state, self.named.values()))
-        if not has_same_params:  # one was added, removed or moved to the end
+        if len(state) != len(self.named):  # a parameter was added or removed
             return True
-        # In the order of the parameters: the entries of each, and the index of the leaf for each key of `update`.
-        for entries, indices in zip(state.values(), self.indices.values(), strict=True):
-            if entries is None or len(entries) != len(indices):
+        # Without an edit, the state has all parameters in their order, and these keys for each of them.
+        params, indices = self.named.values(), self.indices.values()
+        for (tensor, entries), param, index_of_key in zip(state.items(), params, indices, strict=True):
+            if tensor is not param:  # entries were removed, and others added at the end
                 return True
-            for key, index in indices.items():
+            if entries is None or len(entries) != len(index_of_key):
+                return True
+            for key, index in index_of_key.items():
                 if entries.get(key, _NO_ENTRY) is not self.shown[index]:  # another object than `update` has put there
                     return True
         return False
