@@ -19,14 +19,21 @@ class GroupRates:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Record the rates at construction, before a scheduler writes others. `check` reads those of each step.
+
+        ``groups`` are the param groups, such as ``[{"label": "muon", "lr": 0.02}, {"label": "adamw", "lr": 0.0003}]``.
+        """
         self._requested = _labels_and_rates(groups)
         """The label and the rate of each group at construction, such as ``("muon", 0.02)``."""
         self._needs_checks = _have_different_rates(self._requested)
-        """True if the groups were made with different rates, until a scheduler gives them different rates in a step."""
+        """False if all groups were made with one rate, or once the rates of a step have differed."""
         self._rate_of_group: dict[tuple[str, ...], float] = {}
-        """The rates in this step, by the parameter names of the group: DeepSpeed steps on one group at a time."""
+        """The rates of the groups that `check` has received in this step, by the names of their parameters.
+
+        DeepSpeed may pass one group in each call. Empty again after the last group.
+        """
         self._warned_rate: float | None = None
-        """The rate that all groups had in an earlier step, with a warning; None before that."""
+        """The rate of which a warning was given, because all groups had it in a step; None before that."""
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if a scheduler has given all groups the same learning rate.
@@ -43,10 +50,7 @@ class GroupRates:
             self._check_common_rate(rates.pop())
 
     def _rates_of_step(self, groups: Sequence[Mapping[str, Any]]) -> set[float]:
-        """Return the distinct rates of all groups in this step, or none until all groups have been passed.
-
-        DeepSpeed may pass one group in each call.
-        """
+        """Return the distinct rates of all groups in this step, or none until all groups have been passed."""
         for group in groups:
             self._rate_of_group[tuple(group["param_names"])] = float(group["lr"])
         if len(self._rate_of_group) < len(self._requested):
