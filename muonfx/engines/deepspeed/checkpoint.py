@@ -176,7 +176,7 @@ class _Values(NamedTuple):
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         return cls(
             params=_with_leaves_of_others(params),
-            state=_nested(_with_leaves_of_others(local_leaves)),
+            state=_nest_leaves(_with_leaves_of_others(local_leaves)),
             paths=list(leaf_of_path),
             tx=_common_transform(optimizer.tx, has_own_names=bool(global_name_of)),
         )
@@ -212,15 +212,15 @@ def _local_state(
         leaves = flat_optimizer.global_leaves(states, to_load=to_load)
         # All flat optimizers have the same paths. The leaf at a path is None in those without the parameter.
         for state_path, leaf in zip(flat_optimizer.state_paths, leaves, strict=True):
-            path = _renamed(state_path, global_name_of)
-            leaf_of_path[path] = _merged(leaf_of_path.get(path), leaf)
+            path = _rename_path(state_path, global_name_of)
+            leaf_of_path[path] = _merge_leaves(leaf_of_path.get(path), leaf)
     return leaf_of_path
 
 
-def _renamed(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any, ...]:
+def _rename_path(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple[Any, ...]:
     """Return the path of a leaf of the state, in which the name of a parameter is replaced by its new name.
 
-    >>> _renamed(("momentum", "trace", "experts.0.weight"), {"experts.0.weight": "experts.2.weight"})
+    >>> _rename_path(("momentum", "trace", "experts.0.weight"), {"experts.0.weight": "experts.2.weight"})
     ('momentum', 'trace', 'experts.2.weight')
     """
     entries: list[Any] = []
@@ -268,10 +268,10 @@ def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
     return all_leaves
 
 
-def _nested(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
+def _nest_leaves(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
     """Return a tree of nested dicts, in which leaves have the given paths.
 
-    >>> _nested({("momentum", "trace", "0.weight"): 1, ("count",): 2})
+    >>> _nest_leaves({("momentum", "trace", "0.weight"): 1, ("count",): 2})
     {'momentum': {'trace': {'0.weight': 1}}, 'count': 2}
     """
     root: dict[Any, Any] = {}
@@ -287,12 +287,12 @@ def _nested(leaf_of_path: Mapping[tuple[Any, ...], Any]) -> PyTree:
     return root
 
 
-def _merged(first: Tensor | FlatShard | None, second: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
+def _merge_leaves(first: Tensor | FlatShard | None, second: Tensor | FlatShard | None) -> Tensor | FlatShard | None:
     """Return the value that is not None; of two step counts, return the larger.
 
     Each flat optimizer of a rank has all leaves of the state, with None for parameters of the others.
 
-    >>> _merged(None, torch.tensor(3)), _merged(torch.tensor(2), torch.tensor(3))
+    >>> _merge_leaves(None, torch.tensor(3)), _merge_leaves(torch.tensor(2), torch.tensor(3))
     (tensor(3), tensor(3))
     """
     if second is None:
