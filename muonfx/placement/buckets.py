@@ -151,7 +151,7 @@ def init_in_buckets(
         with warnings.catch_warnings():  # the first call has issued the warnings
             warnings.simplefilter("ignore")
             bucket_state = _init_bucket(store, bucket, params, init, outside)
-        whole_state = _merged(whole_state, bucket_state)
+        whole_state = _add_bucket_state(whole_state, bucket_state)
     return whole_state
 
 
@@ -186,7 +186,7 @@ def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None
     return tree.unflatten(treedef, leaves)
 
 
-def _merged(state: PyTree, bucket_state: PyTree) -> PyTree:
+def _add_bucket_state(state: PyTree, bucket_state: PyTree) -> PyTree:
     """Return the state of several buckets, with the leaves of a further bucket where it has None or meta tensors.
 
     The states ``{"w": m, "b": None}`` of one bucket and ``{"w": None, "b": n}`` of the next become
@@ -294,20 +294,22 @@ class BucketedState:
         return tree.unflatten(self._treedef, leaves)
 
     def _leaves_to_copy(self, bucket_index: int) -> list[int]:
-        """Return the indices of leaves that the update of a bucket may overwrite, but that are needed afterwards.
+        """Return the indices of leaves that `load` copies before the update of a bucket, which may overwrite them.
 
-        Leaves that are loaded are copies already, so this is about leaves that are used where they are, such as a step
-        count of all parameters. Leaves of other buckets are not updated.
+        These are leaves whose values are read afterwards, by the caller or by the next bucket. Leaves that are loaded
+        from the store are copies already, and leaves of other buckets are not updated.
         """
         if not self.may_write_state:
             return []
-        if not self._donate.state:  # the caller needs all leaves
-            not_loaded = [index for index in self._leaves_of_bucket[bucket_index] if index not in self._targets]
+        caller_keeps_state = not self._donate.state
+        if caller_keeps_state:
+            leaves_of_bucket = self._leaves_of_bucket[bucket_index]
+            not_loaded = [index for index in leaves_of_bucket if index not in self._targets]
             return [*self._counters, *not_loaded]
-        is_last = bucket_index == len(self._moving) - 1
-        if is_last:
+        is_last_bucket = bucket_index == len(self._moving) - 1
+        if is_last_bucket:
             return []
-        return self._counters  # the next bucket starts from the same values
+        return self._counters  # such as the step count: each bucket advances it from the same value
 
     def write_back(self, bucket_index: int, new_state: PyTree) -> None:
         """Take over the new state of one bucket, and start to copy the leaves that move into the store.
