@@ -58,17 +58,23 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
 def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[list[str]]):
     """Run a transform that works leaf by leaf on one bucket of parameters at a time, to bound its temporary memory.
 
-    A bucket is a list of names. In ``buckets``, such as ``[["q", "k"], ["mlp"]]``, are the parameters for which the
-    transform was placed. A step with other parameters, or without some of them, divides its parameters into buckets
-    again. The state stays in memory as a whole. The decorators make a transform of the returned functions: `stand_in`
-    one like ``tx``, and `with_memory` one that has the dict ``_cache`` between its calls.
+    The state stays in memory as a whole. The decorators make a transform of the returned functions: `stand_in` one like
+    ``tx``, and `with_memory` one that has the dict ``_cache`` between its calls.
+
+    Args:
+        _cache: stores which parameter each leaf of the state belongs to.
+        tx: the transform to run.
+        bucket_bytes: the bytes of parameters in a bucket.
+        buckets: the names of the parameters in each bucket, such as ``[["q", "k"], ["mlp"]]``, for the usual step. A
+            step with other parameters, or without some of them, divides its parameters into buckets again.
     """
     names_in_buckets = sorted(itertools.chain.from_iterable(buckets))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
         current_buckets = buckets
-        if sorted(_present(params)) != names_in_buckets:  # a step with other parameters
+        has_other_params = sorted(_leaves_by_name(params)) != names_in_buckets
+        if has_other_params:
             current_buckets = buckets_by_shape(params, bucket_bytes)
         # `torch.cond` may trace a step with one bucket in a branch, which must not write to the cache.
         if len(current_buckets) > 1:
@@ -81,7 +87,7 @@ def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[l
     return tx.functions.init, update
 
 
-def _present(values: PyTree) -> dict[str, Any]:
+def _leaves_by_name(values: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree that are not None, by name."""
     return {name: leaf for name, leaf in tree.named_leaves(values) if leaf is not None}
 
@@ -89,7 +95,7 @@ def _present(values: PyTree) -> dict[str, Any]:
 def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
     """Split parameter names into lists of at most `limit` bytes. Equal shapes are neighbours, to form batches."""
     # The sort is stable: parameters of one shape stay in their order.
-    leaf_of = _present(params)
+    leaf_of = _leaves_by_name(params)
     names = sorted(leaf_of, key=lambda name: tuple(leaf_of[name].shape))
     return split_into_buckets({name: leaf_of[name].nbytes for name in names}, limit)
 
@@ -114,7 +120,7 @@ def in_store(_cache: Memory, tx: Transform, store: Store):
         """Run ``tx`` bucket by bucket. The next state is in the store again."""
         parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
         if can_be_divided(state, parameters):
-            sizes = sizes_of(_present(updates), state, parameters)
+            sizes = sizes_of(_leaves_by_name(updates), state, parameters)
             buckets = split_into_buckets(sizes, store.bucket_bytes)
             if not buckets:  # without updates, `tx` runs once, for no parameter
                 buckets = [[]]
@@ -214,15 +220,17 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
         return division.merge(stored_state, inner_states)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Load the wrapper's own state, run the wrapper, and store its own state again, as one bucket.
+        """Run the wrapper ``tx``, such as `accumulate`, with its own state loaded from the store and written back.
 
-        The wrapper receives its own state on the device, and the states of the inner transforms as they are stored.
+        It receives the states of its inner transforms as they are stored, because these load them themselves.
         """
-        own_state, inner_states = division.split(state)
+        own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
         device = device_of(updates, params)
-        parameters = remembered_parameters(_cache, own_state, updates)
-        with BucketedState(store, device, own_state, parameters, [tree.names(updates)], donate) as bucketed:
-            loaded_state = division.merge(bucketed.load(0), inner_states)
+        parameters = remembered_parameters(_cache, own_state, updates)  # for each leaf, the parameter's name
+        buckets = [tree.names(updates)]  # one bucket, with the index 0
+        with BucketedState(store, device, own_state, parameters, buckets, donate) as bucketed:
+            loaded_own_state = bucketed.load(0)
+            loaded_state = division.merge(loaded_own_state, inner_states)
             # Donate no more than the caller does: the loaded part is a copy, but the inner states are the caller's.
             new_updates, new_state = tx.run(updates, loaded_state, params, donate=donate, **extras)
             new_own_state, new_inner_states = division.split(new_state)
