@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any, ParamSpec
@@ -33,21 +32,24 @@ class Offloaded(Transform):
         """Build the result of a call of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``.
 
         A sharded transform stays outermost, because the ranks agree on a step before any state is loaded.
+
+        Args:
+            factory: the function `offload`, as users call it.
+            *args: the arguments of the call.
+            **kwargs: the arguments of the call by name.
         """
-        # 1. The arguments by name, with the folder as text.
-        signature = inspect.Signature(list(factory.definition.parameters.values()))
-        bound = bind("offload", signature, args, kwargs)
-        arguments = bound.arguments
+        bound_call = bind("offload", factory.__signature__, args, kwargs)
+        arguments = bound_call.arguments  # a dict by name; a change of it changes `bound_call`
         if isinstance(arguments.get("to"), os.PathLike):
             arguments["to"] = os.fspath(arguments["to"])
-        # 2. The usual case: the transform is offloaded as it is.
-        outer = arguments["tx"]
-        if not isinstance(outer, Outermost):
-            return super()._record(factory, *bound.args, **bound.kwargs)
-        # 3. The same call for the transform within `sharded`.
-        arguments["tx"] = outer.arguments["tx"]
-        offloaded = factory(*bound.args, **bound.kwargs)
-        return outer.replace(tx=offloaded)
+        tx = arguments["tx"]
+        is_sharded = isinstance(tx, Outermost)
+        if not is_sharded:
+            return super()._record(factory, *bound_call.args, **bound_call.kwargs)
+        # Call `offload` for the transform within `sharded`, and put the result in its place.
+        arguments["tx"] = tx.arguments["tx"]
+        offloaded = factory(*bound_call.args, **bound_call.kwargs)
+        return tx.replace(tx=offloaded)
 
     @property
     def name(self) -> str:
