@@ -70,7 +70,9 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
     for path in dict.fromkeys([*saved_values, *values]):  # all arguments of either chain, each once
         saved_value = saved_values.get(path, _NOT_SET)
         value = values.get(path, _NOT_SET)
-        if saved_value.head == value.head or _is_within_difference(path, saved_values, values):
+        # The head of ``momentum(decay=0.9)`` is "momentum(...)", since the decay has a path of its own.
+        is_same = saved_value.head == value.head
+        if is_same or _is_within_difference(path, saved_values, values):  # the larger difference is shown
             continue
         shown_path = "".join(path).removeprefix(".") or "the chain"
         text = f"{shown_path}: {saved_value.code:.{_LONGEST}} in the checkpoint, {value.code:.{_LONGEST}} here"
@@ -139,12 +141,19 @@ def _is_call(node: ast.expr) -> TypeGuard[ast.Call]:
 
 
 def _level_of_key(key: ast.expr | None, item: ast.expr) -> str:
-    """Return the level of an item of a dict: "['*.fc.weight']" for a number or pattern, ".muon" for a transform.
+    """Return the last level of the path of an item of a dict, which is shown in messages.
 
-    A param group has the numbers of the transform under such names, as in "muon.momentum.decay".
+    It is "['*.fc.weight']" for a number or pattern, and ".muon" for a transform. A param group has the numbers of the
+    transform under such names, as in "muon.momentum.decay".
+
+    Args:
+        key: the code of the key; None for ``**`` in a dict.
+        item: the code of the item.
     """
-    if _is_call(item) and isinstance(key, ast.Constant) and str(key.value).isidentifier():
-        return f".{key.value}"
+    if _is_call(item) and isinstance(key, ast.Constant):  # a transform under a string
+        label = str(key.value)
+        if label.isidentifier():
+            return f".{label}"
     key_code = ast.unparse(key) if key else "**"
     return f"[{key_code}]"
 
