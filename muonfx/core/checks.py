@@ -372,8 +372,8 @@ def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Struc
         return update_leaves, update_treedef, update_specs
     leaves, treedef = tree.flatten(params)
     specs = specs_of(leaves)
-    # The two comparisons are fast. The checks are slow, and find the leaf for the message. They may also accept a
-    # difference, such as another dtype.
+    # The usual case passes these two fast comparisons. If one fails, a slow check names the leaf in its error, or
+    # accepts the difference, such as another dtype.
     if update_treedef != treedef:
         check_structure("updates", updates, "params", params)
     if update_specs != specs:
