@@ -89,8 +89,10 @@ class Schedule(Recorded):
         device = count.device if isinstance(count, Tensor) else torch.device("cpu")
         step = new_number(count, device)
         value = self._as_tensor(on_device_of(self._built, step), step)
-        # A float would lose the derivative by a numeric argument that is a tensor.
-        if isinstance(count, Tensor) or value.requires_grad or is_wrapped(value):
+        if isinstance(count, Tensor):
+            return value
+        has_derivative = value.requires_grad or is_wrapped(value)  # by a numeric argument that is a tensor
+        if has_derivative:  # a float would lose it
             return value
         return float(value)
 
