@@ -283,7 +283,8 @@ class Transform(Recorded):
         For ``scale_by_learning_rate(linear_schedule(1.0, 0.0, 4))``, it is ``{"learning_rate": linear_schedule(...)}``.
         """
         schedules: dict[str, Schedule] = {}
-        if not [value for value in self.parts if isinstance(value, Schedule)]:  # the usual case, found fast
+        schedule_parts = [value for value in self.parts if isinstance(value, Schedule)]
+        if not schedule_parts:  # the usual case, found fast
             return schedules
         arguments = self.arguments
         for name, types in self.factory.definition.plain.items():  # such as "learning_rate" and {"float"}
@@ -308,10 +309,10 @@ class Transform(Recorded):
                 arguments = arguments_at(self, step)
             except Exception:  # such as a table of values that ends; if a run is longer, its step raises this error
                 return
+            # Under `torch.func`, a number is a tensor, whose value cannot be read.
             numbers = [arguments[name] for name in self._schedules]
-            # A rate that grows until a run ends, as in a search for the best one, overflows if continued. Under
-            # `torch.func`, a number is a tensor, whose value cannot be read.
-            if any(isinstance(number, float) and math.isinf(number) for number in numbers):
+            floats = [number for number in numbers if isinstance(number, float)]
+            if any(map(math.isinf, floats)):  # a rate that grows until a run ends, as in a search for the best one
                 return
             self._check_step(step, arguments)
 
@@ -382,10 +383,12 @@ class Transform(Recorded):
         For a chain, these are the extra arguments of its members, since it forwards ``**extras`` to each of them.
         """
         extras = extras_of(self.functions.update)
-        # A chain forwards its extras, also if it is empty. Without inner transforms, any other function reads them.
-        if extras.takes_all and (self.children or self.declaration.combinator.in_sequence):
+        if not extras.takes_all:  # without ``**extras``, it accepts the named arguments only
+            return extras
+        is_chain = self.declaration.combinator.in_sequence  # also one without members
+        if self.children or is_chain:
             return forwarding(extras, [child.extras for child in self.children])
-        return extras
+        return extras  # without inner transforms, the function reads ``**extras`` itself
 
     @LazyOfStructure
     def _keeps_donation_promise(self) -> bool:
@@ -458,8 +461,10 @@ class Transform(Recorded):
         """
         if not torch.compiler.is_compiling():
             params = without_left_out(self, params)
-            check = self._check_inputs_uncompiled if "torch._dynamo" in sys.modules else self._check_inputs
-            check(updates, state, params)
+            if "torch._dynamo" in sys.modules:  # torch's compiler is loaded, and must not compile the checks
+                self._check_inputs_uncompiled(updates, state, params)
+            else:
+                self._check_inputs(updates, state, params)
         elif params is not None:  # traced leaves are matched by position, and their values cannot be checked
             checks.check_structure("updates", updates, "params", params)
         check_extras(self, extras)
@@ -655,10 +660,12 @@ def without_left_out(tx: Transform, params: PyTree) -> PyTree:
 
 
 def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """Return an equal transform for stacked matrices, and a dict from each stack's name to (rows, columns).
+    """Return an equal transform that takes each stack of matrices as a tensor of shape (number, rows, columns).
 
-    ``shapes`` maps the names of leaves to shapes. The returned transform takes each leaf that is a stack of matrices
-    with the shape ``(number, rows, columns)``. In the example, the view splits 8 rows into two matrices of 4 rows.
+    With it a rank can update some matrices of a parameter without the others. Return also a dict with (rows, columns)
+    for each leaf that is a stack. ``shapes`` maps the names of leaves to shapes.
+
+    In the example, the view splits 8 rows into two matrices of 4 rows, so the returned transform takes (2, 4, 3).
 
     >>> import muonfx as mfx
     >>> tx = mfx.orthogonalize(view=mfx.MatrixView("(part=2 out) in -> part out in"))
@@ -669,11 +676,12 @@ def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Trans
     on_stacks = tx.declaration.matrices.on_stacks
     if on_stacks is not None:  # the author of the transform has declared which leaves are stacks
         return on_stacks(tx, shapes)
+    if tx.locality is not Locality.MATRIX:  # an element of the result depends on more than its matrix
+        return tx, {}
     matrices: dict[str, tuple[int, int]] = {}
-    if tx.locality is Locality.MATRIX:  # such a transform takes stacks as it is
-        for name, shape in shapes.items():
-            if len(shape) > 2:  # (12, 64, 32) is a stack of 12 matrices of shape (64, 32)
-                matrices[name] = (shape[-2], shape[-1])
+    for name, shape in shapes.items():
+        if len(shape) > 2:  # (12, 64, 32) is already a stack of 12 matrices of shape (64, 32)
+            matrices[name] = (shape[-2], shape[-1])
     return tx, matrices
 
 
