@@ -124,7 +124,8 @@ def make_factory(
 
     @functools.wraps(constructor)
     def factory(*args: object, **kwargs: object) -> Any:
-        return prepared(recorded_class._record(factory, *args, **kwargs))
+        recorded = recorded_class._record(factory, *args, **kwargs)
+        return prepared(recorded)  # runs the constructor now, so that bad arguments raise here
 
     if name is not None:
         _check_public_name(name)
@@ -164,15 +165,18 @@ class Lazy(Generic[V]):
         self.__doc__ = compute.__doc__
 
     def __get__(self, instance: Any, owner: type | None = None) -> V:
-        """Return the property of an object, and store it in ``instance.__dict__``.
+        """Compute the property of an object when it is first read, and store it in ``instance.__dict__``.
 
-        Python looks into this dict first, so this method is called only at the first read. After ``tx.locality`` was
-        read once, ``tx.__dict__["locality"]`` has the result.
+        Python calls this method for ``tx.locality`` only while ``tx.__dict__`` has no item "locality".
+
+        Args:
+            instance: the object, such as ``tx``; None if the property is read from the class.
+            owner: the class of the object, which Python passes.
         """
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
         # Not in a method of the subclass: torch.compile would compile that one again for each property.
-        if self._is_of_structure:  # shared by all objects that differ in numbers only
+        if self._is_of_structure:  # the result is the same for all objects that differ in numbers only
             # `momentum(0.9)` and a copy with the decay 0.5 may have one structure object, which stores the result.
             results: dict[str, Any] = instance.structure.attributes
             if self._name not in results:
@@ -406,13 +410,15 @@ class Recorded:
             if argument is not definition.parameters[name].default:  # defaults are correct, so they need no check
                 argument = cls._checked(factory, name, argument)
             argument = definition.as_float(name, argument)
-            skeleton[name] = argument
-            if isinstance(argument, (Recorded, Tensor, float)):  # in a container, a float is fixed
+            is_part = isinstance(argument, (Recorded, Tensor, float))
+            if is_part:
                 skeleton[name] = _HOLE
                 parts.append(argument)
-            elif type(argument) in _CONTAINERS:
+            elif type(argument) in _CONTAINERS:  # the parts in it are stored apart too, but its floats are fixed
                 skeleton[name] = _with_holes(argument)
                 parts += parts_within(argument)
+            else:
+                skeleton[name] = argument
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
@@ -715,9 +721,11 @@ def _part_names(recorded: Recorded) -> tuple[str, ...]:
         return ("",)
     names: list[str] = []
     for argument, skeleton in recorded.structure.skeleton.items():
-        if skeleton is _HOLE:  # the argument itself is a number or a transform
+        is_part = skeleton is _HOLE  # numbers and transforms are stored apart, with a hole in their place
+        may_contain_parts = type(skeleton) in _CONTAINERS  # such as the tuple of the members of a chain
+        if is_part:
             names.append(argument)
-        elif type(skeleton) in _CONTAINERS:  # it may contain some, as the arguments of a chain
+        elif may_contain_parts:
             names += recorded._names_of_parts(argument)
     return tuple(names)
 
@@ -774,4 +782,5 @@ def _text_of_default(definition: Definition, name: str) -> str:
     default = definition.as_float(name, parameter.default)
     if isinstance(default, float):
         return _NUMBER
+    # In the form in which arguments are stored: with holes in place of numbers and transforms, which are in a list.
     return _text_of_argument(_with_holes(default), iter(parts_within(default)))
