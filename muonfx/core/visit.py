@@ -40,14 +40,17 @@ class OwnNumbers:
 
     @classmethod
     def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
-        """Return the names for the transform that is called ``name`` within the outermost one, such as "muon.momentum".
+        """Return the names of the hyperparameters of one transform.
 
-        ``key`` is this name without the labels of partitions: "momentum".
+        Args:
+            tx: the transform, such as `momentum`.
+            name: its dotted name in the outermost transform, such as "muon.momentum".
+            key: this name without the labels of partitions: "momentum".
         """
-        numbers = _own_numbers(tx)  # such as ["decay"]
-        names = [joined_name(name, number) for number in numbers]  # such as ["muon.momentum.decay"]
-        keys = [joined_name(key, number) for number in numbers]
-        name_of = dict(zip(numbers, names, strict=True))
+        numbers = _own_numbers(tx)  # ["decay"]
+        names = [joined_name(name, number) for number in numbers]  # ["muon.momentum.decay"]
+        keys = [joined_name(key, number) for number in numbers]  # ["momentum.decay"]
+        name_of = dict(zip(numbers, names, strict=True))  # {"decay": "muon.momentum.decay"}
         return cls(tuple(names), tuple(keys), _short_names(tx.declaration.short_names, name_of))
 
 
@@ -148,7 +151,19 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
 
 
 def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
-    """Return the `Visit` of a transform, and in it the visits of inner transforms. The arguments are its fields."""
+    """Return the `Visit` of a transform, and in it the visits of inner transforms.
+
+    The other arguments are fields of the `Visit`. For the `momentum` of ``partition({"muon": chain(momentum(), ...)},
+    labels)``, they are as below.
+
+    Args:
+        tx: the transform.
+        params: the parameters that it receives.
+        state: the path of its state in the whole state, ("muon", "momentum"); None if the path is not known.
+        name: its dotted name in the outermost transform, "muon.momentum".
+        key: the same without labels, "momentum".
+        label: the label of its parameters, if a partition calls it; None for the momentum, which a chain calls.
+    """
     resolved = tx.resolve(params)  # choices that depend on names and shapes are made now
     calls: list[Visit] = []
     for call in _calls(resolved, params):
@@ -206,13 +221,15 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
         return []
     if tx.declaration.combinator.in_sequence:  # a chain passes all parameters on, and stores the states by name
         return [_Call(name, inner, params, (name,)) for name, inner in inner_transforms]
-    # Any other transform is observed: its `init` runs once with substitutes of its children.
+    # Any other transform is observed. Its `init` runs once with substitutes of the inner transforms, which record the
+    # parameters that they receive, and return placeholders that show where their state is.
     recorded = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(recorded.state)
     calls: list[_Call] = []
     for index, (name, inner) in enumerate(inner_transforms):
         params_of_inner = recorded.params_of.get(index, params)  # all of them, if `init` does not call it
-        calls.append(_Call(name, inner, params_of_inner, path_of.get(index)))
+        path_of_state = path_of.get(index)  # None if its state is not stored as it is
+        calls.append(_Call(name, inner, params_of_inner, path_of_state))
     return calls
 
 
@@ -358,6 +375,6 @@ def as_chain(members: Mapping[str, Transform]) -> Transform:
     """
     factory: Any = chain
     recorded = Transform._record(factory, *members.items())
-    # Set before the chain is prepared, which runs its constructor, where the order would be checked.
+    # The constructor of the chain, which `prepared` runs, reads this and does not check the order.
     recorded.structure.memory[ORDER_IS_CHECKED] = True
     return prepared(recorded)
