@@ -112,7 +112,7 @@ def scale_by_dion2(
         if rows > columns:
             side = -1
         number = _number_of_selected(m.shape[side], shrink)
-        indices = _largest(m, side, number)
+        indices = _indices_of_largest(m, side, number)
         selected = m.take_along_dim(indices, side)
         direction = polar.orthogonalize(selected, coefficients=coefficients)
 
@@ -130,7 +130,7 @@ def _number_of_selected(side: int, shrink: int) -> int:
     return (side + shrink - 1) // shrink
 
 
-def _largest(x: Tensor, side: int, number: int) -> Tensor:
+def _indices_of_largest(x: Tensor, side: int, number: int) -> Tensor:
     """Return the indices of the rows (``side=-2``) or columns (-1) with the largest sums of magnitudes, in order.
 
     For the two largest rows of ``[[5, 0], [1, 1], [0, 7]]``, the indices are ``[[0], [2]]``. The result has the shape
