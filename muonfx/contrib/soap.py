@@ -228,8 +228,8 @@ def _averaged_factors(
     if is_kl:
         # The weights of all gradients in an average add up to c2, so 1 - c2 is missing. Relative to c2, this is:
         missing = 1.0 / c2 - 1.0
-        g_for_left = _whitened(g, s.right, q, missing)
-        g_for_right = _whitened(g.mT, s.left, p, missing)
+        g_for_left = _whiten(g, s.right, q, missing)
+        g_for_right = _whiten(g.mT, s.left, p, missing)
     left = _averaged(s.left, g_for_left, b2)
     right = _averaged(s.right, g_for_right, b2)
     return left, right
@@ -264,7 +264,7 @@ def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
     return running_average(factor, g @ g.mT, b2)
 
 
-def _whitened(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
+def _whiten(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
     """Divide gradients g (m by n) by their usual size in each direction: return w = ``g R^-1/2 / sqrt(n)``.
 
     So ``w w^T`` is ``g R^-1 g^T / n``, which the factor L averages.
