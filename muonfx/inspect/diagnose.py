@@ -343,7 +343,8 @@ def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor
         argument = argument.tolist()
     coefficients = polar.coefficients(argument)
     view = tx.arguments["view"]
-    # Before: scaled as the iteration scales them, because this decides how many steps are needed.
+    # Before: scaled as the iteration scales them, by the norm of their matrix, because this decides how many steps are
+    # needed.
     momentum_values: list[Tensor] = []
     for batch in _wide_batches(view, momentum, name):
         momentum_values.append(_singular_values(_normalized(batch, coefficients)))

@@ -345,13 +345,13 @@ def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: Py
         return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
     # The binding has the layout: which rank has which part of each parameter. After the first use of the transform, it
     # also has meta tensors like the parameters, which take their place.
-    binding, inner_tx, local_params = binding_of(tx, local_params)
+    binding, inner_tx, bound_params = binding_of(tx, local_params)
     layout = binding.layout
-    placements = describe_state(binding, inner_tx, local_params)  # the ranks of each tensor of the state
-    state = local_state(binding, inner_tx, local_params, state)
-    check_state(binding, inner_tx, local_tree(local_params), state, with_dtypes=False)
+    placements = describe_state(binding, inner_tx, bound_params)  # the ranks of each tensor of the state
+    shards = local_state(binding, inner_tx, bound_params, state)
+    check_state(binding, inner_tx, local_tree(bound_params), shards, with_dtypes=False)
     summaries: list[LeafSummary] = []
-    for path, placement, leaf in zip(tree.paths(state), placements, tree.leaves(state), strict=True):
+    for path, placement, leaf in zip(tree.paths(shards), placements, tree.leaves(shards), strict=True):
         summaries.append(_sharded_leaf(layout, path, placement, leaf))
     params_nbytes = sum(spec.nbytes for spec in layout.specs.values())
     return Summary(tuple(summaries), layout.size, params_nbytes)
