@@ -113,7 +113,7 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
 def _words_for(type_names: frozenset[str]) -> str:
     """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
     names = sorted(type_names - {"None"})
-    names.sort(key=_is_other_type)  # plain types first
+    names.sort(key=_is_other_type)  # numbers and strings first, then types such as "Schedule"
     if "float" in names and "Tensor" in names:
         names.remove("Tensor")  # the words for float are "a number or a 0-d tensor"
     words = [_PLAIN.get(name, name.replace("'", '"')) for name in names]
@@ -181,9 +181,10 @@ def _advice_for_number(value: Any) -> str:
 
 
 def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
-    """Return True if the type of a value is one of the accepted ones, which are given by their names.
+    """Return True if an argument has one of the types that its annotation allows, as read by `accepted_types`.
 
-    An int or a tensor is accepted as a float; a bool is accepted as a bool only.
+    An int or a tensor is accepted as a float; a bool is accepted as a bool only. A name in quotes, as of
+    ``Literal["auto"]``, accepts this string only.
 
     >>> _is_one_of(1, frozenset({"float"})), _is_one_of(True, frozenset({"float"}))
     (True, False)
@@ -436,11 +437,12 @@ def accepted_types_of(
     names = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])  # a class has no globals
     types_of_parameter: dict[str, frozenset[str]] = {}
     for name, parameter in parameters.items():
-        types_of_parameter[name] = frozenset()
+        types_of_parameter[name] = frozenset()  # nothing is checked
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        # If the default does not fit the annotation, the annotation is no rule, and nothing is checked.
         type_names = accepted_types(parameter.annotation, names)
-        if parameter.default is parameter.empty or _is_one_of(parameter.default, type_names):
+        is_required = parameter.default is parameter.empty
+        # A default that does not fit the annotation shows that the annotation is no rule.
+        if is_required or _is_one_of(parameter.default, type_names):
             types_of_parameter[name] = type_names
     return types_of_parameter
