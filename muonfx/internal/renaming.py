@@ -35,17 +35,19 @@ def new_names(
     new_name_of: dict[str, str] = {}
     used_patterns: set[str | None] = set()
     for saved_name, name in names.items():
-        pattern, new_name = _renamed(saved_name, name, target_of, level)
+        pattern, new_name = _rename_by_first_match(saved_name, name, target_of, level)
         new_name_of[saved_name] = new_name
         used_patterns.add(pattern)
     # An entry that has renamed nothing is probably misspelt.
     all_names = [*names.values(), *names]
     for pattern in sorted(target_of.keys() - used_patterns):
-        problems.append(_unused(pattern, all_names, level, what))
+        problems.append(_describe_unused(pattern, all_names, level, what))
     return new_name_of, problems
 
 
-def _renamed(saved_name: str, name: str, target_of: Mapping[str, str], level: str) -> tuple[str | None, str]:
+def _rename_by_first_match(
+    saved_name: str, name: str, target_of: Mapping[str, str], level: str
+) -> tuple[str | None, str]:
     """Return the pattern of the first entry that matches a name, and the new name. Without one: None and the name.
 
     ``name`` is ``saved_name`` without the prefixes of wrappers, such as "module.". An entry may match either.
@@ -90,10 +92,10 @@ def _checked_entries(rename: Rename) -> tuple[dict[str, str], list[str]]:
     return target_of, problems
 
 
-def _unused(pattern: str, names: Sequence[str], level: str, what: str) -> str:
+def _describe_unused(pattern: str, names: Sequence[str], level: str, what: str) -> str:
     """Return an error text about an entry of a renaming, with the given pattern, that has renamed no name.
 
-    >>> _unused("layer/*", ["layers/0/w"], level="/", what="leaf")
+    >>> _describe_unused("layer/*", ["layers/0/w"], level="/", what="leaf")
     "'layer/*' matches no leaf in the checkpoint, close: 'layers/0/w': correct or remove it"
     """
     # It matches names, but for each of them another entry was applied.
@@ -155,6 +157,7 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
     missing_names = sorted(missing, key=lambda name: name.rpartition("/"))
     if len(extra_names) != len(missing_names):  # the names differ by more than a prefix
         return {}
+    # For each pair of names, the prefix and its replacement: ("", "model."); None if they differ otherwise.
     changes = list(map(_change_of_prefix, extra_names, missing_names))
     if len(set(changes)) != 1 or changes[0] is None:
         return {}
