@@ -41,6 +41,8 @@ def unit_power(x: Tensor, dim: tuple[int, ...] = (-2, -1)) -> Tensor:
 def power_of_two(largest: Tensor) -> Tensor:
     """Return, for each positive fp32 or fp64 number in `largest`, the power of two that scales it into [1, 2).
 
+    It is ``2 ** -floor(log2(x))``. Elements are multiplied by it before they are squared, so that no square overflows.
+
     The power is always a normal number. For a subnormal number, or one in the top binade, it is the nearest normal
     power, so the scaled number is in [2^-51, 4). The power is 1 for zero, and the smallest for infinity and NaN.
 
@@ -129,7 +131,10 @@ def normalize_in_fp64_(batch: Tensor, safety: float, compute: torch.dtype) -> Te
 
 
 def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
-    """Divide each matrix by `safety` times its norm, as `normalize_` does, without wide temporary tensors."""
+    """Divide each matrix by `safety` times its norm, as `normalize_` does, without wide temporary tensors.
+
+    The batch is overwritten. `compute` is the dtype of the iteration, such as bf16.
+    """
     wide = wide_dtype(compute)
     # First multiply each matrix by a power of two, to magnitudes below 2, so that no square overflows or is lost.
     extremes = [torch.aminmax(matrix) for matrix in batch.unbind()]  # in 1/30 of the time of infinity norms
