@@ -164,8 +164,8 @@ class Orthogonalizer:
         # From (kind, whether derivatives are taken) to the plan.
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
-        # With dynamic=True, torch.compile makes symbols of the numbers in `_polynomials`. It makes none of the numbers
-        # that this function returns, because it calls the function once and takes the result as a constant.
+        # A trace reads the polynomials from this function. With dynamic=True, torch.compile would make symbols of the
+        # numbers in `_polynomials`. It calls this function once, and takes the result as a constant.
         @called_once
         def constant_fields() -> tuple[Any, ...]:
             return tuple(resolved)
@@ -226,7 +226,7 @@ class Orthogonalizer:
         is_empty = [x.numel() == 0 for x in xs]
         for job in jobs:
             indices = [i for i in job.indices if not is_empty[i]]
-            ys = _run([xs[i] for i in indices], [overwrite[i] for i in indices], job)
+            ys = _run_in_batches([xs[i] for i in indices], [overwrite[i] for i in indices], job)
             for i, y in zip(indices, ys, strict=True):
                 results[i] = y
         for i, x in enumerate(xs):
@@ -245,6 +245,13 @@ class Orthogonalizer:
         """Return a job for each shape, dtype and device of the matrices `xs`: their indices, plan and settings.
 
         Matrices of the shapes (2, 3), (4, 4) and (3, 2) give two jobs, for the indices [0, 2] and [1].
+
+        Args:
+            xs: the matrices of one call.
+            watched: whether autograd, `torch.func` or a tracer observes the call, so that nothing is overwritten.
+            differentiated: whether derivatives are taken.
+            max_scratch_bytes: the limit of memory for temporary tensors; None for the default of the device.
+            workspace: memory that is reused.
         """
         traced = is_traced(*[side for x in xs for side in x.shape])  # a tracer may pass symbols as sides
         # The iteration that reuses buffers takes coefficients as numbers, and has no derivatives.
@@ -318,7 +325,7 @@ class _Piece(NamedTuple):
     """Memory for the results, of the same shape; None if the results become a new tensor, for a whole input."""
 
 
-def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
+def _run_in_batches(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     """Orthogonalize nonempty tensors of one kind. Return their results, in order.
 
     A tensor may be a matrix, or a stack ``(..., m, n)``. `overwrite` is True for each tensor that its result
@@ -332,13 +339,14 @@ def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
     pieces: list[_Piece] = []
     for i, x in enumerate(xs):
         matrices = _as_batch(x, job.kind)
-        if limit is None or matrices.shape[0] <= limit:  # one piece
+        fits_one_batch = limit is None or matrices.shape[0] <= limit
+        if fits_one_batch:  # one piece, whose result is the input's memory or a new tensor
             destination = matrices if overwrite[i] else None
             pieces.append(_Piece(i, matrices, destination))
             continue
+        # Several pieces, which write into one result.
         if not overwrite[i]:
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
-        # Several pieces, which write into one result.
         destination = _as_batch(results[i], job.kind)
         for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
             pieces.append(_Piece(i, part, part_of_destination))
@@ -350,7 +358,7 @@ def _run(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
 
 
 def _run_batch(batch: list[_Piece], xs: list[Tensor], job: _Job) -> dict[int, Tensor]:
-    """Orthogonalize pieces of the inputs ``xs`` in one batch.
+    """Orthogonalize pieces of the inputs ``xs`` in one batch. A piece is one input or a part of a stack.
 
     The result of a piece is written to its destination. A piece without a destination is a whole input. Return the
     results of these inputs, by their index in ``xs``.
@@ -463,7 +471,7 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job) -> Tensor:
     memory_of_batch = workspace
     if _has_views(batch, batch_dtype, job.kind):  # the next batch must not overwrite them
         memory_of_batch = Workspace()
-    joined = _joined(batch, batch_dtype, memory_of_batch)
+    joined = _join_pieces(batch, batch_dtype, memory_of_batch)
     return outside_autocast(
         in_place,
         joined,
@@ -481,8 +489,10 @@ def _has_views(batch: list[_Piece], batch_dtype: torch.dtype, kind: _Kind) -> bo
     return not have_destinations and batch_dtype == kind.dtype
 
 
-def _joined(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> Tensor:
+def _join_pieces(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> Tensor:
     """Return the matrices of pieces as one batch `(b, rows, columns)` that the iteration may overwrite.
+
+    A piece is one input or a part of one: pieces of 3 and 2 matrices give a batch of 5.
 
     No copy is made if the matrices have the given dtype, follow each other in memory, and are overwritten by their
     results. Else the batch is in memory of the workspace.
