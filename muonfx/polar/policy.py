@@ -415,7 +415,10 @@ def _is_stable(coefficients: Polynomials, compute: torch.dtype) -> bool:
 
 @called_once  # warns when it is traced
 def _warn_of_rounding(compute: torch.dtype) -> bool:
-    """Warn that the coefficients may diverge in a dtype. Return True, a constant for the tracer."""
+    """Warn that the coefficients may diverge in a dtype.
+
+    Return True, since torch.compile takes the result of a `called_once` function as a constant.
+    """
     warnings.warn(
         f"orthogonalize: in {compute} these coefficients may diverge: rounding can push singular values out of the "
         "interval that the polynomials were fitted for, where they grow without bound; use with_safety(set, 1.01), or "

@@ -91,7 +91,7 @@ class Buffered(Functional):
         # Two batches take turns, since a product cannot be written into its own factor: `weighted` writes into the
         # spare one, and its argument becomes the spare.
         self._spare = results.empty(x.shape, x.dtype, x.device)
-        # Small matrices, (b, n, n).
+        # Small matrices, (b, n, n), such as Gram matrices and polynomials of them.
         self._workspace = workspace
         self._n = min(x.shape[-2:])
         self._free: list[Tensor] = []  # buffers that `keep` has released

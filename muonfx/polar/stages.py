@@ -88,6 +88,7 @@ def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> f
     The stage that begins there stores its Gram matrix relative to this number, so that its diagonal rounds less.
     `aspect` is the long side of `X` divided by its short side. If the polynomials diverge, the result is 0.
     """
+    # The average of the eigenvalues after the steps, over the distribution of the eigenvalues before them. That is the
     # Marchenko-Pastur law of the eigenvalues, divided by their mean: with eigenvalues at `middle + half_width * cos(t)`
     # the density of t is proportional to `sin(t)^2` over the eigenvalue. Its integrals are sums over equidistant t
     # (Gauss-Chebyshev quadrature of the second kind).
