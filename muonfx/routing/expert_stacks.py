@@ -43,14 +43,17 @@ def has_transposed_experts(
         modules: the modules of the model by path.
         shapes: the shapes of all parameters by name.
     """
+    # 1. The attribute of the module.
     declared = getattr(owner, "is_transposed", None)
     if declared is not None:
         return declared is True
+    # 2. The shapes of the two stacks of a gated MLP.
     holder = info.name[: info.name.rfind(".") + 1]  # "mlp.experts." for "mlp.experts.down_proj"
     gate_up = shapes.get(f"{holder}gate_up_proj")
     down = shapes.get(f"{holder}down_proj")
     if gate_up and down:
         return _is_gated_mlp_transposed(gate_up, down)
+    # 3. The router, which reads the same features as the experts.
     hidden_width = _width_read_by_router(info, modules)
     return hidden_width is not None and _read_by_rows(info, hidden_width, shapes)
 
