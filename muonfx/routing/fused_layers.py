@@ -56,14 +56,16 @@ def split_pattern(fused: Fused, stored: str, holder: nn.Module | None, rows: int
     >>> split_pattern(Fused("qkv", "Attention", "query, key, value"), "{out} in -> {out} in", None, 24)
     '(part=3 out) in -> part out in'
     """
-    if fused.pattern is not None:
+    if fused.pattern is not None:  # the rows of the matrices alternate
         return _split_by_pattern(fused.pattern, stored, holder, rows)
     part_names = fused.parts.split(", ")
-    if fused.sizes is not None:
+    if fused.sizes is not None:  # the matrices have different numbers of rows
         sizes = [_number(holder, formula) for formula in fused.sizes]
         return _split_by_sizes(part_names, sizes, stored, rows)
     count = fused.count or len(part_names)
-    return in_equal_parts(stored, count) if rows % count == 0 else None
+    if rows % count != 0:
+        return None
+    return in_equal_parts(stored, count)
 
 
 def _split_by_sizes(part_names: list[str], sizes: list[int], stored: str, rows: int) -> str | None:
