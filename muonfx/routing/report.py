@@ -333,7 +333,9 @@ def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Ro
     labels_of_group = str(label).split("+")
     for transform in transforms:
         labels = transform.arguments.get("labels")
-        if isinstance(labels, Labels) and name in labels and str(labels[name]) in labels_of_group:
+        if not isinstance(labels, Labels) or name not in labels:  # not a partition with this parameter
+            continue
+        if str(labels[name]) in labels_of_group:
             return labels.routes[name]
     return Route(label, "the transform has no labels" if label is None else NO_REASON)
 
