@@ -276,11 +276,11 @@ def make_labels(
         read_in_parts: as in `find_divisions`.
         whole_labels: labels whose parameters are not divided into matrices, like those with the label None.
     """
+    label_of = {info.name: decided[info.name][0] for info in infos}
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
-        label_of = {info.name: decided[info.name][0] for info in infos}
         return Labels(label_of | dict.fromkeys(absent))
     # 1. The division into matrices, of parameters that are trained as matrices.
-    divisible = [info for info in infos if decided[info.name][0] not in (None, *whole_labels)]
+    divisible = [info for info in infos if label_of[info.name] not in (None, *whole_labels)]
     division_of = find_divisions(model_or_params, divisible, read_in_parts)
     # 2. A route for each parameter. Its reason also names the matrices: "hidden matrix (2-D); query, key, value".
     routes: dict[str, Route] = {}
