@@ -159,10 +159,12 @@ def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
     >>> _may_be_head_in_block(last_layer, {8, 64}), _may_be_head_in_block(last_layer, {10, 64})
     (True, False)
     """
-    if last_layer.block is None or last_layer.reads is None:  # outside all blocks, or an embedding
+    is_embedding = last_layer.reads is None
+    if last_layer.block is None or is_embedding:
         return False
-    # A layer that returns a small multiple of its own width may be a fused projection, whose readers read parts.
-    return last_layer.returns not in read_widths and not _returns_parts(last_layer)
+    if _returns_parts(last_layer):  # a small multiple of its own width: maybe a fused projection, read in parts
+        return False
+    return last_layer.returns not in read_widths
 
 
 def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set[int]) -> set[str]:
