@@ -84,6 +84,8 @@ def find_divisions(
 ) -> dict[str, Division]:
     """Find how parameters of two or more dims divide into matrices, such as a "qkv" into query, key and value.
 
+    `make_labels` stores the result with the label of each parameter, so that each matrix is orthogonalized by itself.
+
     Args:
         model_or_params: the model, or named tensors, which have no module types: only stacks of experts are found
             among them.
@@ -99,8 +101,13 @@ def find_divisions(
     if isinstance(model_or_params, nn.Module):  # a module in two places is found under both paths
         modules = dict(model_or_params.named_modules(remove_duplicate=False))
     shapes = {info.name: info.shape for info in infos}
-    matrices = [info for info in infos if info.ndim > 1]
-    return {info.name: _division_of(_param(info, modules, shapes, read_in_parts)) for info in matrices}
+    divisions: dict[str, Division] = {}
+    for info in infos:
+        if info.ndim < 2:  # a vector or number has no matrices
+            continue
+        param = _param(info, modules, shapes, read_in_parts)  # the parameter with its module and layer
+        divisions[info.name] = _division_of(param)
+    return divisions
 
 
 class _Param(NamedTuple):
@@ -163,7 +170,7 @@ def _of_known_layer(param: _Param, storage: _Storage) -> Division | None:
         if pattern is None:  # the parameter remains one matrix
             pattern = undivided(storage.pattern)
             note = f"{fused.parts}, of sizes that do not fit {rows} rows: not split"
-        return Division(MatrixView(pattern), _joined(storage.note, note))
+        return Division(MatrixView(pattern), _join_notes(storage.note, note))
     return None
 
 
@@ -194,7 +201,7 @@ def _of_unknown_layer(param: _Param, storage: _Storage) -> Division:
     )
     if split is None:
         return Division(view, storage.note)
-    return Division(view, _joined(storage.note, f"{MAYBE_FUSED}: {split}"), split)
+    return Division(view, _join_notes(storage.note, f"{MAYBE_FUSED}: {split}"), split)
 
 
 def _likely_stack(param: _Param) -> str:
@@ -248,7 +255,7 @@ def _split_by_count(stored: str, count: int | None) -> str | None:
     return in_equal_parts(stored, count)
 
 
-def _joined(*notes: str) -> str:
+def _join_notes(*notes: str) -> str:
     """Join the notes that are not empty, as in "stack of 8 matrices; gate, up"."""
     return "; ".join(filter(None, notes))
 
