@@ -461,7 +461,7 @@ def _examples(
     The values come from a seed for the parameters, and from another for the gradients of each step. With ``nones``,
     some gradients are None.
     """
-    random_params = draw(trees_of_random_leaves)
+    random_params = draw(trees_of_random_leaves)  # the shapes, dtypes and layouts of the parameters
     seed = draw(_SEEDS)
     random_grads = random_params
     if draw(_IN_ONE_OF_FOUR):  # not by a conversion to float32, which would have only values of narrow dtypes

@@ -197,6 +197,7 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     tangents = tuple([torch.randn(vector.shape, dtype=vector.dtype, generator=generator) for vector in point])
     with without_torchs_own_warnings():
         updates, j_t = torch.func.jvp(run, point, tangents)[:2]
+    # The names are as above: t are the tangents, and j_t is J t.
     c = torch.randn(updates.shape, dtype=updates.dtype, generator=generator)
     vjp_function = torch.func.vjp(run, *point)[1]
     c_j = torch.cat(vjp_function(c))

@@ -209,6 +209,7 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     stacks = Example(params, steps).map_trees(as_stacks)
     if not stacks.params:  # no leaf of this example is a stack of matrices
         return
+    # Three runs of the same gradients: as they are, as stacks of matrices, and the first matrix of each stack alone.
     usual_updates = updates_of(tx, params, steps)
     expected = [as_stacks(updates) for updates in usual_updates]
     with warnings.catch_warnings():
@@ -302,8 +303,9 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
 def _multiply_known_leaves(names: tuple[str, ...]) -> Any:
     """Multiply updates by -0.5, and raise `Breach` (a failed law) for a leaf that has none of the given names.
 
-    A wrapper is a transform that calls others. In a law, this one replaces a transform that it calls. If the wrapper
-    has the leaves ``names``, such as ``("w", "b")``, then a call with a leaf "c" is a mistake of the wrapper.
+    `own_work_is_of_its_own_locality` puts it in place of each transform that a wrapper calls. If the wrapper has the
+    leaves ``names``, such as ``("w", "b")``, then a call with a leaf "c" is a mistake of the wrapper. Any elementwise
+    function would do; this one changes sizes and signs.
     """
 
     def init(params: PyTree) -> EmptyState:

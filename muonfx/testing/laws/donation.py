@@ -61,8 +61,9 @@ def _check_donation(tx: Transform, params: PyTree, steps: list[PyTree], donate: 
     ``expected`` are the updates and the state of each step without donation. Results must have the same bits, or be
     close if a parameter or gradient is not contiguous: sums may then be taken in another order.
     """
+    are_contiguous = all(leaf.is_contiguous() for leaf in tree.tensors((params, steps)))
     require_equal = require_same
-    if not all(leaf.is_contiguous() for leaf in tree.tensors((params, steps))):
+    if not are_contiguous:
         require_equal = functools.partial(_require_close, tx)
     state = copied_tree(tx.init(params))
     updates_of_steps: list[PyTree] = []

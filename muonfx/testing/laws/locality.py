@@ -337,7 +337,11 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _check_sums_of_halves(tx: Transform, example: Example) -> None:
-    """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates."""
+    """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates.
+
+    Compare a usual run on whole leaves with a run on two ranks, of which one has the first half of each leaf, and the
+    other the second half.
+    """
     tx = _without_work_on_wholes(tx)
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
     expected = [tree.map(_first_half, whole_updates), tree.map(_second_half, whole_updates)]

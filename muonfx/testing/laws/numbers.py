@@ -106,25 +106,35 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
 def _check_fault_stays(
     tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: set[int]
 ) -> None:
-    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves changes other updates."""
+    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves changes other updates.
 
-    def independent(updates: PyTree) -> PyTree:
+    Args:
+        tx: the transform.
+        params: the parameters.
+        steps: the gradients of each step.
+        usual_updates: the updates of each step from these gradients, without NaN or infinity.
+        faulty_leaves: the numbers of the leaves that get one.
+    """
+
+    def independent_parts(updates: PyTree) -> PyTree:
         """Return the updates, of faulty leaves only the parts that must not depend on the replaced elements."""
         return map_some(functools.partial(_independent_part, tx.locality), faulty_leaves, updates)
 
     names = tree.names(params)
     faulty_names = [names[number] for number in sorted(faulty_leaves)]
-    expected = [independent(updates) for updates in usual_updates]
+    expected = [independent_parts(updates) for updates in usual_updates]
     tolerance = tolerance_of(tx, usual_updates, params)
     for element in (math.nan, math.inf):
-        with _noted(f"after {element} in the gradients of {faulty_names} at step 0, which the law puts in"):
+        with _add_note_to_errors(
+            f"after {element} in the gradients of {faulty_names} at step 0, which the law puts in"
+        ):
             results = updates_of(tx, params, _with_first_elements(element, faulty_leaves, steps))
         what = f"after {element} in the gradients of {faulty_names}, updates by step"
-        require_close(what, [independent(updates) for updates in results], expected, "without it", tolerance)
+        require_close(what, [independent_parts(updates) for updates in results], expected, "without it", tolerance)
 
 
 @contextmanager
-def _noted(change: str) -> Generator[None]:
+def _add_note_to_errors(change: str) -> Generator[None]:
     """Add a note to an error in the block: how the law has changed the example, which the message shows unchanged."""
     try:
         yield
@@ -202,11 +212,11 @@ def _runs_with_faults(
     where = f"in the gradients of {[names[number] for number in faulty_leaves]} at step 0, which the law puts in"
     grads_with_another = map_some(_with_another_element, faulty_leaves, first_grads)
     with_another = updates_of(tx, params, [grads_with_another, *later_steps])
-    with _noted(f"after nan {where}"):
+    with _add_note_to_errors(f"after nan {where}"):
         with_nan = updates_of(tx, params, _with_first_elements(math.nan, faulty_leaves, steps))
-    with _noted(f"after inf {where}"):
+    with _add_note_to_errors(f"after inf {where}"):
         with_infinity = updates_of(tx, params, _with_first_elements(math.inf, faulty_leaves, steps))
-    with _noted(f"after a large element {where}"):
+    with _add_note_to_errors(f"after a large element {where}"):
         grads_with_large = _with_large_elements(faulty_leaves, first_grads, params)
         with_large = updates_of(tx, params, [grads_with_large, *later_steps])
     return _Runs(usual_updates, with_another, with_nan, with_infinity, with_large)
@@ -299,7 +309,7 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
         "zero gradients for every other leaf": (params, [map_some(torch.zeros_like, odd, grads) for grads in steps]),
     }
     for when, (case_params, case_steps) in cases.items():
-        with _noted(f"for {when}"):
+        with _add_note_to_errors(f"for {when}"):
             results = history(tx, case_params, case_steps)
         _require_finite(when, results)
 
@@ -333,12 +343,12 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     for magnitude in MAGNITUDES:
         when = f"gradients of {magnitude:g}"
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
-        with _noted(f"for {when}"):
+        with _add_note_to_errors(f"for {when}"):
             results = history(tx, params, scaled_steps)
         _require_finite(when, results)
         # Parameters are never large, because adding a normalized update to them would round it away.
         scaled_params = _of_magnitude(params, min(1.0, magnitude))
-        with _noted(f"for {when}, and parameters of {min(1.0, magnitude):g}"):
+        with _add_note_to_errors(f"for {when}, and parameters of {min(1.0, magnitude):g}"):
             results = history(tx, scaled_params, scaled_steps)
         _require_finite(when, results)
         _require_nonzero(when, [updates for updates, _ in results], usual_updates)

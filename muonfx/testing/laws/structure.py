@@ -36,9 +36,10 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
     state = tx.init(params)
     param_names = tree.names(params)
     for step, grads in enumerate(steps):
-        absent = _names_without_gradient(grads)
+        steps_to_check = [grads]
         if calls(tx, "accumulate"):  # an earlier gradient may change a state in a step without one
-            absent = _names_without_gradient(*steps[: step + 1])
+            steps_to_check = steps[: step + 1]
+        absent = _names_without_gradient(*steps_to_check)
         old_state = copied_tree(_state_of(absent, param_names, state))
         structure = tree.flatten(state)[1]
         updates, state = tx.run(grads, state, params)
