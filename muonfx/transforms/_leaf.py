@@ -295,10 +295,13 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
     Later, the tensors of each leaf replace None.
     """
     flat_args, treedef = tree.flatten((args, kwargs))  # arguments may be nested, as in torch.stack([x, y])
-    positions = [position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)]
-    operands = [flat_args[position] for position in positions]
-    for position in positions:
-        flat_args[position] = None  # a placeholder refers to its record, so the record would refer to itself
+    positions: list[int] = []
+    operands: list[Leaf] = []
+    for position, argument in enumerate(flat_args):
+        if isinstance(argument, Leaf):
+            positions.append(position)
+            operands.append(argument)
+            flat_args[position] = None  # a placeholder refers to its record, so the record would refer to itself
 
     # Later, `call` receives a list with the tensors of all leaves for each placeholder.
     call = functools.partial(_call_for_each, function, treedef, flat_args, positions)
