@@ -52,16 +52,20 @@ class Values:
             for index, operation in plan.operations:
                 if index not in self._computed:  # else a sum over leaves has needed it already
                     self._computed[index] = self._compute(operation, overwrite=overwrite)
-                    # A later operation may overwrite a new tensor. A torch function that is called for each leaf may
-                    # return a view of an operand instead, whose storage others may need.
-                    self._may_write[index] = not is_for_each(operation)
+                    # A torch function that is called for each leaf may return a view of an operand.
+                    has_own_storage = not is_for_each(operation)
+                    self._may_write[index] = has_own_storage
                 if overwrite:
                     self._count_uses(operation.operands)
 
     def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
-        """Return a function that sums a `Leaf` over all leaves, from one that sums the tensors of a tree.
+        """Return the function ``sum_over_leaves`` that a step of `leafwise` receives.
 
-        A step calls it with a placeholder, as in ``sum_over_leaves((u * u).sum())``, and needs the number at once.
+        A step calls it with a placeholder (`Leaf`), as in ``sum_over_leaves((u * u).sum())``. Placeholders only record
+        operations to run later, but this number is needed at once.
+
+        Args:
+            sum_over_leaves: the function that `Transform` supplies, which sums the tensors of a tree.
         """
 
         def sum_of(leaf: Leaf) -> Tensor:
@@ -149,17 +153,21 @@ class Values:
     def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
         """Return the tensors of a value that the step returns, such that no other output and no caller has them.
 
-        ``index`` is the number of the value. For a step that returns the same value as update and as state, the first
-        output gets the tensors, and the other one a copy. The copy is written into the operand ``copy_into`` if nothing
-        else needs its storage.
+        `leafwise` calls this method after `run` for each changed output. For a step that returns the same value as update and
+        as state, the first output gets the tensors, and the other one a copy.
+
+        Args:
+            index: the number of the value.
+            copy_into: the number of an operand into which a copy is written, if nothing else needs its storage.
         """
         tensors = self.read(index)
-        if self._may_write[index]:  # nothing else needs them: they are returned without a copy
+        is_free = self._may_write[index]  # nothing else needs its storage
+        if is_free:
             self._may_write[index] = False  # a further output that is this value receives a copy
             return tensors
         if copy_into is not None:
-            is_free = self._may_write[copy_into] and self._remaining_uses[copy_into] == 0
-            if is_free:  # its storage takes the copy, so no memory is allocated
+            can_take_copy = self._may_write[copy_into] and self._remaining_uses[copy_into] == 0
+            if can_take_copy:  # so no memory is allocated
                 return ew.copy(tensors, into=self.read(copy_into))
         return ew.clone(tensors)
 
