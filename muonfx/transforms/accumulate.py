@@ -144,20 +144,23 @@ class _Accumulation:
     ) -> _Outcome:
         """Add the gradients, decide if this micro-batch is the last one of its group, and return the result for it.
 
-        At the last micro-batch, the inner transform runs. At all others, the updates are zero.
+        At the last micro-batch, the inner transform runs. At all others, the updates are zero. ``boundary`` is True if
+        it is the last one, and None to count: with ``every=4``, the fourth is the last.
         """
         accumulated = _add_gradients(updates, state, donate)
         is_last = boundary
-        if is_last is None:  # no argument: with ``every=4``, the fourth micro-batch is the last
+        if is_last is None:
             is_last = accumulated.count >= self._every
-        if isinstance(is_last, Tensor) and (is_traced() or is_wrapped(is_last)):
-            return self._run_traced(is_last, accumulated, updates, params, extras)
+        if isinstance(is_last, Tensor):
+            has_no_value = is_traced() or is_wrapped(is_last)  # then Python cannot branch on it
+            if has_no_value:
+                return self._run_traced(is_last, accumulated, updates, params, extras)
 
         if not is_last:
             return _wait(updates, accumulated)
         updated_leaves = updates
         if not torch.compiler.is_compiling():  # a compiled graph has all gradients, and cannot read their counts
-            updated_leaves = _ever_seen(updates, params, accumulated)
+            updated_leaves = _leaves_with_any_gradient(updates, params, accumulated)
         donation = Donation(updates=donate.state, state=donate.state)  # the gradients are new tensors
         return self._step(updated_leaves, accumulated, params, donation, extras)
 
@@ -276,7 +279,7 @@ def _indices_by_path(updates: PyTree) -> list[int]:
     return [index for _, index in sorted_by_path]
 
 
-def _ever_seen(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:
+def _leaves_with_any_gradient(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:
     """Return a tree with a tensor for each parameter that had a gradient in any micro-batch so far, and else None.
 
     It shows which parameters get an update at the end of the group of micro-batches. The tensor only shows a shape and
