@@ -36,7 +36,7 @@ None selects all."""
 
 
 def _init_and_update(
-    name: str, weight_decay: ScalarOrSchedule, mask: Mask, sign: float, caution: bool, memory: Memory
+    name: str, weight_decay: ScalarOrSchedule, mask: Mask, *, sign: float, caution: bool, memory: Memory
 ) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a weight decay: the update u of a weight w becomes ``u + sign * decay * w``.
 
@@ -58,7 +58,7 @@ def _init_and_update(
         return EmptyState()
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
-        """Add ``sign * weight_decay * w`` to the update of each weight w that decays."""
+        """Add ``sign * weight_decay * w`` to the update u of each weight w that decays: u and w are lists of these."""
         params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:  # nothing to add; a tensor is not read here
             return updates, state
@@ -130,7 +130,7 @@ def add_decayed_weights(
         >>> rate, decay = (mfx.cosine_decay_schedule(peak, steps=100) for peak in (0.02, 0.1))
         >>> muon = mfx.chain(mfx.orthogonalize(), mfx.add_decayed_weights(decay), mfx.scale_by_learning_rate(rate))
     """
-    return _init_and_update("add_decayed_weights", weight_decay, mask, 1.0, cautious, _memory)
+    return _init_and_update("add_decayed_weights", weight_decay, mask, sign=1.0, caution=cautious, memory=_memory)
 
 
 @transform(
@@ -164,7 +164,7 @@ def subtract_decayed_weights(
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000])}
     """
-    return _init_and_update("subtract_decayed_weights", weight_decay, mask, -1.0, cautious, _memory)
+    return _init_and_update("subtract_decayed_weights", weight_decay, mask, sign=-1.0, caution=cautious, memory=_memory)
 
 
 @transform(
