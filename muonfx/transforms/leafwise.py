@@ -454,7 +454,14 @@ class _Formula:
     """
 
     def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
-        """Prepare a store for each item of the declared state. ``name`` is the name of the transform, for errors."""
+        """Prepare a store for each item of the declared state.
+
+        Args:
+            name: the name of the transform, for errors.
+            declared: the state, with a `Slot` in place of each tree: ``MomentumState(trace=Slot())``.
+            step: the function that computes one update.
+            reads_params: whether the step receives the parameters too.
+        """
         self._name = name
         self._declared = declared
         self._step = step
@@ -644,19 +651,26 @@ class _Formula:
     def _new_tree(
         self, store: SlotTrees, operand: Leaf, output: Leaf, old_tree: PyTree, values: Values, donate: Donation
     ) -> PyTree:
-        """Return the new tree for one of the state, such as ``trace`` of `momentum`; ``store`` writes it.
+        """Return the new tree for one of the state, such as ``trace`` of `momentum`, after the operations have run.
 
-        ``operand`` is the placeholder of the old tree, and ``output`` the one that the step returned in its place.
+        Args:
+            store: writes the tensors into a tree, in the dtype of the state.
+            operand: the placeholder of the old tree, such as ``s.trace``.
+            output: the placeholder that the step returned in its place.
+            old_tree: the old tree.
+            values: the tensors of all placeholders.
+            donate: whether the old tree may be overwritten.
         """
-        if output.index == operand.index:  # the step has returned the tree as it is
+        is_unchanged = output.index == operand.index
+        if is_unchanged:
             return old_tree
         values.check(operand, output, f"{self._name}: the step returns a state")  # its shapes
         new_tensors = values.take(output.index)
         old_tensors = values.operands[operand.index]
         # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were cast,
         # the operations worked on copies, and the results are written into the donated tensors here.
-        reuse = donate.state and values.was_cast(operand.index)
-        return store.write(values.present, new_tensors, old_tensors, old_tree, reuse=reuse)
+        write_into_old = donate.state and values.was_cast(operand.index)
+        return store.write(values.present, new_tensors, old_tensors, old_tree, reuse=write_into_old)
 
     def _new_updates(self, operand: Leaf, output: Leaf, updates: PyTree, values: Values) -> PyTree:
         """Return the tree of the new updates, in the dtypes of the incoming updates."""
