@@ -190,14 +190,16 @@ class Matrices:
         """Split the tensors of the tree ``values`` into matrices; leaves of None are skipped.
 
         For ``{"qkv": x}`` and the view ``"(qkv=3 out) in -> qkv out in"``, ``stacks`` is ``[x.reshape(3, out, in)]``.
+        ``named`` computes the names of the tensors also if the view does not need them, so that errors show them.
         """
         self.values = values
         self.present = Present(values)
         """The positions of the tensors in the tree: ``present.pick`` returns the leaves of another tree there."""
         self.leaves: list[Tensor] = self.present.pick(values)
         """The tensors, in the order of the tree."""
-        self.names = [""] * len(self.leaves)  # without names, a single pattern or None applies to all tensors
-        if named or isinstance(view.pattern, Mapping):
+        self.names = [""] * len(self.leaves)
+        needs_names = isinstance(view.pattern, Mapping)  # from globs to patterns; any other pattern is for all tensors
+        if named or needs_names:
             self.names = self.present.names()
         self._view = view
         self._patterns = view.of(self.names)
