@@ -276,10 +276,11 @@ class Pattern:
         # there are no names, and the check below raises an error.
         number_of_dot_dims = len(shape) - (len(self.dims) - 1)
         dot_names = [f"dim_{index}" for index in range(number_of_dot_dims)]
+        dot_dims: list[Dim] = [((Part(name),),) for name in dot_names]  # each a tuple of one axis, a tuple of one part
         dims: list[Dim] = []
         for dim in self.dims:
             if _names_of_dim(dim) == [_DOTS]:
-                dims += [((Part(name),),) for name in dot_names]  # one axis with one part
+                dims += dot_dims
             else:
                 dims.append(dim)
         if len(dims) != len(shape):
@@ -535,16 +536,16 @@ def _result(text: str) -> tuple[Group, ...]:
             f"the result {text.strip()!r} must end with two dims, the rows and the columns of a matrix: write each as "
             "a name or as names in parentheses, such as 'out (h w)' or 'out (...)'"
         )
-    return tuple(map(_group, items))
+    return tuple(map(_names_of_result_dim, items))
 
 
-def _group(item: _Item) -> Group:
+def _names_of_result_dim(item: _Item) -> Group:
     """Return the names in one dim of a result: ("a", "b") for ``(a b)``, and ("a",) for ``a``. Sizes are an error."""
-    items = item  # the list of the names in parentheses
-    if isinstance(item, str):
-        items = [item]
+    names_with_sizes = item  # the list of the names in parentheses, such as ["a", "b"]
+    if isinstance(item, str):  # a name without parentheses
+        names_with_sizes = [item]
     names: list[str] = []
-    for name_with_size in items:
+    for name_with_size in names_with_sizes:
         part = _part(name_with_size)  # reads sizes too, for a clear error
         if part.size is not None:
             raise _Malformed(
