@@ -282,7 +282,7 @@ def matrixwise(
 
         @functools.wraps(constructor)
         def init_and_update(*args: object, view: MatrixView = default_view, **kwargs: object) -> InitAndUpdate:
-            returned = constructor(*args, view=view, **kwargs)
+            returned = constructor(*args, view=view, **kwargs)  # the declared state and the step
             name = constructor.__name__
             state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
             formula = _MatrixFormula(name, view, state, step, reads_params)
@@ -291,6 +291,7 @@ def matrixwise(
         cost_of_leaf = None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
         if cost is not None:
             cost_of_leaf = functools.partial(_cost_of_leaf, cost)
+        # The decorator of any transform, with the options that hold for each transform of matrices.
         as_transform = transform(
             locality=matrix_locality,
             reads_params=reads_params,
@@ -486,25 +487,27 @@ class _MatrixFormula:
         return matrices.fill(new_updates), tree.unflatten(containers, new_trees)
 
     def _run_on_stack(self, containers: Structure, *operands: Tensor) -> list[Tensor]:
-        """Run the step on one stack of matrices: its update, its states, and its parameters if the step reads them.
+        """Run the step on one stack of matrices. Return the new update and the new states.
 
-        Return the new update and the new states. ``containers`` are the NamedTuple, dict or tuple of the state.
+        Args:
+            containers: the NamedTuple, dict or tuple of the state.
+            operands: of these matrices, the update, then each state, and then the parameters if the step reads them.
         """
-        replaced = operands[: 1 + len(self._stores)]  # the update and the states
-        if replaced[0].numel() == 0:  # a matrix without elements has nothing to compute
-            return ew.clone(replaced)
+        old_values = operands[: 1 + len(self._stores)]  # the update and the states
+        old_update, *old_states = old_values
+        if old_update.numel() == 0:  # a matrix without elements has nothing to compute
+            return ew.clone(old_values)
         # The step receives all operands in one dtype: the widest of them, at least fp32.
         wide = ew.wide_dtype(*[operand.dtype for operand in operands])
         wide_operands = ew.cast(operands, wide)
         outputs = self._call_step(containers, wide_operands)
-        for output, old_value in zip(outputs, replaced, strict=True):
+        for output, old_value in zip(outputs, old_values, strict=True):
             if output.shape != old_value.shape:
                 raise ValueError(
                     f"{self._name}: the step returns shape {tuple(output.shape)}, expected {tuple(old_value.shape)}"
                 )
 
         new_update, *new_states = _separate(outputs, wide_operands)
-        old_update, *old_states = replaced
         results = [new_update.to(old_update.dtype)]
         for store, new_state, old_state in zip(self._stores, new_states, old_states, strict=True):
             results.append(store.rounded(new_state, old_state.dtype))
