@@ -122,11 +122,14 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
 
 
 def _with_norm(x: Tensor, squared_norm: Tensor, power: Tensor) -> Tensor:
-    """Scale each matrix of ``x`` to the Frobenius norm ``squared_norm.sqrt() / power``, except matrices of zeros.
+    """Scale each matrix of x to the Frobenius norm of another matrix u: return ``x * norm(u) / norm(x)``.
 
-    The power is a power of two by which the squares in ``squared_norm`` were kept from overflow.
+    Args:
+        x: the matrices. A matrix of zeros is returned as it is.
+        squared_norm: the squared norm of ``u * power``.
+        power: a power of two, by which u was multiplied so that no square overflows.
     """
-    small_x = x * unit_power(x)
+    small_x = x * unit_power(x)  # by a power of two too, which cancels in the quotient
     squared_norm_of_x = small_x.square().sum(dim=(-2, -1), keepdim=True)
     is_zero = (squared_norm_of_x == 0) | (squared_norm == 0)
     ratio = divide_unless(is_zero, squared_norm, squared_norm_of_x, otherwise=1.0)  # of squares; its root is below
