@@ -195,16 +195,18 @@ class AttentionHeads:
         Raises:
             ValueError: the rows are not equal blocks, one for each head, that contain the declared ranges of rows.
         """
-        is_fused = self.query == self.key and spans[0] is None  # with ranges, each block holds query and key of a head
-        all_heads = heads
-        if is_fused:
-            all_heads = self.heads + self.keys + self.keys  # of queries, of keys, and as many of values
-        block_size = len(rows) // all_heads  # not divmod, which a tracer cannot apply to a symbolic size
+        is_one_weight = self.query == self.key
+        has_ranges = spans[0] is not None  # then each block of one weight holds the query and the key of a head
+        has_separate_blocks = is_one_weight and not has_ranges  # q0, q1, k0, v0
+        number_of_blocks = heads
+        if has_separate_blocks:
+            number_of_blocks = self.heads + self.keys + self.keys  # of queries, of keys, and as many of values
+        block_size = len(rows) // number_of_blocks  # not divmod, which a tracer cannot apply to a symbolic size
         ends = [span[1] for span in spans if span is not None]  # a range of rows must end within a block
-        if len(rows) % all_heads or any(end > block_size for end in ends):
+        if len(rows) % number_of_blocks or any(end > block_size for end in ends):
             raise self._unequal_blocks(name, len(rows))
-        blocks = rows.view(all_heads, block_size)
-        if is_fused:
+        blocks = rows.view(number_of_blocks, block_size)
+        if has_separate_blocks:
             blocks = blocks[first : first + heads]
         return blocks
 
@@ -281,7 +283,8 @@ class _Member(NamedTuple):
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
     """Return the argument ``heads`` of `qk_clip` as a tuple: ``(heads,)`` for a single item. Raise for other types.
 
-    The items are `AttentionHeads`. After `_resolve` they are `_Member`: the parameters that hold queries or keys.
+    Users pass `AttentionHeads`. `_resolve` replaces them by `_Member`, the parameters that hold queries or keys, and
+    creates a `qk_clip` of these.
     """
     items: Any = heads
     if type(heads) is not tuple:  # a single item
