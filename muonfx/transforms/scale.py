@@ -22,7 +22,10 @@ from muonfx.tree.elementwise import Scalar
 
 
 def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndUpdate:
-    """Return a stateless ``init`` and ``update`` from ``function(leaves, may_overwrite) -> new leaves``."""
+    """Return a stateless ``init`` and ``update`` that apply a function to the list of all leaves with a gradient.
+
+    It is called as ``function(leaves, may_overwrite)``, and returns the new leaves.
+    """
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         present = Present(updates)  # the leaves that have a gradient
@@ -41,7 +44,7 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
         flat_leaves = [leaf.reshape(-1) for leaf in leaves]
         # Equal sizes are enough, because the leaves are flattened: leaves of (2, 3) and (6,) form a stack of (2, 6).
         apply_to_stacks = ew.by_stacks(function)  # stacks small leaves of one size, for fewer calls
-        (flat_results,) = apply_to_stacks(flat_leaves)
+        (flat_results,) = apply_to_stacks(flat_leaves)  # one list, since the function has one result
         return [result.reshape(leaf.shape) for result, leaf in zip(flat_results, leaves, strict=True)]
 
     return of_lists(apply_to_leaves)
