@@ -90,9 +90,11 @@ def _converted_numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[An
     """
     # Torch makes a fp64 tensor of a number for each tensor and casts it. These have the same bits in a third of the
     # time, which for short lists is not worth the calls here.
-    if len(xs) < _MANY or is_traced() or not _on_cpu(xs) or not _are_all_fp32_or_fp64(xs):
+    saves_time = len(xs) >= _MANY and not is_traced() and _on_cpu(xs)
+    if not saves_time or not _are_all_fp32_or_fp64(xs):
         return list(values)
-    return list(torch.tensor(values, dtype=torch.float64, device="cpu").to(xs[0].dtype).unbind())
+    numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
+    return list(numbers.to(xs[0].dtype).unbind())
 
 
 def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) -> Tensors:
@@ -280,7 +282,8 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     # A 0-d tensor, such as a hyperparameter of a compiled step: repeat it, in the dtype of each tensor.
     summands: Any = _scalar_for_each(c, xs)
     # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
-    if not is_traced() and all(x.is_cuda for x in xs):
+    runs_cuda_kernel = not is_traced() and all(x.is_cuda for x in xs)
+    if runs_cuda_kernel:
         summands = _one_or_each(summands, xs)
     return _foreach("add", xs, summands, reuse=reuse)
 
@@ -472,7 +475,8 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     if largest >= _SMALL:
         return 1
     for x in tensors:
-        if type(x) not in _PLAIN or not _has_stackable_matrices(x):
+        is_plain_tensor = type(x) in _PLAIN  # not of a subclass, such as DTensor
+        if not is_plain_tensor or not _has_stackable_matrices(x):
             return 1
     return _STACK // max(largest, 1)  # an empty tensor counts as one element
 
