@@ -103,11 +103,12 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     name_of = dict(zip(param_paths, param_names, strict=True))
     name_of |= {(Key(name),): name for name in param_names}
     state_paths = typed_paths(state)
+    # A match is a range of the path of a leaf that is the path of a parameter: [1:2] in ("momenta", "w").
     matches_of = {path: _matches(path, name_of) for path in state_paths}
-    mixed_nodes = _mixed_nodes(matches_of)
+    mixed_nodes = _mixed_nodes(matches_of)  # such as "options"
     ownerships: list[Ownership] = []
     for path in state_paths:
-        # Matches below a mixed node are coincidences.
+        # Matches below a mixed node are coincidences, as of "b" in "options".
         matches = [match for match in matches_of[path] if path[: match.start] not in mixed_nodes]
         ownerships.append(_ownership_of_path(path, matches, name_of))
     return ownerships
