@@ -101,9 +101,10 @@ class _Node:
     def _children_of(self, tree: PyTree) -> list[PyTree]:
         """Return the children of a tree, in the order of `children`. Raise ValueError if it is another container.
 
-        The types of dicts are interchangeable, as in optree.
+        A dict, an OrderedDict and a defaultdict with the same keys count as the same container, as in optree.
         """
-        if self.kind in _DICTS and type(tree) in _DICTS and {*tree} == {*self.entries}:
+        are_dicts = self.kind in _DICTS and type(tree) in _DICTS
+        if are_dicts and {*tree} == {*self.entries}:  # of a dict, the entries are the keys
             return [tree[entry] for entry in self.entries]
         node, children = open_node(tree)
         if node is None or node.kind is not self.kind or node.entries != self.entries:
@@ -474,15 +475,16 @@ class Present:
             self._indices = [index for index, leaf in enumerate(self._leaves) if leaf is not None]
 
     def _subtrees(self, tree: PyTree) -> list[Any]:
-        """Return the list of the subtrees of another tree at all leaves of the tree given to `Present`, None or not.
+        """Return a list with the value of another tree for each leaf of the tree of gradients given to `__init__`.
 
-        The tree may be a state whose values at these positions are records: ``{"w": (1, 2)}`` gives ``[(1, 2)]``. Raise
-        ValueError or KeyError if it has another structure.
+        ``pick`` and ``fill`` select from it the values where a gradient is not None. For the gradients ``{"w": g}``,
+        the value of the state ``{"w": (1, 2)}`` is the record ``(1, 2)``. Raise ValueError or KeyError if the tree has
+        another structure.
         """
-        if self._keys is None:  # not a flat dict
+        if self._keys is None:  # the gradients are no flat dict, such as {"w": g}, but nested
             return subtrees(self._treedef, tree)
-        if not isinstance(tree, _DICTS) or len(tree) != len(self._keys):
-            # A dict of the same length with other keys raises KeyError below.
+        has_as_many_keys = isinstance(tree, _DICTS) and len(tree) == len(self._keys)
+        if not has_as_many_keys:  # as many other keys raise KeyError below
             raise ValueError(
                 f"updates, state and params must have one structure: expected a dict of {format_list(self._keys)}, "
                 f"found a {type(tree).__name__} of {format_list(names(tree))}"
