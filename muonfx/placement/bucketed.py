@@ -239,8 +239,9 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
             stored_own_state = bucketed.end()
         # An inner transform has stored its new state. The wrapper may have replaced this state, as by `torch.where` of
         # the old and the new one, by tensors that are not in the store.
-        whole_state = division.merge(stored_own_state, new_inner_states)
-        return new_updates, stored_again(store, device, state, whole_state)
+        for index, inner_state in enumerate(inner_states):
+            new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index])
+        return new_updates, division.merge(stored_own_state, new_inner_states)
 
     return init, update
 

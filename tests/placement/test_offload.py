@@ -614,6 +614,25 @@ def test_the_state_of_a_transform_of_the_whole_tree_is_stored_also_if_it_is_shar
     kit.violation.require_same("updates and state", ends[1], ends[0], "in memory")
 
 
+def test_the_own_state_of_a_wrapper_is_not_looked_up_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # On a GPU, a look-up asks the driver for each tensor; on a disk, it searches all files that are mapped.
+    params = {"w": torch.ones(64, 64), "v": torch.ones(64, 64)}
+    tx = sharding.offload(mfx.accumulate(mfx.scale(0.5), 2), str(tmp_path), bucket_bytes=1)
+    state = tx.init(params)
+    looked_up: list[int] = []
+    has = store.Store.has
+
+    def counted(self: store.Store, leaf: torch.Tensor, device: torch.device) -> bool:
+        looked_up.append(id(leaf))
+        return has(self, leaf, device)
+
+    monkeypatch.setattr(store.Store, "has", counted)
+    tx.update({"w": torch.ones(64, 64), "v": torch.ones(64, 64)}, state, params, donate=True)
+    for total in [leaf for leaf in tree.tensors(state) if leaf.shape == (64, 64)]:
+        # Before the step: whether the store needs room for it, and whether it can be overwritten.
+        assert looked_up.count(id(total)) == 2
+
+
 def test_a_folder_in_the_home_of_the_user_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     tx = sharding.offload(mfx.momentum(), "~/state")
