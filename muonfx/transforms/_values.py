@@ -153,8 +153,8 @@ class Values:
     def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
         """Return the tensors of a value that the step returns, such that no other output and no caller has them.
 
-        `leafwise` calls this method after `run` for each changed output. For a step that returns the same value as update and
-        as state, the first output gets the tensors, and the other one a copy.
+        `leafwise` calls this method after `run` for each changed output. For a step that returns the same value as
+        update and as state, the first output gets the tensors, and the other one a copy.
 
         Args:
             index: the number of the value.
