@@ -73,11 +73,11 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
     matched_before: set[str] = set()  # by the groups so far
     for group in pattern.groups:
         matches = {name for name in candidates if _matches(name, group)}
-        may_be_unmatched = bool(group) and pattern.optional.issuperset(group)  # no group may be empty
-        is_unused = pattern.first_counts and matches <= matched_before  # as for "head.weight" after "*.weight"
-        if not matches and not may_be_unmatched:
-            _report(pattern, group, f"matches none of the {len(names)} parameters; {names_close_to(group, names)}")
-        if matches and is_unused:
+        if not matches:
+            is_optional = bool(group) and pattern.optional.issuperset(group)  # an empty group is always a mistake
+            if not is_optional:
+                _report(pattern, group, f"matches none of the {len(names)} parameters; {names_close_to(group, names)}")
+        elif pattern.first_counts and matches <= matched_before:  # as for "head.weight" after "*.weight"
             shown = format_list(sorted(matches), shown_name)
             problem = f"matches only names that an earlier pattern matches, and the first counts: {shown}"
             _report(pattern, group, problem)

@@ -295,9 +295,9 @@ def with_common_defaults(rules: Sequence[UpdateRule], group: Group, defaults: Nu
     common_defaults: Group = {}
     for key, hyperparam_of_label_key in common_keys(rules).items():
         values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label_key.values()]
-        are_equal = all(equal(values[0], value) for value in values)
-        if len(values) > 1 and are_equal:
-            common_defaults[key] = values[0]
+        first_value, *other_values = values
+        if other_values and all(equal(first_value, value) for value in other_values):
+            common_defaults[key] = first_value
     return {**common_defaults, **group}  # the entries of the group replace the defaults
 
 
