@@ -615,7 +615,7 @@ def test_the_state_of_a_transform_of_the_whole_tree_is_stored_also_if_it_is_shar
 
 
 def test_the_own_state_of_a_wrapper_is_not_looked_up_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # On a GPU, a look-up asks the driver for each tensor; on a disk, it searches all files that are mapped.
+    # On a GPU, a look-up calls the driver for each tensor; on a disk, it goes through all files that are mapped.
     params = {"w": torch.ones(64, 64), "v": torch.ones(64, 64)}
     tx = sharding.offload(mfx.accumulate(mfx.scale(0.5), 2), str(tmp_path), bucket_bytes=1)
     state = tx.init(params)
