@@ -81,9 +81,10 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     Nothing is computed or sent: this is found from states on meta tensors, of each transform alone and of this rank's
     shards.
     """
-    with warnings.catch_warnings():  # the `init` of the real state has already warned
+    # Not within the block below: this may be the first call that warns, for example of a gather of the whole tree.
+    state_on_rank = binding.init(tx, binding.local_like(params))
+    with warnings.catch_warnings():  # it has already warned
         warnings.simplefilter("ignore")
-        state_on_rank = binding.init(tx, binding.local_like(params))
         placement_at = _placements_of_all(binding, tx, params)
     # The placements of whole leaves are completed by the names and shapes in the state of this rank.
     described: list[LeafPlacement | None] = []

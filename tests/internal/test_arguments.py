@@ -263,7 +263,11 @@ FOREIGN = [
     (mfx.Muon, "nesterov", r"here: Muon's momentum always looks ahead; muonfx.muon\(nesterov=False\) does not"),
     (mfx.Muon, "ns_steps", r"here: orthogonalize=muonfx.orthogonalize\(steps=\.\.\.\)"),
     (mfx.Muon, "ns_coefficients", r"here: orthogonalize=muonfx.orthogonalize\(coefficients=\.\.\.\)"),
-    (mfx.Muon, "eps", r"here: AdamW's is an option .* muonfx.muon_with_adamw\(adam=muonfx.scale_by_adam\(eps=1e-8\)\)"),
+    (
+        mfx.Muon,
+        "eps",
+        r"here: Muon's normalization takes none; AdamW's is an option .* muonfx.muon_with_adamw\(adam=muonfx.scale_by_adam\(eps=1e-8\)\)",
+    ),
     (mfx.Muon, "max_grad_norm", r"here: .*muonfx.chain\(muonfx.clip_by_global_norm\(1.0\), muonfx.Muon.transform.*"),
     (mfx.Muon, "rules", r"here: labels=lambda model: muonfx.default_labels\(model, rules\)"),
     (mfx.Muon, "adjust_lr_fn", "'lr_scaling'"),

@@ -826,14 +826,3 @@ def test_a_step_without_a_gradient_on_any_rank_warns_once(here: Here):
         optimizer.step()
     optimizer.step()  # it is said once
     assert torch.equal(model.weight.full_tensor(), before)
-
-
-@on_ranks(2)
-def test_a_warning_of_the_constructor_comes_once(here: Here):
-    model = nn.Sequential()
-    model.add_module("qkv", nn.Linear(4, 12, bias=False))
-    model.add_module("out", nn.Linear(12, 4, bias=False))
-    fully_shard(model, mesh=here.mesh)
-    with pytest.warns(UserWarning, match="may hold several matrices each") as caught:
-        mfx.Muon(model, lr=0.1)
-    assert len(caught) == 1
