@@ -266,7 +266,7 @@ FOREIGN = [
     (
         mfx.Muon,
         "eps",
-        r"here: Muon's normalization takes none; AdamW's is an option .* muonfx.muon_with_adamw\(adam=muonfx.scale_by_adam\(eps=1e-8\)\)",
+        r"here: Muon's .* takes none; .* muonfx.muon_with_adamw\(adam=muonfx.scale_by_adam\(eps=1e-8\)\)",
     ),
     (mfx.Muon, "max_grad_norm", r"here: .*muonfx.chain\(muonfx.clip_by_global_norm\(1.0\), muonfx.Muon.transform.*"),
     (mfx.Muon, "rules", r"here: labels=lambda model: muonfx.default_labels\(model, rules\)"),
