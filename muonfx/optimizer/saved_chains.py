@@ -9,6 +9,7 @@ it, ``chain(momentum(), orthogonalize(view=MatrixView("(qkv=3 out) in -> qkv out
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -171,34 +172,37 @@ class ChainRecord(NamedTuple):
     """The chains of all other parameters by name."""
 
     @classmethod
-    def from_list(cls, saved_list: Sequence[Any]) -> ChainRecord:
-        """Return the record that a state dict has as a list.
+    def from_saved(cls, saved: str | Sequence[Any]) -> ChainRecord:
+        """Return the record that a state dict has as a text. State dicts of earlier versions have it as a list.
 
-        >>> record = ChainRecord.from_list([3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]])
+        >>> record = ChainRecord.from_saved('[3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]')
         >>> record.exceptions
         {'b': SavedChain(code='scale(0.5)', fingerprint='7f1e')}
         """
-        param_count, usual, *chains_with_names = saved_list
+        if isinstance(saved, str):
+            saved = json.loads(saved)
+        param_count, usual, *chains_with_names = saved
         exceptions: dict[str, SavedChain] = {}
         for code, fingerprint, *names in chains_with_names:
             for name in names:
                 exceptions[name] = SavedChain(code, fingerprint)
         return cls(param_count, SavedChain(*usual), exceptions)
 
-    def to_list(self) -> list[Any]:
-        """Return the list for a state dict: the number of parameters, the usual chain, and each other with its names.
+    def to_text(self) -> str:
+        """Return the JSON for a state dict: the number of parameters, the usual chain, and each other with its names.
 
-        A list and no dict, because torch.distributed.checkpoint stores a list without tensors as one value.
+        A text, because torch loads a full state dict item by item: of a list, it would mix the saved items with those
+        of the optimizer that loads it.
 
         >>> chain, other_chain = SavedChain("momentum()", "d4c1"), SavedChain("scale(0.5)", "7f1e")
-        >>> ChainRecord(3, chain, {"b": other_chain}).to_list()
-        [3, ['momentum()', 'd4c1'], ['scale(0.5)', '7f1e', 'b']]
+        >>> ChainRecord(3, chain, {"b": other_chain}).to_text()
+        '[3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]'
         """
         names_of: dict[SavedChain, list[str]] = {}
         for name, chain in self.exceptions.items():
             names_of.setdefault(chain, []).append(name)
         chains_with_names = [[*chain, *names] for chain, names in names_of.items()]
-        return [self.param_count, list(self.usual_chain), *chains_with_names]
+        return json.dumps([self.param_count, self.usual_chain, *chains_with_names])
 
     def chain_of(self, name: str) -> SavedChain:
         """Return the chain of a parameter that was in the saved group."""
@@ -217,27 +221,27 @@ class ChainRecord(NamedTuple):
         return {name: self.chain_of(name) for name in names}
 
 
-def record_of(chain_of: Mapping[str, SavedChain]) -> list[Any]:
-    """Return the list in a state dict that has the chains of the parameters of a group, under the key `CHAINS`.
+def record_of(chain_of: Mapping[str, SavedChain]) -> str:
+    """Return the text in a state dict that has the chains of the parameters of a group, under the key `CHAINS`.
 
     ``chain_of`` has the chain of each parameter by name, without the components that wrappers add to names.
 
     >>> chain, other_chain = SavedChain("momentum()", "d4c1"), SavedChain("scale(0.5)", "7f1e")
     >>> record_of({"w": chain, "v": chain, "b": other_chain})
-    [3, ['momentum()', 'd4c1'], ['scale(0.5)', '7f1e', 'b']]
+    '[3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]'
     """
     if not chain_of:
-        return []
+        return ""
     counts = Counter(chain_of.values())  # how many parameters have each chain
     usual_chain = max(counts, key=lambda chain: counts[chain])
     exceptions = {name: chain for name, chain in chain_of.items() if chain != usual_chain}
-    return ChainRecord(len(chain_of), usual_chain, exceptions).to_list()
+    return ChainRecord(len(chain_of), usual_chain, exceptions).to_text()
 
 
 def record_of_group(
     visited: Stepping | VisitedTransform, names: Iterable[str], plain_name_of: Mapping[str, str]
-) -> list[Any]:
-    """Return the list that a state dict has for the chains of the parameters in a group, as `record_of` describes it.
+) -> str:
+    """Return the text that a state dict has for the chains of the parameters in a group, as `record_of` describes it.
 
     Args:
         visited: has the transform of the optimizer.
@@ -260,9 +264,9 @@ def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> 
     """
     if not saved.get(CHAINS):  # for example, torch leaves it out of a flattened state dict
         return saved
-    record = ChainRecord.from_list(saved[CHAINS])
+    record = ChainRecord.from_saved(saved[CHAINS])
     exceptions = {new_name_of.get(name, name): chain for name, chain in record.exceptions.items()}
-    return {**saved, CHAINS: record._replace(exceptions=exceptions).to_list()}
+    return {**saved, CHAINS: record._replace(exceptions=exceptions).to_text()}
 
 
 def chain_warning(
@@ -285,7 +289,7 @@ def chain_warning(
     lines: list[str] = []
     for tracked, saved in zip(groups, saved_groups, strict=True):
         if saved is not None and saved.get(CHAINS):
-            saved_chain_of = ChainRecord.from_list(saved[CHAINS]).known_chains(saved["param_names"])
+            saved_chain_of = ChainRecord.from_saved(saved[CHAINS]).known_chains(saved["param_names"])
             lines += _differences(tracked, chains_of(visited, tracked.names), saved_chain_of)
     if not lines:
         return None

@@ -276,12 +276,44 @@ def test_offload_and_a_copy_are_no_other_chain():
 def test_the_record_is_in_state_dicts_only_and_is_json():
     optimizer = muon_for(net())
     saved = optimizer.state_dict()
-    record = saved["param_groups"][0]["chain_code"]
-    assert json.loads(json.dumps(record)) == record
+    record = json.loads(saved["param_groups"][0]["chain_code"])
     assert record[0] == 3  # parameters
     assert record[1][0].startswith("chain(momentum(), orthogonalize(")
     optimizer.load_state_dict(saved)
     assert all("chain_code" not in group for group in [*optimizer.param_groups, *optimizer.saved_groups()])
+
+
+def test_a_record_of_an_earlier_version_is_a_list():
+    saved = muon_for(net()).state_dict()
+    for group in saved["param_groups"]:
+        group["chain_code"] = json.loads(group["chain_code"])
+    same, other = muon_for(net()), muon_for(net(), orthogonalize=mfx.orthogonalize())
+    assert chain_messages(lambda: same.load_state_dict(saved)) == []
+    (message,) = chain_messages(lambda: other.load_state_dict(saved))
+    assert "'1.weight', orthogonalize.view" in message
+
+
+WITHOUT_VIEW = {"orthogonalize": mfx.orthogonalize()}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [({}, WITHOUT_VIEW), (WITHOUT_VIEW, {})], ids=["view removed", "view added"]
+)
+@pytest.mark.parametrize("from_rank_0", [False, True])
+@on_ranks(4)  # all processes of the tests, because torch sends from rank 0 in the default group
+def test_a_full_state_dict_of_more_or_fewer_chains_is_compared_on_all_ranks(
+    here: Here, from_rank_0: bool, before: dict[str, Any], now: dict[str, Any]
+):
+    """torch merges a full state dict item by item with that of the new optimizer."""
+    saved = muon_for(alone := net(), **before)
+    full = get_optimizer_state_dict(alone, saved, options=StateDictOptions(full_state_dict=True))
+    model = net()
+    for layer in model:
+        fully_shard(layer, mesh=here.mesh)
+    new = muon_for(model, **now)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+    (message,) = chain_messages(lambda: set_optimizer_state_dict(model, new, full, options=options))
+    assert "'1.weight', orthogonalize.view" in message
 
 
 def test_a_flattened_state_dict_is_not_compared():
