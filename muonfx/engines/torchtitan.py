@@ -133,7 +133,7 @@ def _saved_chains(flat: dict[str, Any], optimizer: Any) -> dict[str, SavedChain]
     for name, plain_name in unwrapped(names).items():  # without the components of wrappers, such as "_orig_mod"
         record = flat.get(f"param_groups.{name}.{CHAINS}")
         if record:
-            chain_of[name] = ChainRecord.from_saved(record).chain_of(plain_name)
+            chain_of[name] = ChainRecord.from_text(record).chain_of(plain_name)
     return chain_of
 
 

@@ -172,16 +172,14 @@ class ChainRecord(NamedTuple):
     """The chains of all other parameters by name."""
 
     @classmethod
-    def from_saved(cls, saved: str | Sequence[Any]) -> ChainRecord:
-        """Return the record that a state dict has as a text. State dicts of earlier versions have it as a list.
+    def from_text(cls, text: str) -> ChainRecord:
+        """Return the record that a state dict has as JSON.
 
-        >>> record = ChainRecord.from_saved('[3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]')
+        >>> record = ChainRecord.from_text('[3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]')
         >>> record.exceptions
         {'b': SavedChain(code='scale(0.5)', fingerprint='7f1e')}
         """
-        if isinstance(saved, str):
-            saved = json.loads(saved)
-        param_count, usual, *chains_with_names = saved
+        param_count, usual, *chains_with_names = json.loads(text)
         exceptions: dict[str, SavedChain] = {}
         for code, fingerprint, *names in chains_with_names:
             for name in names:
@@ -264,7 +262,7 @@ def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> 
     """
     if not saved.get(CHAINS):  # for example, torch leaves it out of a flattened state dict
         return saved
-    record = ChainRecord.from_saved(saved[CHAINS])
+    record = ChainRecord.from_text(saved[CHAINS])
     exceptions = {new_name_of.get(name, name): chain for name, chain in record.exceptions.items()}
     return {**saved, CHAINS: record._replace(exceptions=exceptions).to_text()}
 
@@ -289,7 +287,7 @@ def chain_warning(
     lines: list[str] = []
     for tracked, saved in zip(groups, saved_groups, strict=True):
         if saved is not None and saved.get(CHAINS):
-            saved_chain_of = ChainRecord.from_saved(saved[CHAINS]).known_chains(saved["param_names"])
+            saved_chain_of = ChainRecord.from_text(saved[CHAINS]).known_chains(saved["param_names"])
             lines += _differences(tracked, chains_of(visited, tracked.names), saved_chain_of)
     if not lines:
         return None

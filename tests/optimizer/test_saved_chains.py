@@ -283,16 +283,6 @@ def test_the_record_is_in_state_dicts_only_and_is_json():
     assert all("chain_code" not in group for group in [*optimizer.param_groups, *optimizer.saved_groups()])
 
 
-def test_a_record_of_an_earlier_version_is_a_list():
-    saved = muon_for(net()).state_dict()
-    for group in saved["param_groups"]:
-        group["chain_code"] = json.loads(group["chain_code"])
-    same, other = muon_for(net()), muon_for(net(), orthogonalize=mfx.orthogonalize())
-    assert chain_messages(lambda: same.load_state_dict(saved)) == []
-    (message,) = chain_messages(lambda: other.load_state_dict(saved))
-    assert "'1.weight', orthogonalize.view" in message
-
-
 WITHOUT_VIEW = {"orthogonalize": mfx.orthogonalize()}
 
 
