@@ -117,9 +117,8 @@ def load_changed(
         TypeError: ``like`` is a `StateSpec`, which has no values; or ``tx`` is given for an optimizer.
         NotFoundError, CorruptError, FormatError: as in `load`.
         MismatchError: ``rename`` has a mistake; or no parameter has the same name as in the checkpoint, or no leaf can
-            be carried over; or a leaf
-            has a narrower dtype than there, or is a shard of a parameter that has more rows now; or the step counts of
-            the transforms that a transform comes from differ. Nothing was loaded.
+            be carried over; or a leaf has a narrower dtype than there, or is a shard of a parameter that has more rows
+            now; or the step counts of the transforms that a transform comes from differ. Nothing was loaded.
 
     Example:
         >>> import tempfile

@@ -565,7 +565,9 @@ def _verdict_without_lock(folder: Path, save_id: str) -> Verdict:
     or version. Call this after the search for the lock: a save that ends in these moments renames its index before it
     removes its lock.
     """
-    return "unknown" if _may_exist(folder / unfinished_index_name(save_id)) else "dead"
+    if _may_exist(folder / unfinished_index_name(save_id)):
+        return "unknown"
+    return "dead"
 
 
 def _may_exist(path: Path) -> bool:

@@ -707,7 +707,7 @@ def _product_dtype(tx: Transform, name: str, saved_dtype: str, device: torch.dev
 
     If the transform has no such part, return ``saved_dtype``, the dtype in the checkpoint.
     """
-    # The dtype depends on that of the parameters, which a state does not have. It follows from the saved dtype:
+    # The dtype depends on the dtype of the parameters, which a state does not have. It follows from the saved dtype:
     # products are float64 exactly for parameters that are float64. Parameters of all other dtypes have products of one
     # dtype.
     param_dtype = torch.float32

@@ -183,7 +183,11 @@ def _stored_names(new_name_of: Mapping[str, str], section: str | None) -> dict[s
     >>> _stored_names({"params/a": "params/b", "trace/a": "trace/b"}, "params")
     {'params/b': 'params/a'}
     """
-    return {new_name: name for name, new_name in new_name_of.items() if _is_requested(new_name, section)}
+    stored_name_of: dict[str, str] = {}
+    for stored_name, new_name in new_name_of.items():
+        if _is_requested(new_name, section):
+            stored_name_of[new_name] = stored_name
+    return stored_name_of
 
 
 def _mistakes_in_new_names(new_name_of: Mapping[str, str], section: str | None) -> list[str]:
@@ -262,7 +266,11 @@ def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str
     if has_only_scalars:
         return dict(moved)
     move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
-    moves_of_parameters = {move for name, move in move_of.items() if shapes[name] != ()}
+    moves_of_parameters: set[_Move] = set()
+    for name, move in move_of.items():
+        is_step_count = shapes[name] == ()
+        if not is_step_count:
+            moves_of_parameters.add(move)
     return {name: stored_name for name, stored_name in moved.items() if move_of[name] in moves_of_parameters}
 
 
@@ -453,7 +461,7 @@ class _Comparison:
         model_section = self.section_of_model(missing)
         if model_section is not None:
             advice.append(
-                "the checkpoint has these parameters as dcp.save writes those of a model: "
+                "the checkpoint has these parameters as dcp.save writes a model: "
                 f"rename={{{model_section!r}: {PARAMS!r}}}"
             )
             return advice

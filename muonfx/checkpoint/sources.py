@@ -220,8 +220,8 @@ def _sources_of_scalar(
     stored_counts = [count for count in _counts_of_parameters(name, stored_state_of) if stored.get(count) == ()]
     if stored_counts:
         return stored_counts
-    has_only_new_parameters = any(param_state.transform == transform for param_state in param_states)
-    if has_only_new_parameters:
+    has_parameters = any(param_state.transform == transform for param_state in param_states)
+    if has_parameters:  # all of them are new, and so are their steps
         return []
     if stored.get(name) == ():
         return [name]

@@ -150,7 +150,7 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
         groups: the parameters and the numbers of each group.
         conflicts: the dotted names of the numbers that differ between groups, such as "momentum.decay".
     """
-    # The numbers of `tx` itself. Those of a transform that it calls are in the record of that transform.
+    # The numbers of `tx` itself. Numbers of a transform that it calls are in the record of that transform.
     conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
     if conflicts_of_tx:
         if not runs_once(visited):  # such as momentum, which can run for the parameters of each group separately

@@ -136,7 +136,7 @@ class Muon(TransformOptimizer):
         'partition'
         """
         bound = bind("Muon", _signature_of_transform(), (params, lr), options)  # raises for an unknown option
-        bound.apply_defaults()  # those of `Muon`
+        bound.apply_defaults()  # the defaults of `Muon`
         return _transform(**bound.arguments)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -299,7 +299,7 @@ class OneRateCheck:
         """Count a step at which all groups have one rate below all requested ones, unless that is no mistake.
 
         For example, steps of SWALR count: it brings all groups to one ``swa_lr``, and keeps them there. Two kinds of
-        steps do not count: those with a negligible rate, and those of the first epoch of a warmup.
+        steps do not count: steps with a negligible rate, and steps in the first epoch of a warmup.
         """
         if rate < _NEGLIGIBLE * min(self._requested_rates):
             return

@@ -66,8 +66,9 @@ def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -
         visits: these transforms, each with the label by which a partition has selected the parameter.
     """
     labels = [visited.label for visited in visits if visited.label is not None]
-    # "muon" for a partition; "muon/large" for a partition within the transform of the label "muon".
-    label = "/".join(labels) if labels else None
+    label = None
+    if labels:  # "muon" for a partition; "muon/large" for a partition within the transform of the label "muon"
+        label = "/".join(labels)
     is_left_out = any(_leaves_out(visited, name) for visited in visits)
     has_matrices = any(needs_matrices(visited.tx) for visited in visits)
     return UpdateRule(indices, label, is_left_out, tuple(hyperparams_of(visits)), has_matrices)

@@ -498,7 +498,7 @@ class PlacedTransforms:
 
 @dataclass(eq=False)
 class _Entry:
-    """A transform that was placed for parameters of some shapes. Its numbers are those of the latest call."""
+    """A transform that was placed for parameters of some shapes. It has the numbers of the latest call."""
 
     meta_params: PyTree
     original: Transform

@@ -158,7 +158,7 @@ class Binding:
     def remember_shapes(self, tx: Transform, local: PyTree) -> None:
         """Remember the shapes of this rank's parameters. `to_global` may be called without parameters, and needs them.
 
-        For each transform, those of the first call are remembered.
+        For each transform, the shapes of the first call are remembered.
         """
         if tx.treedef not in self.likes:
             self.likes[tx.treedef] = meta_like(local)
@@ -371,7 +371,7 @@ def _run_of(tx: Transform) -> Run:
 
 
 def _with_members(tx: Transform, run: Run) -> Transform:
-    """Return a transform like `tx`, a chain or a single transform, with other members than those of `_run_of`."""
+    """Return a transform like `tx`, a chain or a single transform, with other members than `_run_of` returns."""
     if chain_entries(tx) is not None:
         return as_chain(dict(run))
     ((_, single_tx),) = run

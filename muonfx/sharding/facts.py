@@ -112,7 +112,7 @@ def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Fact
 
 @by_structure
 def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _ConstantFacts:
-    """Return what ranks compare in a step and what is the same in each step of a transform. It is computed once.
+    """Return the facts that ranks compare in a step, and that are the same in each step. They are computed once.
 
     The ranks compare the digest of the transforms. They also compare the values of counters and of other leaves without
     a parameter, which change: so the indices of these leaves in the state are stored, ``{"2.scale_by_adam.count": 4}``.

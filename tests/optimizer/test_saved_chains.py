@@ -294,7 +294,7 @@ WITHOUT_VIEW = {"orthogonalize": mfx.orthogonalize()}
 def test_a_full_state_dict_of_more_or_fewer_chains_is_compared_on_all_ranks(
     here: Here, from_rank_0: bool, before: dict[str, Any], now: dict[str, Any]
 ):
-    """torch merges a full state dict item by item with that of the new optimizer."""
+    """torch merges a full state dict item by item with the state dict of the new optimizer."""
     saved = muon_for(alone := net(), **before)
     full = get_optimizer_state_dict(alone, saved, options=StateDictOptions(full_state_dict=True))
     model = net()

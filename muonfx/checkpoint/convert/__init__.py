@@ -105,7 +105,7 @@ def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, nam
         state: the state of a chain with momentum, Adam or Lion. For "moonlight" and "dion", the momentum must be
             ``momentum(heavy_ball=True)``.
         target: the optimizer or its ``state_dict()``. The result has its parameter groups and hyperparameters. Groups
-            that count steps, as those of "dion" do, get the number of steps of the state.
+            that count steps, as in "dion", get the number of steps of the state.
         params: the parameters by name, such as ``dict(model.named_parameters())``.
         names: the names of the parameters in the order of the optimizer, for a state dict without names.
 

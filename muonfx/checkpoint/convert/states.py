@@ -118,7 +118,7 @@ def _mistakes_of_step(step: int | None, step_of: Mapping[str, int]) -> list[str]
 
 
 def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> str | None:
-    """Set the step count of a transform to that of its parameters in the source, or else to the caller's ``step``.
+    """Set the step count of a transform to the count of its parameters in the source, or else to ``step``.
 
     ``step_of`` has the count of each parameter, such as ``{"fc.weight": 100, "fc.bias": 100}``, from which the step
     count is 100. Return a text if the step count is not known, and None if it was set.

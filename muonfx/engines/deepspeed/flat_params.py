@@ -401,7 +401,7 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
 
 
 def _saved_elsewhere(unsplit_names: Sequence[str], tensor_rank: int) -> frozenset[str]:
-    """Return those of the parameters that AutoTP has not split that this tensor-parallel rank does not save.
+    """Return the parameters that this tensor-parallel rank does not save, of those that AutoTP has not split.
 
     Every tensor-parallel rank has all of such a parameter, partitioned over its ranks of ZeRO. The intervals of two
     tensor-parallel ranks may overlap, which shards of a checkpoint must not. So only tensor-parallel rank 0 saves it.

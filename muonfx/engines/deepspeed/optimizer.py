@@ -407,8 +407,7 @@ def _whole_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _with_first_rate(group: Group, requested_rate: float) -> dict[str, Any]:
     """Return a group with the entry "initial_lr", the learning rate from before a scheduler.
 
-    Only torch's schedulers set it. Those of DeepSpeed overwrite "lr" alone, so that the rate from construction takes
-    its place.
+    Only torch's schedulers set it. DeepSpeed's overwrite "lr" alone: then it is the rate from construction.
 
     >>> _with_first_rate({"lr": 0.001}, 0.02)
     {'initial_lr': 0.02, 'lr': 0.001}

@@ -85,9 +85,9 @@ def _are_shards_of(param: Tensor, shards: Sequence[ShardPosition]) -> bool:
 
     Shards that overlap have more elements.
     """
-    numel_of_shards = sum(shard.numel for shard in shards)
-    shapes = {shard.shape for shard in shards}
-    return numel_of_shards == prod(whole_shape_of(param)) and local_shape_of(param) in shapes
+    have_all_elements = sum(shard.numel for shard in shards) == prod(whole_shape_of(param))
+    shapes = [shard.shape for shard in shards]
+    return have_all_elements and local_shape_of(param) in shapes
 
 
 def _widths_of_parts(metadata: dict[str, Any]) -> Sequence[Sequence[int]] | None:

@@ -19,7 +19,7 @@ class GroupRates:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Record the rates at construction, before a scheduler writes others. `check` reads those of each step.
+        """Record the rates at construction, before a scheduler writes others. `check` reads the rates of each step.
 
         ``groups`` are the param groups, such as ``[{"label": "muon", "lr": 0.02}, {"label": "adamw", "lr": 0.0003}]``.
         """

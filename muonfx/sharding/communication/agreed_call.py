@@ -78,7 +78,7 @@ def agreed_call(
     # 4. In the first step after `init` or a load on any rank: the replicas have equal values.
     if agreement.is_requested:
         _verify_replicas(binding, progress, tx, local)
-    # 5. Gradients that are None on some ranks, or partial sums, are completed. Those of replicas should then be equal.
+    # 5. Gradients that are None on some ranks, or partial sums, are completed. Replicas should then have equal ones.
     if agreement.missing or unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
         local = local._replace(updates=completed)

@@ -130,7 +130,7 @@ def _coordinates_of_all_ranks(
 
 
 def _different_meshes(meshes: Sequence[DeviceMesh], messages: Sequence[_Message]) -> list[DeviceMesh]:
-    """Return those of this rank's `meshes` that have other ranks on another rank."""
+    """Return the meshes of this rank that have other ranks on another rank."""
     different: list[DeviceMesh] = []
     for index, mesh in enumerate(meshes):
         if len({message.meshes[index].ranks for message in messages}) > 1:

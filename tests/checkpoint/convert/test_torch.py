@@ -596,7 +596,7 @@ def test_the_steps_of_dions_groups_are_read_and_written():
     del saved["state"][2]["step_dev"]  # earlier releases count in the groups alone
     recipe = convert.recipe("dion", saved, params, names=run["names"])
     schedule = mfx.scale(mfx.cosine_decay_schedule(1.0, 10))
-    tx = mfx.chain(recipe, schedule)  # its count is that of the groups of Muon, too
+    tx = mfx.chain(recipe, schedule)  # it counts the steps of the groups of Muon, too
     state = convert.read("dion", saved, tx, params, names=run["names"])
     assert int(state["partition"]["adamw"]["scale_by_adam"].count) == steps
     assert int(state["scale"].count) == steps
