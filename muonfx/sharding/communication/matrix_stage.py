@@ -10,8 +10,8 @@ A bucket passes through these tensors on P ranks, in this order. If the transfor
 gathered in the same way as the updates, with messages of their own.
 
 local shard
-    This rank's shard of the update of a parameter, with the shape ``layout.position(name).shape``. It belongs to the
-    caller and is only read.
+    This rank's shard of the update of a parameter, with the shape ``layout.position(name).shape``. It is only read,
+    unless the caller has donated it.
 send buffer
     One dim, in the wire dtype: the boxes of the local shards that other ranks need, one after another; first those for
     rank 0, then those for rank 1, and so on. ``bucket.outgoing`` lists the boxes as views of the local shards. The
@@ -32,7 +32,8 @@ result send buffer, result receive buffer
     wire dtype is the dtype of the updates, or a narrower one to which the last transform rounds them.
 updated shard
     On every rank, the returned update, with the shape and dtype of the local shard. It is the result itself if the
-    owner holds exactly these matrices and no other rank needs them.
+    owner holds exactly these matrices and no other rank needs them. Else it takes the memory of the local shard if that
+    is donated, and new memory if not.
 
 The buffers belong to `Exchange`, which takes their memory from the layout.
 """
@@ -220,7 +221,10 @@ class Step:
                 # 3. The results are sent back. Wait for those of the previous bucket, to use their buffers again.
                 if scatter is not None:
                     scatter.wait()
-                scatter = _Scatter(self._stage, bucket, results, self._local_updates, updated_shards)
+                may_overwrite = self._call.donate.updates
+                scatter = _Scatter(
+                    self._stage, bucket, results, self._local_updates, updated_shards, may_overwrite=may_overwrite
+                )
                 del results
         if scatter is not None:
             scatter.wait()
@@ -434,7 +438,8 @@ class _Scatter:
     """Sends the results of a bucket to the ranks that hold them. Creating it starts the messages.
 
     `results` has the matrices that this rank computed, by parameter name. This rank's shards of all results are written
-    to `updated_shards`; `wait` completes those that other ranks send.
+    to `updated_shards`; `wait` completes those that other ranks send. With `may_overwrite`, they may take the memory of
+    `local_updates`, which the step needs no more: the matrices of the bucket were gathered before.
     """
 
     def __init__(
@@ -444,6 +449,8 @@ class _Scatter:
         results: Mapping[str, Tensor | None],
         local_updates: Mapping[str, Any],
         updated_shards: dict[str, Tensor],
+        *,
+        may_overwrite: bool,
     ) -> None:
         """Store the results that no other rank needs, and start to send the others.
 
@@ -454,6 +461,7 @@ class _Scatter:
         self._bucket = bucket
         self._local_updates = local_updates
         self._updated_shards = updated_shards
+        self._may_overwrite = may_overwrite
         # 1. The results that stay on this rank.
         for local in bucket.stored:
             result = results[local.shard.name]
@@ -522,15 +530,23 @@ class _Scatter:
         """Return the boxes of an updated shard into which the results of one matrix shard are copied.
 
         If this rank holds rows 2 and 3 of "w", the updated shard has these two rows, and is one box. The shard is
-        allocated for its first boxes. A stack gets further boxes from each owner that computes some of its matrices.
+        created for its first boxes. A stack gets further boxes from each owner that computes some of its matrices.
         """
         if not local.local_views:  # this rank holds none of these elements
             return []
         name = local.shard.name
         if name not in self._updated_shards:
-            like = self._local_updates[name]
-            self._updated_shards[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
+            self._updated_shards[name] = self._new_shard(self._local_updates[name])
         return boxes_in(self._updated_shards[name], local.local_views)
+
+    def _new_shard(self, local_update: Tensor) -> Tensor:
+        """Return a tensor for an updated shard: the local update itself if it may be overwritten, else new memory.
+
+        Other buckets may still need other matrices of the same update. Only those of this bucket are overwritten.
+        """
+        if self._may_overwrite and local_update.is_contiguous():
+            return local_update
+        return torch.empty_like(local_update, memory_format=torch.contiguous_format)
 
 
 def _like_input(result: Tensor, local_update: Tensor) -> Tensor:
