@@ -6,7 +6,7 @@ differs is how it runs:
 - Over ranks, a transform that needs whole matrices runs on their owners, one that needs the whole tree on all ranks,
   and every other one on this rank's shards. `Ranks` supplies the two first.
 - With a `Store`, the state is in host memory or on disk, and is loaded bucket by bucket.
-- In one process, a transform that works leaf by leaf runs on one bucket of leaves at a time, to bound its memory.
+- A transform that works leaf by leaf runs on one bucket of leaves at a time, to bound its memory.
 
 A chain is divided into groups of neighbours that run in the same way, so that each bucket of state is loaded once and
 each matrix is sent once. A wrapper, such as `partition`, keeps its own update; its inner transforms are placed.
@@ -23,6 +23,7 @@ from muonfx import tree
 from muonfx.core import Donation, Locality, Transform
 from muonfx.core.chain import chain_entries, donation_of_outputs
 from muonfx.core.donation import NOTHING
+from muonfx.core.partition import partition
 from muonfx.core.transform import Declaration
 from muonfx.core.value import make_factory, numbers_of, with_numbers
 from muonfx.core.visit import (
@@ -65,6 +66,10 @@ class Ranks(Protocol):
     @property
     def extras(self) -> Mapping[str, Any]:
         """Extra arguments for every update, such as a sum over the leaves of all ranks."""
+        ...
+
+    def local_like(self, params: PyTree) -> PyTree:
+        """Return a tree like ``params``, with a meta tensor in the shape of this rank's shard for each parameter."""
         ...
 
     def on_owners(self, tx: Transform) -> Transform:
@@ -243,15 +248,18 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     the extra argument ``apply_to_params``, and adds its updates to the parameters.
     """
     execution = _execution_at(visited, where)
-    # 1. Some parameters are complete before others: each bucket, or the last members of a chain, applies its updates.
+    # 1. Some parameters are complete before others, and are updated then: each bucket, the parameters of each inner
+    # transform of a `partition`, or those of the last members of a chain.
     if execution == "leaf by leaf":
         return _place_leaf_by_leaf(fixed(visited), visited.params, where, applies=applies)
     if execution == "chain":  # a member of it needs the whole tree or, over ranks, whole matrices
         return _place_chain(visited, where, applies=applies)
+    if visited.tx.factory is partition:
+        return _place_wrapper(visited, where, applies=applies)
     # 2. All updates are applied at the end.
     if execution == "matrix stage":
         rewritten = _place_on_owners(fixed(visited), where)
-    elif execution in ("route", "around"):  # a wrapper, such as `partition`
+    elif execution in ("route", "around"):  # a wrapper, such as `accumulate`
         rewritten = _place_wrapper(visited, where)
     else:  # "sum over leaves", "on pieces" or "whole tree"
         rewritten = _place_whole_tree(visited, where)
@@ -269,9 +277,17 @@ def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, app
         tx = applying(tx)
     if where.store != IN_MEMORY:
         return in_store(tx, where.store)
-    if where.bucket_bytes is not None:
-        return in_buckets(tx, where.bucket_bytes, buckets_by_shape(meta_params, where.bucket_bytes))
-    return tx
+    if where.bucket_bytes is None:
+        return tx
+    # On shards, these are elementwise transforms: they need memory only for updates, which `applying` frees.
+    if where.is_sharded and not applies:
+        return tx
+    if where.ranks is not None:
+        meta_params = where.ranks.local_like(meta_params)
+    buckets = buckets_by_shape(meta_params, where.bucket_bytes)
+    if len(buckets) <= 1:
+        return tx
+    return in_buckets(tx, where.bucket_bytes, buckets)
 
 
 def _place_on_owners(tx: Transform, where: Where) -> Transform:
@@ -295,17 +311,17 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
     return at_once(tx, where.store)  # it cannot run bucket by bucket, so its whole state is loaded in each step
 
 
-def _place_wrapper(visited: Visit, where: Where) -> Transform:
+def _place_wrapper(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     """Rewrite the inner transforms of a wrapper, each for the parameters that it receives.
 
     A wrapper is a transform that calls others, such as `partition`, which may call Muon for some parameters and AdamW
-    for the rest.
+    for the rest. With ``applies``, each of them adds its updates to the parameters: they are the wrapper's updates.
     """
     is_offloaded = where.store != IN_MEMORY
     # 1. The transforms that it calls.
     inner_transforms: list[Transform] = []
     for call in visited.calls:
-        inner = _place(call, where)
+        inner = _place(call, where, applies=applies)
         if is_offloaded:  # the wrapper can skip it before its state is loaded
             inner = skippable(inner)
         inner_transforms.append(inner)

@@ -143,7 +143,7 @@ class Binding:
 
         It calls methods of this binding where a transform needs other ranks, and loads the state from the `store`.
         """
-        return PlacedTransforms(Where(self, self.store), self.global_like)
+        return PlacedTransforms(Where(self, self.store, self.settings.bucket_bytes), self.global_like)
 
     @property
     def extras(self) -> dict[str, Any]:
