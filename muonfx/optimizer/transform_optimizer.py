@@ -150,11 +150,12 @@ class TransformOptimizer(Optimizer):
             given.
         tx: the transform. Its labels and masks receive the flat dict of all named parameters.
         donate_grads: if True, a step may overwrite the gradients. This saves memory if a transform reads the whole
-            tree, such as `clip_by_global_norm`. The values of ``.grad`` are undefined after such a step.
+            tree, such as `clip_by_global_norm`, and with Muon for sharded parameters. The values of ``.grad`` are
+            undefined after such a step.
         bucket_bytes: the approximate bytes of parameters that elementwise and matrix transforms process at a time.
             Larger buckets are faster for small parameters, and smaller buckets use less memory. None: the size of the
-            largest parameter, but at least 8 MiB, on CUDA 512 MiB. For sharded parameters: as in
-            `muonfx.sharding.sharded`.
+            largest parameter, but at least 8 MiB, on CUDA 512 MiB. For sharded parameters: 256 MiB of a
+            rank's shards, and of the buffers of one exchange of matrices.
         layout: for plain tensors in a distributed run: a `muonfx.sharding.Layout`, which describes the shard of each
             parameter on each rank, or a function from the named parameters to a layout. Under
             `DistributedDataParallel`, use ``muonfx.sharding.replicated`` to divide the orthogonalization among the

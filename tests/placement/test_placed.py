@@ -1,7 +1,5 @@
 """Placed transforms: steps in buckets are those on all leaves, bit for bit, and nothing is kept without bound."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, reject, settings
@@ -97,33 +95,6 @@ def test_a_steady_step_takes_no_scratch_for_its_products() -> None:
         if step == 0:
             assert peak.most >= scratch
     assert peak.most <= numbers
-
-
-CLIP = mfx.clip_by_global_norm(1.0)
-CHAINS_WITH_PEAKS = {  # by their row in the table of docs/cost-memory-risk.md
-    "alone": lambda inner: inner,
-    "`clip_by_global_norm`": lambda inner: mfx.chain(CLIP, inner),
-    "`skip_nonfinite` around clipping": lambda inner: mfx.skip_nonfinite(mfx.chain(CLIP, inner)),
-    "... and around `master_params`, bf16": lambda inner: mfx.skip_nonfinite(mfx.master_params(mfx.chain(CLIP, inner))),
-}
-
-
-@pytest.mark.parametrize(("column", "inner"), [(2, mfx.muon(1e-3)), (3, mfx.adamw(1e-3))], ids=["muon", "adamw"])
-@pytest.mark.parametrize("row", CHAINS_WITH_PEAKS)
-def test_the_memory_at_the_peak_of_a_step_is_as_the_page_says(row: str, column: int, inner: mfx.Transform) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "cost-memory-risk.md").read_text(encoding="utf-8")
-    (line,) = [line for line in page.splitlines() if line.startswith(f"| {row} |")]
-    expected = int(line.split("|")[column])
-    dtype = torch.bfloat16 if "bf16" in row else torch.float32
-    params = {str(number): torch.zeros(32, 32, dtype=dtype) for number in range(64)}
-    optimizer = mfx.TransformOptimizer(params, CHAINS_WITH_PEAKS[row](inner), bucket_bytes=4096)
-    for param in params.values():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    with PeakBytes() as peak:
-        optimizer.step()
-    bytes_per_element = peak.most / (64 * 32 * 32)
-    assert expected <= bytes_per_element <= expected + 1
 
 
 def test_a_chain_made_anew_at_each_step_is_not_remembered_for_ever() -> None:
