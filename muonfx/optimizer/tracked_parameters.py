@@ -235,9 +235,20 @@ class TrackedParameters:
             self.tracked[name] = TrackedParameter(
                 param, param.shape, param.device, _placement(param), position_of.get(param)
             )
-            self._frozen.pop(name, None)  # it is trained now
             self._new_in_groups.pop(name, None)  # the state belongs to the new tensor now
+        self._remove_from_frozen(named)
         self.version += 1
+
+    def _remove_from_frozen(self, trained: NamedTensors) -> None:
+        """Remove parameters that are trained now from the record of frozen ones.
+
+        They are compared as tensors, too: a wrapper that was put around their layer since, such as
+        `checkpoint_wrapper`, has changed their names.
+        """
+        trained_params = set(trained.values())
+        for name, source in list(self._frozen.items()):
+            if name in trained or source.current() in trained_params:
+                del self._frozen[name]
 
     def leave_out(self, frozen: NamedTensors) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
@@ -436,6 +447,9 @@ class TrackedParameters:
         then have the weight of a layer that was frozen so far, and the result is ``{"0.weight": weight}``.
         """
         known_params = {tracked.param for tracked in self.tracked.values()}
+        # Tensors that have replaced parameters. A wrapper that was put around their layer since, as accelerate does for
+        # activation checkpointing, has changed their names in the model, but not their positions.
+        known_params.update(self._others_in_models().values())
         unknown_params: list[Tensor] = []
         for group in groups:
             unknown_params += [param for param in group["params"] if param not in known_params]
@@ -546,7 +560,8 @@ class TrackedParameters:
         For example, the weight of a layer that was added to the model after the optimizer was created. If the optimizer
         was given only some parameters of a model, this returns only tensors that have their names.
         """
-        known_ids = {id(param) for param in named.values()}
+        left_out = _existing(self._left_out)
+        known_ids = {id(param) for param in [*named.values(), *left_out.values()]}
         outside: dict[str, Tensor] = {}
         for known_model in self._models:
             model = known_model.ref()

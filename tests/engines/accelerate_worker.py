@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "DDP, matrices shared out": {"shared out": True},
     "FSDP2": {"files": "SHARDED_STATE_DICT"},
     "FSDP2, whole files": {"files": "FULL_STATE_DICT"},
+    "FSDP2, activation checkpointing": {"files": "SHARDED_STATE_DICT", "checkpointed": True},
     "FSDP2, model first": {"files": "SHARDED_STATE_DICT", "first": True},
 }
 
@@ -48,7 +49,11 @@ class Run:
             # accelerate accepts FSDP only on several accelerators; this attribute is used nowhere else
             accelerate.PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
             plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, state_dict_type=case["files"], auto_wrap_policy="size_based_wrap", min_num_params=50
+                fsdp_version=2,
+                state_dict_type=case["files"],
+                auto_wrap_policy="size_based_wrap",
+                min_num_params=50,
+                activation_checkpointing=case.get("checkpointed", False),
             )
         self.accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
         model: Any = made({})
@@ -70,7 +75,8 @@ class Run:
             self.scheduler.step()
 
     def params(self) -> dict[str, Tensor]:
-        return values_of(self.accelerator.unwrap_model(self.model))
+        values = values_of(self.accelerator.unwrap_model(self.model))
+        return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in values.items()}
 
 
 def in_one_process(size: int) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -150,6 +151,30 @@ def test_a_step_on_gradients_of_tensors_that_the_model_has_no_more_is_an_error()
         ):
             optimizer.step()
     assert torch.equal(optimizer.transform_state["muon"]["momentum"].trace["0.weight"], before)
+
+
+def test_an_engine_may_wrap_a_layer_and_put_its_new_parameters_into_the_groups():
+    """As accelerate does under FSDP2 with activation checkpointing. The wrapper changes the names in the model."""
+    model, twin = made(), made()
+    optimizer, other = mfx.Muon(model), mfx.Muon(twin)
+    for m, o in ((model, optimizer), (twin, other)):
+        torch.manual_seed(0)
+        backward(m)
+        o.step()
+    names = [group["param_names"] for group in optimizer.param_groups]
+    former_params = list(model.parameters())
+    model[0] = checkpoint_wrapper(model[0])
+    assigned(model)
+    new_param_of = dict(zip(former_params, model.parameters(), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [new_param_of.get(param, param) for param in group["params"]]
+    for m, o in ((model, optimizer), (twin, other)):
+        o.zero_grad()
+        torch.manual_seed(1)
+        backward(m)
+        o.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert [group["param_names"] for group in optimizer.param_groups] == names
 
 
 @pytest.mark.parametrize("how", ["put into the groups", "given by the model's names"])

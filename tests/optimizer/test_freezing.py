@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -240,6 +241,26 @@ def test_what_is_unfrozen_and_added_is_one_group_that_trains_as_from_the_start(m
     train(model, optimizer, steps=3)
     train(twin, mfx.Muon(twin), steps=3)
     assert_equal(params_of(model), params_of(twin))
+
+
+def test_a_layer_may_be_wrapped_between_construction_and_unfreezing() -> None:
+    model, twin = net(frozen=FREEZE), net()
+    optimizer = mfx.Muon(model)
+    model.backbone = checkpoint_wrapper(model.backbone)  # its parameters have other names in the model now
+    model.backbone.requires_grad_()
+    optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 2e-3})
+    train(model, optimizer, steps=3)
+    train(twin, mfx.Muon(twin), steps=3)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_a_wrapped_layer_without_a_label_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    model = net()
+    labels = {name: None if name.startswith(FREEZE) else "muon" for name, _ in model.named_parameters()}
+    optimizer = mfx.TransformOptimizer(model, mfx.partition({"muon": mfx.adamw(1e-3)}, labels))
+    model.backbone = checkpoint_wrapper(model.backbone)
+    train(model, optimizer)
+    assert not recwarn.list
 
 
 @WAYS
