@@ -1139,10 +1139,13 @@ def _copy_into(leaf: Tensor, value: Tensor) -> None:
     A write would mark the tensor as loaded. `load_changed` leaves new tensors as they are, so that the first step
     initializes them again if weights are loaded meanwhile.
     """
+    if is_dtensor(leaf):
+        value = cast("Any", value).redistribute(leaf.device_mesh, leaf.placements)
     memory, memory_of_value = local_of(leaf), local_of(value)
     is_itself = memory.data_ptr() == memory_of_value.data_ptr() and memory.stride() == memory_of_value.stride()
     if not is_itself:
-        leaf.copy_(value)
+        # Not into the DTensor: torch would not count the write for the tensor of the state, which is the local one.
+        memory.copy_(memory_of_value)
 
 
 def _require_same_sharding(state: PyTree, expected: PyTree) -> None:

@@ -174,6 +174,34 @@ def test_the_state_of_owners_is_shown_after_a_load(world: World, tmp_path: Path)
     assert first == second
 
 
+def start_of_a_resumed_run(here: Here, path: Path) -> list[float]:
+    """Resume a run whose saved "start", the first weights, has the values with which the new optimizer begins."""
+    runs = []
+    for _ in range(2):
+        model = nn.Linear(1, 4, bias=False)
+        nn.init.ones_(model.weight)
+        fully_shard(model, mesh=here.mesh)
+        tx = mfx.chain(mfx.contrib.scale_by_prodigy(estim_lr0=0.1), mfx.scale_by_learning_rate(1.0))
+        runs.append((model, mfx.TransformOptimizer(model, tx)))
+    for number, (model, optimizer) in enumerate(runs):
+        weights = dict(model.named_parameters())
+        if number == 1:
+            ck.load(path, optimizer, params=weights)
+            assert model.weight.full_tensor()[0] != 1.0
+        model(torch.ones(1)).sum().backward()
+        optimizer.step()
+        if number == 0:
+            ck.save(path, optimizer, params=weights)
+    start = optimizer.state[model.weight]["scale_by_prodigy.start"]
+    return start.full_tensor().flatten().tolist()
+
+
+@pytest.mark.dist
+def test_loaded_state_of_dtensors_is_kept_if_it_equals_the_initial_state(world: World, tmp_path: Path):
+    for start in world.check(2, start_of_a_resumed_run, path=tmp_path):
+        assert start == [1.0] * 4
+
+
 def test_weights_are_loaded_also_under_activation_checkpointing(tmp_path: Path):
     models = [model_of(seed=seed) for seed in (0, 1)]
     for model in models:
