@@ -51,11 +51,14 @@ def _address(tensor: Tensor) -> int:
 def require_fit(leaf: object, value: object) -> None:
     """Raise `Misfit` if a saved value cannot be copied into a tensor of the state without a loss.
 
-    The shapes must be equal. A value in bfloat16 fits a leaf in float32, and a value in float32 does not fit bfloat16.
+    The shapes must be equal, and the value must not be on the meta device. A value in bfloat16 fits a leaf in float32,
+    and a value in float32 does not fit bfloat16.
     """
     # Both must be tensors of one shape. Either may be None, as on a rank that has no part of the state.
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor) or value.shape != leaf.shape:
         raise Misfit(f"is {_shape_text(value)}, expected {_shape_text(leaf)}")
+    if local_of(value).is_meta:
+        raise Misfit("is on the meta device, expected a tensor with values")
     # Eight-bit values are codes of quantized state, which are not numbers and have no meaning in another dtype.
     is_codes = value.dtype.itemsize == 1 or leaf.dtype.itemsize == 1
     if is_codes and value.dtype != leaf.dtype:

@@ -1102,6 +1102,7 @@ class TransformOptimizer(Optimizer):
             state = tree.unflatten(expected.structure, expected.structure.flatten_up_to(state))
         check_state_like("this optimizer", state, expected, with_dtypes=False)
         _require_same_sharding(state, current_state)
+        _require_values(state)
         # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
         with torch.no_grad():
             tree.map(_copy_into, current_state, state)
@@ -1157,6 +1158,13 @@ def _require_same_sharding(state: PyTree, expected: PyTree) -> None:
         if is_dtensor(leaf):
             kinds = "a DTensor, expected a plain tensor"
         raise ValueError(f"state: {name!r} is {kinds}, as in `transform_state` of this optimizer")
+
+
+def _require_values(state: PyTree) -> None:
+    """Raise ValueError if a leaf of a state is on the meta device, so that it has no values to copy."""
+    for name, leaf in tree.named_leaves(state):
+        if local_of(leaf).is_meta:
+            raise ValueError(f"state: {name!r} is on the meta device, expected a tensor with values")
 
 
 def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, LayoutLike, Settings]:

@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -591,3 +592,21 @@ def test_a_transform_state_is_loaded_from_other_dicts_and_refused_by_name():
         with pytest.raises((ValueError, TypeError), match=message):
             optimizer.load_transform_state(wrong_state)
     assert optimizer.state[model.bias]["scale_by_adam.mu"].tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("how", ["state dict", "transform state"])
+def test_state_on_the_meta_device_is_refused_before_any_change(how: str):
+    model = nn.Linear(2, 2)
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(1e-3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    state = mfx.tree.map(torch.clone, optimizer.transform_state)
+    last_index = max(saved["state"])
+    saved["state"][last_index]["scale_by_adam.nu"] = saved["state"][last_index]["scale_by_adam.nu"].to("meta")
+    state["scale_by_adam"].nu["bias"] = state["scale_by_adam"].nu["bias"].to("meta")
+    optimizer.state[model.weight]["scale_by_adam.mu"].fill_(7.0)
+    load = partial(optimizer.load_state_dict, saved)
+    if how == "transform state":
+        load = partial(optimizer.load_transform_state, state)
+    with pytest.raises(ValueError, match=r"scale_by_adam\.nu.* is on the meta device"):
+        load()
+    assert optimizer.state[model.weight]["scale_by_adam.mu"].unique().tolist() == [7.0]
