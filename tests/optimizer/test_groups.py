@@ -633,6 +633,18 @@ def test_a_tensor_of_one_element_is_a_number_that_schedulers_write_into(where: s
     assert [float(group["lr"]) for group in again.param_groups] == rates
 
 
+def test_a_number_on_the_meta_device_is_refused_before_any_change():
+    """An optimizer that is created under ``torch.device("meta")`` may have its rate there."""
+    model = net()
+    optimizer = mfx.Muon(model, lr=0.1)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    model(torch.arange(8)).square().sum().backward()
+    before = copy.deepcopy(params_of(model))
+    with pytest.raises(ValueError, match="'lr' in a group is a tensor on the meta device"):
+        optimizer.step()
+    torch.testing.assert_close(params_of(model), before, rtol=0, atol=0)
+
+
 GROUPS_OF_ITERATORS = {
     "names": lambda model: [{"params": model.named_parameters(), "lr": 0.5}],
     "tensors": lambda model: [{"params": model.parameters(), "lr": 0.5}],
