@@ -417,8 +417,8 @@ def to_json(value: Any, name: str) -> Any:
     """Return a value as JSON, from which `from_json` returns an equal value of the same type.
 
     Args:
-        value: None, a bool, int, float, str or bytes, a 0-d tensor that is not complex, or a list, tuple, dict or
-            Counter of such values.
+        value: None, a bool, int, float, str or bytes, a tensor of at most one dim that is not complex, or a list,
+            tuple, dict or Counter of such values.
         name: the name of the value, for an error. Names of inner values are below it: "scheduler/base_lrs/0".
 
     Raises:
@@ -440,12 +440,13 @@ def to_json(value: Any, name: str) -> Any:
         return items if value_type is list else {"~tuple": items}
     if value_type in (dict, OrderedDict, Counter):
         return _dict_to_json(value, name)
-    if isinstance(value, Tensor) and value.ndim == 0 and value.dtype in NAMES and not value.dtype.is_complex:
-        return {"~tensor": [NAMES[value.dtype], to_json(value.item(), name)]}
+    # A rate may be a tensor of shape () or (1,), and a schedule may have a table with a rate for each step.
+    if isinstance(value, Tensor) and value.ndim <= 1 and value.dtype in NAMES and not value.dtype.is_complex:
+        return {"~tensor": [NAMES[value.dtype], to_json(value.tolist(), name)]}
     raise TypeError(
         f"{name!r} is a {value_type.__module__}.{value_type.__qualname__}, expected a tensor, or a value that JSON can "
-        "hold (None, bool, int, float, str, bytes, a 0-d tensor, or a list, tuple or dict of these): a checkpoint has "
-        "no pickle. Convert it, for example by float() or tolist(), or leave it out"
+        "hold (None, bool, int, float, str, bytes, a tensor of at most one dim, or a list, tuple or dict of these): a "
+        "checkpoint has no pickle. Convert it, for example by float() or tolist(), or leave it out"
     )
 
 
@@ -499,12 +500,21 @@ def _counter(items: list[Any]) -> Counter[Any]:
 
 
 def _tensor(content: list[Any]) -> Tensor:
-    """Return a 0-d tensor from the name of its dtype and its value; raise ValueError if the dtype cannot hold it."""
-    dtype_name, number = content
+    """Return a tensor from the name of its dtype and its number or list of numbers.
+
+    Raise ValueError if the dtype cannot hold them, or if there is a list in the list.
+
+    >>> _tensor(["float32", 0.5]), _tensor(["int64", [1, 2]])
+    (tensor(0.5000), tensor([1, 2]))
+    """
+    dtype_name, numbers = content
     try:
-        return torch.tensor(number, dtype=DTYPES[dtype_name])
+        tensor = torch.tensor(numbers, dtype=DTYPES[dtype_name])
     except RuntimeError as error:
-        raise ValueError(f"{number!r:.80} is no {dtype_name}: {error}") from error
+        raise ValueError(f"{numbers!r:.80} is no {dtype_name}: {error}") from error
+    if tensor.ndim > 1:
+        raise ValueError(f"{numbers!r:.80} has {tensor.ndim} dims, expected at most one")
+    return tensor
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

@@ -210,6 +210,21 @@ def test_numbers_of_numpy_are_saved_as_numbers_of_python(how: str, number: Any, 
     assert {type(value) for value in (group["lr"], group["momentum"], group["initial_lr"])} == {float}
 
 
+@pytest.mark.filterwarnings("ignore:.*was saved with other numbers")
+def test_a_checkpoint_has_rates_in_tensors_of_one_dim(tmp_path: Path):
+    @mfx.schedule
+    def from_table(rates):
+        return lambda count: rates[count.long().clamp(max=2)]
+
+    table = torch.tensor([0.5, 0.25, 0.125])
+    for rate in (0.1, from_table(table)):
+        old, new = optimizer_for(mfx.adamw(rate)), optimizer_for(mfx.adamw(rate))
+        old.param_groups[0]["initial_lr"] = torch.tensor([0.75])
+        mfx.checkpoint.load(mfx.checkpoint.save(tmp_path / "saved", old), new)
+        assert torch.equal(new.param_groups[0]["initial_lr"], torch.tensor([0.75]))
+    assert torch.equal(new.param_groups[0]["scale_by_learning_rate.learning_rate.rates"], table)
+
+
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("key", NUMBERS)
 def test_numbers_in_groups_come_from_a_state_dict_and_are_reported(key: str, as_tensor: bool):
