@@ -284,6 +284,42 @@ def refused(here: Rank) -> dict[str, Any]:
     return {}
 
 
+def loaded_into_the_model_alone(here: Rank) -> dict[str, Any]:
+    """Load other weights into an engine in bf16 before its first step.
+
+    Return the error of that step, and whether the average of the weights begins at them after a refresh.
+    """
+    import deepspeed
+
+    import muonfx as mfx
+    from muonfx.engines import deepspeed as ours
+
+    model = Net()
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // here.size,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": ZERO["stage 0"],
+        **BF16,
+    }
+    tx = mfx.chain(mfx.adamw(0.0), mfx.ema_params(0.9))  # the rate 0 keeps the weights
+    optimizer = ours.optimizer(model, tx)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    words = batches()[0].chunk(here.size)[here.rank]
+    engine.backward(loss_of(engine, words))
+    try:
+        engine.step()
+    except ValueError as error:
+        refused = str(error)
+    engine.optimizer.refresh_fp32_params()
+    engine.backward(loss_of(engine, words))
+    engine.step()
+    averages = [entries["ema_params.average"] for entries in optimizer.state.values()]
+    return {"refused": refused, "from loaded": all((average == 0.5).all().item() for average in averages)}
+
+
 def under_another_layout(here: Rank) -> dict[str, Any]:
     """Continue runs of two ranks on another number of ranks at another stage, and return the errors."""
     from muonfx.engines import deepspeed as ours
@@ -340,6 +376,7 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
 
 OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "round robin": refused,
+    "loaded into the model alone": loaded_into_the_model_alone,
     "under another layout": under_another_layout,
     "saved and loaded": saved_and_loaded,
 }

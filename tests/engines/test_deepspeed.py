@@ -25,7 +25,7 @@ from tests.engines.processes import launched, real, result_of
 
 REAL = [*real("deepspeed", timeout=900), pytest.mark.dist]
 NAMES = {
-    "ranks_2": (*CASES, *OVERFLOWS, "round robin", "saved and loaded"),
+    "ranks_2": (*CASES, *OVERFLOWS, "round robin", "loaded into the model alone", "saved and loaded"),
     "ranks_1": ("stage 2", "under another layout"),
     "ranks_3": ("stage 2", "stage 3, zero.Init", "under another layout"),
 }
@@ -76,6 +76,11 @@ class TestReal:
         said = result_of(found["ranks_2"], "round robin")["refused"]
         assert said.startswith("'")
         assert "round_robin_gradients" in said
+
+    def test_weights_that_a_first_step_would_overwrite_are_refused_until_a_refresh(self, found: Found) -> None:
+        case = result_of(found["ranks_2"], "loaded into the model alone")
+        assert "engine.optimizer.refresh_fp32_params()" in case["refused"]
+        assert case["from loaded"]
 
     @pytest.mark.parametrize("name", OVERFLOWS)
     def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_by_all(self, found: Found, name: str) -> None:

@@ -184,6 +184,9 @@ def locate_at_stage_0(
         whole_params: all parameters of the model by name, as meta tensors of their whole shapes.
         tensor_group: the tensor-parallel group; None without one.
     """
+    stale_name = _name_of_stale_copy(stepped_tensors, params)
+    if stale_name is not None:
+        raise _stale(stale_name)
     if tensor_group is None:
         return FlatParams(stepped_tensors)
     cuts: dict[str, Cut] = {}
@@ -444,6 +447,30 @@ def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
     return None
 
 
+def _name_of_stale_copy(stepped_tensors: NamedTensors, params: NamedTensors) -> str | None:
+    """Return the name of the first parameter of stage 0 that differs from its copy in fp32; None if there is none.
+
+    DeepSpeed steps on copies if the model has bf16, and overwrites the parameters by them. A copy has the values from
+    before if weights were loaded into the parameters alone.
+    """
+    for name, tensor in stepped_tensors.items():
+        param = params[name].detach()
+        copy = tensor.detach().to(param.dtype)
+        # As in `_name_of_differing`, a NaN counts as 0.
+        if not torch.equal(copy.nan_to_num(), param.to(copy.device).nan_to_num()):
+            return name
+    return None
+
+
+def _stale(name: str) -> ValueError:
+    """Return an error for a parameter of stage 0 whose copy in fp32 has other values."""
+    return ValueError(
+        f"{name!r}: its values differ from DeepSpeed's fp32 copy, which a step would write over them. Weights were "
+        "loaded into the model alone, as by engine.load_checkpoint(path, load_optimizer_states=False) at stage 0: call "
+        "engine.optimizer.refresh_fp32_params() after the load"
+    )
+
+
 def _warn_of_unknown_values(name: str) -> None:
     """Warn that the values of a parameter are not on this rank, so that its position is not checked."""
     warnings.warn(
@@ -470,5 +497,6 @@ def _misplaced(name: str) -> ValueError:
     """Return an error for a parameter that is not where DeepSpeed's mapping locates it in the flat tensor."""
     return ValueError(
         f"{name!r}: its values are not at the position that DeepSpeed's mapping gives in the flat tensor: the update "
-        'would change other parameters. With "round_robin_gradients": true the mapping is wrong: set it to false'
+        'would change other parameters. With "round_robin_gradients": true the mapping is wrong: set it to false. If '
+        "weights were loaded into the model alone, call engine.optimizer.refresh_fp32_params() after the load"
     )

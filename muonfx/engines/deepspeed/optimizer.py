@@ -74,6 +74,8 @@ class ZeroOptimizer(Optimizer):
         """The object that reads the hyperparameters of each group, by the parameter names of the group."""
         self._flat_optimizers: dict[Tensor, FlatOptimizer] = {}
         """Those that exist, by their first tensor: a flat tensor, or at stage 0 the first parameter of a group."""
+        self._has_stepped = False
+        """True after the first call of `step`, also if that only allocated the state."""
         super().__init__(self._new_groups(), {})
         own_groups(self)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
@@ -147,15 +149,19 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         # 1. Everything that may fail is done before any tensor is changed. The other ranks may wait for this one in the
         # step, so they get its error.
-        is_first = not self._flat_optimizers
         try:
             prepared = self._prepare_step()
         except Exception as error:
             raise_on_all_ranks(error, self._flat_optimizers.values())
             raise  # if no rank waits for this one
-        # 2. DeepSpeed may take a first step with zero gradients, only to allocate the state. The state exists now. A
-        # real step on zeros would advance the count of AdamW and decay the weights.
+        # 2. DeepSpeed may take a first step with zero gradients, only to allocate the state. A real step on zeros would
+        # advance the count of AdamW and decay the weights. The next step makes the state again, because weights may be
+        # loaded before it, and some transforms copy them.
+        is_first = not self._has_stepped
+        self._has_stepped = True
         if is_first and self._has_zero_gradients():
+            self._flat_optimizers.clear()
+            self.state.clear()
             return loss
         # 3. The step of each flat tensor.
         for optimizer, numbers in prepared:
