@@ -192,7 +192,7 @@ class TransformOptimizer(Optimizer):
 
     _current: _Current
     _settings: tuple[Layout | None, Settings]  # the layout of the parameters, and options of the communication
-    _stepping: Stepping  # creates the state and runs the steps, in one process or over ranks
+    _steppings: list[Stepping]  # the one that the property `_stepping` returns
     _parameters: TrackedParameters  # the tensors that have state, and their positions in the models
     _tracked_groups: TrackedGroups  # the param groups, from which each step reads the hyperparameters
     _gradient_check: GradientCheck
@@ -231,6 +231,7 @@ class TransformOptimizer(Optimizer):
         # 2. Find the transforms of each parameter. Frozen parameters, and those with the label None, have none.
         self._settings = (_layout_for(named, layout), settings)
         self._callers_tensors = CallersTensors()
+        self._steppings = []
         frozen, unfrozen = divide_frozen(named)
         self._stepping = self._stepping_for(tx, unfrozen, frozen)
         trained, left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
@@ -291,6 +292,7 @@ class TransformOptimizer(Optimizer):
         # Create the attributes that are not copied, for the copied parameters.
         named = self._named_params()
         self._callers_tensors = CallersTensors()
+        self._steppings = []
         self._stepping = self._stepping_for(tx, named, {})
         self._track(TrackedParameters([], None, trained=named, frozen={}, left_out={}))
         self._tracked_groups.record(self._groups, self._stepping.rules)
@@ -460,6 +462,17 @@ class TransformOptimizer(Optimizer):
     def _transform_for(self, new: NamedTensors) -> Transform:
         """Return the transform to use once ``new`` parameters are added. `Muon` overrides this to label them."""
         return self._stepping.tx
+
+    @property
+    def _stepping(self) -> Stepping:
+        """The object that creates the state and runs the steps, in one process or over ranks."""
+        return self._steppings[0]
+
+    @_stepping.setter
+    def _stepping(self, stepping: Stepping) -> None:
+        # In a list, because methods may be called on a wrapper, as Lightning and Fabric return it. It reads attributes
+        # of the optimizer, but an attribute that a method assigns would be its own, and the optimizer keep the former.
+        self._steppings[:] = [stepping]
 
     def _stepping_for(self, tx: Transform, named: NamedTensors, not_trained: NamedTensors) -> Stepping:
         """Return the object that creates the state of the named parameters and steps on them.

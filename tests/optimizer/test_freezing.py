@@ -243,6 +243,28 @@ def test_what_is_unfrozen_and_added_is_one_group_that_trains_as_from_the_start(m
     assert_equal(params_of(model), params_of(twin))
 
 
+class Wrapper:
+    """Wraps an optimizer as Lightning and Fabric do: it has its methods, and reads attributes that it lacks there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.__class__ = type("Wrapped", (Wrapper, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def test_a_group_that_is_added_to_a_wrapper_of_the_optimizer_is_trained() -> None:
+    model, twin = net(frozen=FREEZE), net()
+    optimizer = mfx.Muon(model)
+    wrapper: Any = Wrapper(optimizer)
+    model.backbone.requires_grad_()
+    wrapper.add_param_group({"params": model.backbone.parameters(), "lr": 2e-3})
+    train(model, optimizer, steps=3)
+    train(twin, mfx.Muon(twin), steps=3)
+    assert_equal(params_of(model), params_of(twin))
+
+
 def test_a_layer_may_be_wrapped_between_construction_and_unfreezing() -> None:
     model, twin = net(frozen=FREEZE), net()
     optimizer = mfx.Muon(model)
