@@ -249,6 +249,6 @@ _KEY = (
     "/mean     its load (the time of that work) over the mean of all ranks: the balance",
     "/least    its load over the minimum possible if each matrix is computed once",
     "state     momentum and Adam's moments, maximum over ranks",
-    "scratch   intermediates of Newton-Schulz and buffers of messages, maximum over ranks",
+    "scratch   intermediates of Newton-Schulz and buffers of messages, maximum over ranks; not the updates",
     "compute   time of the NS work;  step: compute and communication without overlap",
 )
