@@ -221,6 +221,13 @@ def test_a_load_with_other_numbers_is_warned_of_and_takes_those_of_the_file() ->
     assert "chain_code" not in made.param_groups[0]
 
 
+def test_a_state_without_the_rate_from_construction_is_refused() -> None:
+    saved = ours.Muon(nn.Linear(4, 4)).state_dict()
+    del saved["param_groups"][0]["requested_lr"]
+    with pytest.raises(ValueError, match="no hyperparameter 'requested_lr' for the group of 'weight'"):
+        ours.Muon(nn.Linear(4, 4)).load_state_dict(saved)
+
+
 def test_a_load_by_another_chain_is_warned_of() -> None:
     saved = ours.Muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), lr=1e-3)
     keller = mfx.orthogonalize(coefficients="keller")

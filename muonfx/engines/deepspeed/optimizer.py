@@ -362,10 +362,8 @@ class ZeroOptimizer(Optimizer):
         lines: list[str] = []
         for tracked, saved_group in zip(self._tracked_groups(), saved_groups, strict=True):
             group = _with_first_rate(tracked.group, self._requested_rates[tuple(tracked.names)])
-            # A checkpoint of an earlier version has no rate from construction: then the rates count as equal.
-            saved_rate = saved_group.get(_REQUESTED_RATE, group["initial_lr"])
-            with_first_rate = _with_first_rate(saved_group, saved_rate)
-            lines += differences(self.tx, tracked._replace(group=group), with_first_rate)
+            saved_with_first_rate = _with_first_rate(saved_group, saved_group[_REQUESTED_RATE])
+            lines += differences(self.tx, tracked._replace(group=group), saved_with_first_rate)
         texts: list[str] = []
         if lines:
             advice = ". With a scheduler of DeepSpeed, the rates are the code's, as in org_lrs of WarmupCosineLR"
@@ -386,9 +384,10 @@ class ZeroOptimizer(Optimizer):
                 "another optimizer saved it, such as AdamW, load only the weights: engine.load_checkpoint(path, "
                 "load_optimizer_states=False, load_lr_scheduler_states=False)"
             )
-        # 2. All hyperparameters, such as "lr". Further keys, such as keys of a scheduler, are accepted.
+        # 2. All hyperparameters, such as "lr", and the rate from construction. Further keys, such as those of a
+        # scheduler, are accepted.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            for key in self._numbers_of(group).keys:
+            for key in (*self._numbers_of(group).keys, _REQUESTED_RATE):
                 if key not in saved_group:
                     first_name = group["param_names"][0]
                     raise ValueError(f"the state has no hyperparameter {key!r} for the group of {first_name!r}")
