@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from muonfx import tree
 from muonfx.core.checks import warn_caller
@@ -14,6 +15,8 @@ from muonfx.optimizer.group_numbers import Group
 from muonfx.optimizer.local_values import Load, Misfit
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.stepping import Stepping
+from muonfx.sharding.shards.dtensors import is_dtensor
+from muonfx.sharding.shards.flat_shard import FlatShardTensor
 from muonfx.tree import PyTree
 from muonfx.tree.members import ownership_of
 
@@ -88,6 +91,19 @@ class StateEntries:
             for name in slot.names:
                 entries[self.named[name]][slot.key] = self.shown[index]
         self._leaves = leaves
+
+    def count_writes(self) -> None:
+        """Count writes of a caller through DTensors as writes into the state, by which `InitialState` finds them.
+
+        For example, ``optimizer.state[param]["momentum.trace"].zero_()``: torch counts it for the DTensor, but not for
+        the tensor of the state, which is its local tensor. A tensor may be counted again at each call.
+        """
+        for leaf, shown in zip(self._leaves, self.shown, strict=True):
+            is_wrapper = is_dtensor(shown) or isinstance(shown, FlatShardTensor)
+            if not is_wrapper or leaf is None or shown.is_inference():  # inference tensors have no version
+                continue
+            if shown._version > 0:
+                increment_version(leaf)
 
     def is_edited(self, state: Mapping[Tensor, Group | None]) -> bool:
         """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``).

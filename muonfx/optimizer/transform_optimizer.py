@@ -623,6 +623,8 @@ class TransformOptimizer(Optimizer):
         of the state stay the same objects: they receive the values.
         """
         entries = self._current["entries"]  # what `optimizer.state` had before
+        if self._current["initial"] is not None:
+            entries.count_writes()  # before `_show_all` makes new DTensors
         if not entries.is_edited(self.state):
             return
         named = self._tracked_groups.named

@@ -334,6 +334,31 @@ def test_a_loaded_state_is_kept_over_ranks(here: Here):
     assert all(map(torch.equal, results, trained_over_ranks(source, source_optimizer)))
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "zero"])
+@on_ranks(2)
+def test_a_write_through_a_sharded_tensor_of_the_state_is_kept(here: Here, kind: str):
+    """Also if the values do not change: the distance of Prodigy starts at the zeros that were written."""
+    model = nn.Linear(6, 6, bias=False)
+    nn.init.zeros_(model.weight)
+    weight: torch.Tensor = model.weight
+    layout = None
+    if kind == "fsdp":
+        fully_shard(model, mesh=here.mesh)
+        weight = model.weight
+    else:
+        layout = mfx.sharding.zero({"weight": weight}, here.group)
+        weight = nn.Parameter(layout.shard({"weight": weight.detach()})["weight"].clone())
+    optimizer = mfx.TransformOptimizer({"weight": weight}, CHAINS["prodigy"](), layout=layout)
+    start = optimizer.state[weight]["scale_by_prodigy.start"]
+    start.copy_(start.clone())
+    with torch.no_grad():
+        weight.add_(1.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    local_start = start.to_local() if isinstance(start, DTensor) else start.shard.data
+    assert torch.equal(local_start, torch.zeros_like(local_start))
+
+
 def failing_optimizers(here: Here, name: str) -> None:
     model, optimizer = sharded_optimizer(here, name, "fsdp")
     model(torch.eye(6)).sum().backward()
