@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from muonfx.core import Transform
 from muonfx.internal.display import format_list
@@ -291,6 +291,8 @@ def read_state_dict(
 ) -> StateToLoad:
     """Check a saved state dict against an optimizer, and return what to load. Raise ValueError with all differences.
 
+    Raise TypeError if a part of it has another type, such as None for its "state".
+
     Args:
         state_dict: the saved state and groups.
         stepping: converts a saved tensor to the values of this rank.
@@ -301,6 +303,7 @@ def read_state_dict(
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"expected a state dict with 'state' and 'param_groups', found the keys {sorted(state_dict)}")
+    _require_dicts(state_dict)
     # 1. The saved group of each group.
     saved_groups = groups_with_names(state_dict["param_groups"], groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
@@ -341,6 +344,33 @@ def read_groups(
     matched_groups = match_groups(groups_with_names(saved_groups, groups, {}), groups, not_trained)
     _raise_problems(_missing_hyperparams(tx, groups, matched_groups))
     return matched_groups
+
+
+def _require_dicts(state_dict: Mapping[str, Any]) -> None:
+    """Raise TypeError unless the state of a state dict is a dict of dicts, and its groups are dicts with "params"."""
+    state = state_dict["state"]
+    if not isinstance(state, Mapping):
+        raise _other_type("'state'", state, "a dict")
+    for key, entries in cast("Mapping[Any, Any]", state).items():
+        if not isinstance(entries, Mapping):
+            raise _other_type(f"item {key!r} of 'state'", entries, "a dict")
+    saved_groups = state_dict["param_groups"]
+    if not isinstance(saved_groups, list | tuple):
+        raise _other_type("'param_groups'", saved_groups, "a list of dicts")
+    for number, saved in enumerate(cast("Sequence[Any]", saved_groups)):
+        if not isinstance(saved, Mapping):
+            raise _other_type(f"group {number}", saved, "a dict")
+        params = cast("Mapping[str, Any]", saved).get("params")
+        if not isinstance(params, list | tuple):
+            raise _other_type(f"'params' of group {number}", params, "a list")
+
+
+def _other_type(part: str, value: object, expected: str) -> TypeError:
+    """Return an error for a part of a state dict that has another type than expected."""
+    return TypeError(
+        f"nothing was loaded: {part} of the state dict is of type {type(value).__name__}, expected {expected}: load "
+        "the state dict as state_dict() returned it"
+    )
 
 
 def _state_by_items(state: Mapping[Any, Group], saved_groups: Sequence[Group]) -> dict[Any, Group]:

@@ -1019,6 +1019,7 @@ class TransformOptimizer(Optimizer):
             ValueError: the groups, parameters or hyperparameters differ, or a saved tensor is missing, unexpected, has
                 another shape or a wider dtype, or is the shard of another rank. The message names each of them.
                 Nothing has been changed when an error is raised.
+            TypeError: the state dict, its state or a group is no dict. Nothing has been changed.
             ShardingError: another rank raised an error, or did not call this.
 
         Warns:

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -278,6 +279,22 @@ def test_a_state_that_does_not_fit_is_refused_whole():
         optimizer.load_state_dict({})
     for index, leaves in optimizer.state_dict()["state"].items():
         assert_equal(leaves, kept["state"][index])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("state", None, "'state' of the state dict is of type NoneType, expected a dict"),
+        ("state", {0: None}, "item 0 of 'state' of the state dict is of type NoneType, expected a dict"),
+        ("param_groups", {"lr": 0.1}, "'param_groups' of the state dict is of type dict, expected a list of dicts"),
+        ("param_groups", [None], "group 0 of the state dict is of type NoneType, expected a dict"),
+        ("param_groups", [{"lr": 0.1}], "'params' of group 0 of the state dict is of type NoneType, expected a list"),
+    ],
+)
+def test_a_state_dict_of_other_types_is_refused(key: str, value: object, message: str):
+    optimizer = mfx.TransformOptimizer(net(), mfx.scale_by_learning_rate(0.1))
+    with pytest.raises(TypeError, match=f"nothing was loaded: {re.escape(message)}"):
+        optimizer.load_state_dict({**optimizer.state_dict(), key: value})
 
 
 @pytest.mark.parametrize("how", [None, {}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}], ids=str)
