@@ -778,6 +778,9 @@ def _refusal(path: Path, error: OSError, completion: Completion) -> str:
     with suppress(OSError):  # without these looks at the disk, the message has the reason alone
         if path.is_file():
             reason += "; a checkpoint is a folder, and there is a file of this name"
+        for folder in (path, *path.parents):
+            if folder.is_symlink() and not folder.exists():
+                reason += f"; {folder} is a symbolic link to nowhere"
         if (path / INDEX).exists():
             reason += "; the previous checkpoint is unchanged"
     return f"{path} was not written: {reason}"

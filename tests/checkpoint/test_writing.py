@@ -226,6 +226,8 @@ BAD_PATHS = {
     "too long": ("x" * 300, CheckpointError, "name too long"),
     "below a file": ("file/x", CheckpointError, "Not a directory|no such folder"),
     "a file": ("file", CheckpointError, "a checkpoint is a folder"),
+    "a link to nowhere": ("link", CheckpointError, "link is a symbolic link to nowhere|no such folder"),
+    "below a link to nowhere": ("link/x", CheckpointError, "link is a symbolic link to nowhere|no such folder"),
     "no path": (None, TypeError, "path must be a str or a path, found None"),
     "bytes": (b"x", TypeError, "path must be a str or a path, found b'x'"),
 }
@@ -249,12 +251,13 @@ def attempts(path: Any, group: Any) -> list[BaseException]:
 def test_a_path_that_cannot_be_is_an_error_of_ours(tmp_path: Path, kind: str):
     name, error, message = BAD_PATHS[kind]
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
     path = os.path.join(str(tmp_path), name) if isinstance(name, str) else name
     for found in attempts(path, None):
         assert isinstance(found, error), found
         assert re.search(message, str(found)), found
     for look in (ck.latest, ck.checkpoints, lambda path: ck.prune(path, 1)):
-        if kind in ("below a file", "a file"):
+        if kind in ("below a file", "a file", "a link to nowhere", "below a link to nowhere"):
             assert not look(path)
         else:
             with pytest.raises(error, match="name too long" if kind == "too long" else message):
