@@ -330,6 +330,24 @@ def test_a_run_without_an_engine_reads_what_is_saved_and_writes_what_is_loaded(t
         assert all(map(torch.equal, first.parameters(), model.parameters()))
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_save_before_the_first_step_makes_no_state_and_keeps_a_loaded_one(is_loaded: bool, tmp_path: Path) -> None:
+    tx = mfx.chain(mfx.scale(0.0), mfx.ema_params(0.9))  # the scale 0 keeps the weights
+    model = nn.Linear(4, 4)
+    engine = SimpleNamespace(optimizer=ours.optimizer(model, tx))
+    if is_loaded:
+        other = SimpleNamespace(optimizer=_stepped(nn.Linear(4, 4), tx))
+        ours.load(engine, ours.save(other, tmp_path / "a"))
+    average = model.weight.detach().clone()
+    ours.save(engine, tmp_path / "b")
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    engine.optimizer.step()
+    expected = 0.9 * average + 0.05 if is_loaded else model.weight
+    torch.testing.assert_close(engine.optimizer.state[model.weight]["ema_params.average"], expected)
+
+
 def test_nothing_is_loaded_of_a_checkpoint_of_another_chain(tmp_path: Path) -> None:
     engine, _ = _engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 1)
     path = ours.save(engine, tmp_path / "a")

@@ -60,10 +60,12 @@ def save(
     TypeError: engine: its optimizer is None, expected one of muonfx.engines.deepspeed
     """
     optimizer = _optimizer_of(engine)
-    values = _Values.of(optimizer, to_load=False)
-    return checkpoint.save(
-        path, values.state, tx=values.tx, params=values.params, step=step, extra=extra, keep=keep, group=_all_ranks()
-    )
+    with optimizer.without_new_state():
+        values = _Values.of(optimizer, to_load=False)
+        group = _all_ranks()
+        return checkpoint.save(
+            path, values.state, tx=values.tx, params=values.params, step=step, extra=extra, keep=keep, group=group
+        )
 
 
 def load(engine: Any, path: str | os.PathLike[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -229,6 +230,23 @@ class ZeroOptimizer(Optimizer):
         for group in self.param_groups:
             optimizers += self._optimizers_of(group["param_names"], self._stepped_tensors(group), without_grads=True)
         return optimizers
+
+    @contextmanager
+    def without_new_state(self) -> Generator[None]:
+        """Return a context manager that removes the state that is made in its block.
+
+        For example, a save before the first step makes the initial state. The next step makes it again, because weights
+        may be loaded before it, and some transforms copy them.
+        """
+        with_state = {tensor for tensor, entries in self.state.items() if entries}
+        try:
+            yield
+        finally:  # also after an error in the block
+            for first_tensor, optimizer in list(self._flat_optimizers.items()):
+                if not with_state.issuperset(optimizer.flat.tensors):
+                    del self._flat_optimizers[first_tensor]
+            for tensor in self.state.keys() - with_state:
+                del self.state[tensor]
 
     def _stepped_tensors(self, group: Mapping[str, Any]) -> list[Tensor]:
         """Return the tensors of a param group on which DeepSpeed steps: flat tensors, or at stage 0 parameters."""
