@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonfx.core.chain_differences import CHAINS
 from muonfx.engines.parts import with_parts
 from muonfx.internal.wrappers import unwrapped
-from muonfx.optimizer.muon import Muon
+from muonfx.optimizer.muon import Muon, labels_for
 from muonfx.optimizer.saved_chains import ChainRecord, SavedChain, record_of
+from muonfx.sharding.communication.messages import all_objects
 
 __all__ = ["muon"]
 
 
 # The result is untyped, since torchtitan is imported only when it is needed.
-def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float = 0.1, **options: Any) -> Any:
+def muon(
+    lr: float = 2e-3,
+    *,
+    adamw_lr: float | dict[str, float] | None = None,
+    weight_decay: float = 0.1,
+    **options: Any,
+) -> Any:
     """Return Muon for a configuration of torchtitan: ``Trainer.Config(optimizer=muon(lr=3e-4, adamw_lr=1.2e-3))``.
 
     torchtitan's own optimizers container accepts only a fixed list of optimizers. This function configures another
@@ -29,7 +39,8 @@ def muon(lr: float = 2e-3, *, adamw_lr: float | None = None, weight_decay: float
 
     Args:
         lr: the learning rate of Muon.
-        adamw_lr: the learning rate of AdamW; None for ``lr``.
+        adamw_lr: the learning rate of AdamW, or a dict with one for each role; None for ``lr``. Each role must be in
+            some model part of some rank.
         weight_decay: the decoupled weight decay of Muon and AdamW.
         options: further arguments of `muonfx.Muon`, whose values may come from a JSON file; see `muonfx.engines.parts`.
 
@@ -60,7 +71,7 @@ def _container() -> Any:
         @dataclass(kw_only=True, slots=True)
         class Config(base.Config):
             lr: float = 2e-3
-            adamw_lr: float | None = None
+            adamw_lr: float | dict[str, float] | None = None
             weight_decay: float = 0.1
             options: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -68,14 +79,14 @@ def _container() -> Any:
             """Make a `Muon` for each model part, such as a stage of a pipeline."""
             # 1. The arguments of `Muon`. Values from a file become transforms and dtypes.
             _require_same_fields(config, base.Config())
-            options = with_parts(config.options)
             rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
+            options = {**rates, **with_parts(config.options)}
             # 2. One optimizer for each model part.
             self.model_parts = model_parts
             self.optimizers: list[Muon] = []
             all_params: list[Tensor] = []
-            for model_part in model_parts:
-                optimizer = Muon(model_part, **rates, **options)
+            for model_part, options_of_part in zip(model_parts, _options_of_parts(options, model_parts), strict=True):
+                optimizer = Muon(model_part, **options_of_part)
                 self.optimizers.append(optimizer)
                 for group in optimizer.param_groups:
                     all_params.extend(group["params"])
@@ -104,6 +115,53 @@ def _container() -> Any:
                     hook.remove()
 
     return MuonContainer
+
+
+_BY_ROLE = ("adamw_lr", "adamw_weight_decay")
+"""The arguments of `Muon` that may be a dict with a number for each role."""
+
+
+def _options_of_parts(options: Mapping[str, Any], model_parts: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return the arguments of `Muon` for each model part, without numbers for roles that only other parts have.
+
+    The last stage of a pipeline has no embedding: there, ``{"embedding": 0.3, "head": 0.02}`` becomes ``{"head":
+    0.02}``. All ranks must call this together. Roles that no part of any rank has are kept, so that `Muon` raises.
+    """
+    arguments = [name for name in _BY_ROLE if isinstance(options.get(name), Mapping)]
+    if not arguments:
+        return [dict(options) for _ in model_parts]
+    roles_of_parts = [_roles_of(model_part, options.get("labels")) for model_part in model_parts]
+    all_roles = _on_any_rank(set[str]().union(*roles_of_parts))
+    options_of_parts: list[dict[str, Any]] = []
+    for roles in roles_of_parts:
+        roles_of_others = all_roles - roles
+        options_of_part = dict(options)
+        for name in arguments:
+            number_of_role: Mapping[str, Any] = options[name]
+            options_of_part[name] = {
+                role: number for role, number in number_of_role.items() if role not in roles_of_others
+            }
+        options_of_parts.append(options_of_part)
+    return options_of_parts
+
+
+def _roles_of(model_part: nn.Module, labels: Any) -> set[str]:
+    """Return the roles of the parameters of a model part, such as {"hidden", "head"}.
+
+    ``labels`` is the argument of `Muon`.
+    """
+    with warnings.catch_warnings(action="ignore"):  # `Muon` gives them
+        label_of = labels_for(labels, model_part, None, roles=True)
+    return {label for label in label_of.values() if label is not None}
+
+
+def _on_any_rank(roles: set[str]) -> set[str]:
+    """Return the union of the roles of all ranks. All ranks must call this together."""
+    if not dist.is_initialized():
+        return roles
+    all_ranks: Any = dist.group.WORLD
+    roles_of_ranks: list[set[str]] = all_objects(roles, all_ranks, "a comparison of the roles of model parts")
+    return roles.union(*roles_of_ranks)
 
 
 def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class Muon(TransformOptimizer):
         # Frozen parameters would get the label None. A parameter that is added is trained: Lightning puts one into the
         # groups before it is unfrozen again.
         with _without_warning(_UNMATCHED_RULE), _as_trained(new.values()):
-            return _labels_for(self._labels, new, self._model_with(new), roles=self._has_roles)
+            return labels_for(self._labels, new, self._model_with(new), roles=self._has_roles)
 
     @property
     def _has_roles(self) -> bool:
@@ -220,7 +220,7 @@ def _transform(
         check_not_negative(name, number)
     check_decay("momentum", momentum)
     adam = _adam(betas)
-    label_of = _labels_for(labels, params, model, roles=has_roles)
+    label_of = labels_for(labels, params, model, roles=has_roles)
     check_roles("Muon", adamw_numbers, label_of, float)
     if adamw_weight_decay is None:
         adamw_weight_decay = weight_decay
@@ -264,9 +264,7 @@ def _adam(betas: Any) -> Transform:
     return scale_by_adam(scalar("betas", betas[0]), scalar("betas", betas[1]))
 
 
-def _labels_for(
-    labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.Module | None, *, roles: bool
-) -> Labels:
+def labels_for(labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.Module | None, *, roles: bool) -> Labels:
     """Return the label of each parameter: ``{"weight": "muon", "bias": "adamw"}``, as a `Labels` with reasons.
 
     Args:

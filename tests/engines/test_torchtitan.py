@@ -86,3 +86,19 @@ def test_the_command_line_overrides_a_rate() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     groups = given.optimizer.build(model_parts=[model]).optimizers[0].param_groups
     assert [(group["label"], group["lr"]) for group in groups] == [("muon", 0.01), ("adamw", 0.01)]
+
+
+def test_roles_may_be_in_some_model_parts_only_and_must_be_in_one() -> None:
+    rates = {"embedding": 0.3, "head": 0.02}
+
+    def parts() -> list[nn.Module]:
+        first = OrderedDict(tok_embeddings=nn.Embedding(8, 4), up=nn.Linear(4, 4, bias=False))
+        last = OrderedDict(down=nn.Linear(4, 4, bias=False), lm_head=nn.Linear(4, 8, bias=False))
+        return [nn.Sequential(first), nn.Sequential(last)]
+
+    first, last = ours.muon(0.1, adamw_lr=rates).build(model_parts=parts()).optimizers
+    assert [(group["label"], group["lr"]) for group in first.param_groups] == [("hidden", 0.1), ("embedding", 0.3)]
+    assert [(group["label"], group["lr"]) for group in last.param_groups] == [("hidden", 0.1), ("head", 0.02)]
+    for wrong in ({**rates, "heads": 0.1}, {"head": 0.02}):
+        with pytest.raises(ValueError, match="adamw_lr"):
+            ours.muon(0.1, adamw_lr=wrong).build(model_parts=parts())
