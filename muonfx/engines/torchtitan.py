@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muonfx.core.chain_differences import CHAINS
+from muonfx.core.checks import warn_caller
 from muonfx.engines.parts import with_parts
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.muon import Muon, labels_for
+from muonfx.optimizer.resuming import first_lines
 from muonfx.optimizer.saved_chains import ChainRecord, SavedChain, record_of
 from muonfx.sharding.communication.messages import all_objects
 
@@ -98,21 +101,33 @@ def _container() -> Any:
             return {canonical_fqn(key): value for key, value in state.items()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Load a state dict with canonical names into the optimizers of all model parts."""
+            """Load a state dict with canonical names into the optimizers of all model parts.
+
+            Schedulers of torchtitan compute all rates from those of the code, so that saved rates are scaled to these.
+            """
             # 1. Undo the renaming of `state_dict`, since the base class reads the keys of its own state dict.
             renamed = dict(state_dict)
             for key in super().state_dict():
                 canonical_key = canonical_fqn(key)
                 if canonical_key in renamed:
                     renamed[key] = renamed.pop(canonical_key)
-            # 2. While the base class loads the optimizers, a hook adds the record of chains to the state dict of each.
-            add_chains = partial(_with_saved_chains, renamed)
-            hooks = [optimizer.register_load_state_dict_pre_hook(add_chains) for optimizer in self.optimizers]
+            # 2. While the base class loads the optimizers, hooks change the state dict of each.
+            changed_rates: list[str] = []
+            hooks: list[Any] = []
+            for optimizer in self.optimizers:
+                hooks.append(optimizer.register_load_state_dict_pre_hook(partial(_with_saved_chains, renamed)))
+                hooks.append(optimizer.register_load_state_dict_pre_hook(partial(_with_rates_of_code, changed_rates)))
             try:
                 super().load_state_dict(renamed)
             finally:
                 for hook in hooks:
                     hook.remove()
+            # 3. Last, because a warning may be turned into an error, and the load must be complete then.
+            if changed_rates:
+                warn_caller(
+                    f"load_state_dict: the state dict was saved with other rates: {first_lines(changed_rates)}; the "
+                    "code's are used, from which torchtitan's scheduler computes the rates of all steps"
+                )
 
     return MuonContainer
 
@@ -178,6 +193,29 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
         # The chains of its parameters only: they may be of several saved groups, if the model was divided otherwise.
         chain_in_group = {name: chain_of[name] for name in live_group["param_names"] if name in chain_of}
         groups.append({**group, CHAINS: record_of(chain_in_group)})
+    return {**state_dict, "param_groups": groups}
+
+
+def _with_rates_of_code(changed_rates: list[str], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict that torchtitan loads into an optimizer, with rates that are scaled to those of the code.
+
+    A scheduler of torchtitan sets rates from the code's, but only from the second step on. If a group has the rate 0.2
+    in the code, and was saved with 0.1, which a schedule had decayed to 0.05, the first step has the rate 0.1. A line
+    for each such group is appended to ``changed_rates``.
+    """
+    groups: list[dict[str, Any]] = []
+    for group, live_group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        has_scheduler = "initial_lr" in group and "initial_lr" in live_group
+        if not has_scheduler:
+            groups.append(group)
+            continue
+        saved_rate = group["initial_lr"]
+        rate = live_group["initial_lr"]
+        if saved_rate == 0 or math.isclose(saved_rate, rate, rel_tol=1e-6):
+            groups.append(group)
+            continue
+        groups.append({**group, "lr": group["lr"] / saved_rate * rate, "initial_lr": rate})
+        changed_rates.append(f"group {live_group['label']!r}, lr: {saved_rate!r} in the file, {rate!r} in the code")
     return {**state_dict, "param_groups": groups}
 
 

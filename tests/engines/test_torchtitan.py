@@ -8,6 +8,7 @@ from dataclasses import fields, make_dataclass
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import muonfx as mfx
@@ -71,6 +72,35 @@ def test_a_state_dict_of_another_chain_is_reported_also_if_the_parts_are_divided
     assert "'(part=3 out) in -> part out in'" in message
     earlier = {key: value for key, value in old.state_dict().items() if not key.endswith("chain_code")}
     other.load_state_dict(earlier)
+
+
+def test_a_resumed_run_has_the_rates_of_the_code_in_every_step() -> None:
+    from torchtitan.components.optimizer import LRSchedulersContainer
+
+    def made(lr: float) -> tuple[Any, Any]:
+        model = nn.Linear(4, 4)
+        optimizers = ours.muon(lr, adamw_lr=0.4).build(model_parts=[model])
+        schedulers = LRSchedulersContainer.Config(warmup_steps=4).build(optimizers=optimizers, training_steps=8)
+        model(torch.ones(1, 4)).sum().backward()
+        return optimizers, schedulers
+
+    def trained(optimizers: Any, schedulers: Any) -> list[list[float]]:
+        rates = []
+        for _ in range(2):
+            rates.append([group["lr"] for group in optimizers.optimizers[0].param_groups])
+            optimizers.step()
+            schedulers.step()
+        return rates
+
+    (saved, saved_schedulers), (resumed, schedulers) = made(0.1), made(0.2)
+    assert trained(saved, saved_schedulers)[1] == [0.1 * 2 / 4, 0.4 * 2 / 4]
+    difference = "group 'muon', lr: 0.1 in the file, 0.2 in the code; the code's are used"
+    with pytest.warns(UserWarning, match=difference) as caught:
+        resumed.load_state_dict(saved.state_dict())
+    assert len(caught) == 1
+    with warnings.catch_warnings(action="ignore"):  # torchtitan calls a method that torch warns of
+        schedulers.load_state_dict(saved_schedulers.state_dict())
+    assert trained(resumed, schedulers) == [[0.2 * 3 / 4, 0.4 * 3 / 4], [0.2, 0.4]]
 
 
 def test_the_command_line_overrides_a_rate() -> None:
