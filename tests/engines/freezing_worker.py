@@ -92,6 +92,43 @@ def backbone_finetuning(folder: Path, make: Callable[[nn.Module], torch.optim.Op
     }
 
 
+def equal_values(folder: Path) -> dict[str, Any]:
+    """Unfreeze a norm that equals another one by value, which Lightning's own callback does not add."""
+    import lightning
+    from lightning.pytorch.callbacks import BackboneFinetuning
+
+    added: list[str] = []
+
+    class Finetuning(BackboneFinetuning):
+        """Adds the parameters that Lightning leaves out."""
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            super().finetune_function(pl_module, epoch, optimizer)
+            trained = {param for group in optimizer.param_groups for param in group["params"]}
+            left_out = {name: param for name, param in pl_module.named_parameters() if param not in trained}
+            if left_out:
+                optimizer.add_param_group({"params": list(left_out.values()), "lr": 1e-3})
+                added.extend(left_out)
+
+    def fitted(callback: Any) -> nn.Module:
+        task = lightning_task(lambda model: mfx.Muon(model, lr=1e-2))
+        task.backbone[1] = nn.LayerNorm(8)
+        task.neck = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        trainer = lightning.Trainer(max_epochs=2, callbacks=[callback], enable_checkpointing=False, **options)
+        data = torch.utils.data.TensorDataset(torch.randn(16, 8))
+        trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=8))
+        return task
+
+    try:
+        fitted(BackboneFinetuning(unfreeze_backbone_at_epoch=0, backbone_initial_lr=1e-3))
+    except ValueError as error:
+        refused = str(error)
+    task = fitted(Finetuning(unfreeze_backbone_at_epoch=0, backbone_initial_lr=1e-3))
+    trained = not torch.equal(task.backbone[1].weight, torch.ones(8))
+    return {"refused": refused, "added": sorted(added), "trained": trained}
+
+
 # -------------------------------------------------------------------------------------------------------------- QLoRA
 
 
@@ -260,6 +297,7 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], list[Any]]] = {
     "Lightning, the model": (backbone_finetuning, [lambda model: mfx.Muon(model, lr=1e-2)]),
     "Lightning, a list": (backbone_finetuning, [of_trained]),
     "Lightning, torch": (backbone_finetuning, [of_torch]),
+    "Lightning, equal values": (equal_values, []),
     "QLoRA, 4 bits": (qlora, ["4 bits"]),
     "QLoRA, 8 bits": (qlora, ["8 bits"]),
     "timm": (layer_decay, []),

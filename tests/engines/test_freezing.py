@@ -29,6 +29,15 @@ def test_backbone_finetuning_unfreezes_and_resumes_before_and_after_it(name: str
     assert case["rates after"] == rates[-1]
 
 
+@pytest.mark.parametrize("_", [pytest.param(None, marks=real("lightning"))], ids=[""])
+def test_parameters_that_backbone_finetuning_leaves_out_are_named_and_can_be_added(_: None, tmp_path: Path) -> None:
+    case = found("Lightning, equal values", tmp_path)
+    assert case["refused"].startswith("'backbone.1.weight' has a gradient")
+    assert "Lightning's BackboneFinetuning" in case["refused"]
+    assert case["added"] == ["backbone.1.bias", "backbone.1.weight"]
+    assert case["trained"]
+
+
 @pytest.mark.parametrize(("bits", "dtype"), [("4 bits", "torch.uint8"), ("8 bits", "torch.int8")])
 @pytest.mark.parametrize("_", [pytest.param(None, marks=real("transformers", "peft", "bitsandbytes"))], ids=[""])
 def test_qlora_trains_in_the_trainer(_: None, bits: str, dtype: str, tmp_path: Path) -> None:
