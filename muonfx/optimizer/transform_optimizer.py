@@ -1179,7 +1179,7 @@ def _require_same_sharding(state: PyTree, expected: PyTree) -> None:
 def _require_values(state: PyTree) -> None:
     """Raise ValueError if a leaf of a state is on the meta device, so that it has no values to copy."""
     for name, leaf in tree.named_leaves(state):
-        if local_of(leaf).is_meta:
+        if leaf is not None and local_of(leaf).is_meta:  # None: only another rank has it
             raise ValueError(f"state: {name!r} is on the meta device, expected a tensor with values")
 
 

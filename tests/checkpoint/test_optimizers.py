@@ -174,6 +174,34 @@ def test_the_state_of_owners_is_shown_after_a_load(world: World, tmp_path: Path)
     assert first == second
 
 
+def load_under_zero(here: Here, path: Path, partition: Any) -> None:
+    """Save and load state that only the owners of matrices have: it is None on the other ranks."""
+    whole = {"a": torch.ones(4, 3), "b": torch.ones(3, 4)}
+    layout = mfx.sharding.zero(whole, here.group, partition=partition)
+    kinds = mfx.chain(mfx.momentum(0.9), mfx.orthogonalize(), mfx.normalize_neurons(), mfx.scale(-0.1))
+    states: list[list[Any]] = []
+    for run in range(2):
+        params = {name: nn.Parameter(shard.clone()) for name, shard in layout.shard(whole).items()}
+        optimizer = mfx.TransformOptimizer(params, kinds, layout=layout)
+        if run == 0:
+            for param in params.values():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            ck.save(path, optimizer)
+        else:
+            ck.load(path, optimizer)
+        leaves = mfx.tree.leaves(optimizer.transform_state)
+        assert None in leaves
+        states.append([bits(leaf) for leaf in leaves if leaf is not None])
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("partition", ["whole", "flat", "each"])
+@pytest.mark.dist
+def test_the_state_of_owners_is_loaded_under_zero(world: World, tmp_path: Path, partition: str):
+    world.check(2, load_under_zero, path=tmp_path, partition=partition)
+
+
 def start_of_a_resumed_run(here: Here, path: Path) -> list[float]:
     """Resume a run whose saved "start", the first weights, has the values with which the new optimizer begins."""
     runs = []
