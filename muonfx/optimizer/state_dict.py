@@ -387,7 +387,7 @@ def _state_by_items(state: Mapping[Any, Group], saved_groups: Sequence[Group]) -
     unknown_keys: list[str] = []
     for key, entries in state.items():
         if str(key) in item_of_text:
-            state_at[item_of_text[str(key)]] = entries
+            state_at[item_of_text[str(key)]] = _with_joined_keys(entries)
         else:
             unknown_keys.append(repr(key))
     if unknown_keys:
@@ -396,6 +396,24 @@ def _state_by_items(state: Mapping[Any, Group], saved_groups: Sequence[Group]) -
             "only items of 'params' of its groups: load the state dict as state_dict() returned it"
         )
     return state_at
+
+
+def _with_joined_keys(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved entries of a parameter, in which the keys of nested dicts are joined by slashes.
+
+    lerobot joins all levels of a state dict by slashes in its files, and divides each key at its slashes in a load.
+
+    >>> _with_joined_keys({"monitor.values.updates": {"norm": 2.0, "rms": 1.0}})
+    {'monitor.values.updates/norm': 2.0, 'monitor.values.updates/rms': 1.0}
+    """
+    joined: dict[str, Any] = {}
+    for key, value in entries.items():
+        if isinstance(value, dict):
+            for inner_key, inner_value in _with_joined_keys(cast("dict[str, Any]", value)).items():
+                joined[f"{key}/{inner_key}"] = inner_value
+        else:
+            joined[key] = value
+    return joined
 
 
 def _saved_state(saved: Group | None, state: Mapping[Any, Group]) -> dict[str, Group]:

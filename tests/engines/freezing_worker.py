@@ -293,6 +293,10 @@ def of_matrices(model: nn.Module) -> mfx.TransformOptimizer:
     return mfx.TransformOptimizer({n: p for n, p in model.named_parameters() if p.ndim == 2}, mfx.muon(1e-2))
 
 
+def of_monitored(model: nn.Module) -> mfx.TransformOptimizer:
+    return mfx.TransformOptimizer(model, mfx.chain(mfx.monitor(), mfx.adamw(1e-2)))
+
+
 CASES: dict[str, tuple[Callable[..., dict[str, Any]], list[Any]]] = {
     "Lightning, the model": (backbone_finetuning, [lambda model: mfx.Muon(model, lr=1e-2)]),
     "Lightning, a list": (backbone_finetuning, [of_trained]),
@@ -303,6 +307,7 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], list[Any]]] = {
     "timm": (layer_decay, []),
     "lerobot, Muon": (lerobot_checkpoint, [mfx.Muon]),
     "lerobot, matrices": (lerobot_checkpoint, [of_matrices]),
+    "lerobot, a slash in keys": (lerobot_checkpoint, [of_monitored]),
 }
 
 

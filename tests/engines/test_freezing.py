@@ -55,6 +55,8 @@ def test_groups_of_timms_layer_decay_keep_their_scales(_: None, tmp_path: Path) 
     assert (case["kept"], case["scaled"], case["saved"]) == (True, True, True)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=real("lerobot")) for n in ("Muon", "matrices")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=real("lerobot")) for n in ("Muon", "matrices", "a slash in keys")]
+)
 def test_lerobot_saves_and_loads_an_optimizer(name: str, tmp_path: Path) -> None:
     assert found(f"lerobot, {name}", tmp_path)["resumed"]
