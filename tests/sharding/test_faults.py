@@ -371,3 +371,26 @@ def test_expanded_gradients_may_be_donated(here: Here):
     own = sharding.sharded(tx, sharding.replicated(params, here.group))
     found, _ = own.update({"a": torch.ones(()).expand(4, 4)}, own.init(params), params, donate=True)
     assert torch.equal(found["a"], tx.update({"a": torch.ones(4, 4)}, tx.init(params))[0]["a"])
+
+
+@mfx.transform(locality=mfx.Locality.LEAF)
+def transposes():
+    """Return the transpose, which is a view of the update where that was donated."""
+
+    def init(params):
+        return {}
+
+    def update(updates, state, params=None, *, donate=mfx.core.donation.NOTHING):
+        return mfx.tree.map(lambda u: u.mT if donate.updates else u.mT.clone(), updates), state
+
+    return init, update
+
+
+@on_ranks(2)
+def test_a_result_may_be_a_view_of_a_donated_update_in_another_order(here: Here):
+    params = {str(number): some(3, 3) for number in range(4)}
+    own = sharding.sharded(transposes(), sharding.replicated(params, here.group), replicas="split")
+    grads = {name: param.clone() for name, param in params.items()}
+    found, _ = own.update(grads, own.init(params), params, donate=True)
+    for name, param in params.items():
+        assert torch.equal(found[name], param.mT)

@@ -43,7 +43,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +186,7 @@ class Step:
         if call.params is not None and stage.reads_params:
             self._local_params = dict(tree.named_leaves(call.params))
         self._buckets = stage.plan.local_buckets(self._local_updates)
+        self._names_to_overwrite = self._find_names_to_overwrite()
         # Each of several buckets takes a part of the state. A state that is not in memory is loaded bucket by bucket.
         self._state: _WholeState | BucketedState
         is_divided = len(self._buckets) > 1 or stage.store != IN_MEMORY
@@ -195,6 +196,19 @@ class Step:
             self._state = BucketedState(stage.store, device, call.state, find_parameters(), names, call.donate)
         else:
             self._state = _WholeState(call.state, call.donate)
+
+    def _find_names_to_overwrite(self) -> set[str]:
+        """Return the parameters whose local updates are overwritten by the results, to save memory: donated ones.
+
+        Matrices that this rank computes and holds are left out, because their results may be views of the local update,
+        such as its transpose.
+        """
+        if not self._call.donate.updates:
+            return set()
+        already_local: set[str] = set()
+        for bucket in self._buckets:
+            already_local.update([local.shard.name for local in bucket.already_local])
+        return self._local_updates.keys() - already_local
 
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state.
@@ -221,9 +235,8 @@ class Step:
                 # 3. The results are sent back. Wait for those of the previous bucket, to use their buffers again.
                 if scatter is not None:
                     scatter.wait()
-                may_overwrite = self._call.donate.updates
                 scatter = _Scatter(
-                    self._stage, bucket, results, self._local_updates, updated_shards, may_overwrite=may_overwrite
+                    self._stage, bucket, results, self._local_updates, updated_shards, self._names_to_overwrite
                 )
                 del results
         if scatter is not None:
@@ -438,8 +451,8 @@ class _Scatter:
     """Sends the results of a bucket to the ranks that hold them. Creating it starts the messages.
 
     `results` has the matrices that this rank computed, by parameter name. This rank's shards of all results are written
-    to `updated_shards`; `wait` completes those that other ranks send. With `may_overwrite`, they may take the memory of
-    `local_updates`, which the step needs no more: the matrices of the bucket were gathered before.
+    to `updated_shards`; `wait` completes those that other ranks send. For the `names_to_overwrite`, they take the
+    memory of `local_updates`, which the step needs no more: the matrices of the bucket were gathered before.
     """
 
     def __init__(
@@ -449,8 +462,7 @@ class _Scatter:
         results: Mapping[str, Tensor | None],
         local_updates: Mapping[str, Any],
         updated_shards: dict[str, Tensor],
-        *,
-        may_overwrite: bool,
+        names_to_overwrite: Set[str],
     ) -> None:
         """Store the results that no other rank needs, and start to send the others.
 
@@ -461,7 +473,7 @@ class _Scatter:
         self._bucket = bucket
         self._local_updates = local_updates
         self._updated_shards = updated_shards
-        self._may_overwrite = may_overwrite
+        self._names_to_overwrite = names_to_overwrite
         # 1. The results that stay on this rank.
         for local in bucket.stored:
             result = results[local.shard.name]
@@ -536,15 +548,16 @@ class _Scatter:
             return []
         name = local.shard.name
         if name not in self._updated_shards:
-            self._updated_shards[name] = self._new_shard(self._local_updates[name])
+            self._updated_shards[name] = self._new_shard(name)
         return boxes_in(self._updated_shards[name], local.local_views)
 
-    def _new_shard(self, local_update: Tensor) -> Tensor:
-        """Return a tensor for an updated shard: the local update itself if it may be overwritten, else new memory.
+    def _new_shard(self, name: str) -> Tensor:
+        """Return a tensor for an updated shard: the local update itself if it is to be overwritten, else new memory.
 
         Other buckets may still need other matrices of the same update. Only those of this bucket are overwritten.
         """
-        if self._may_overwrite and local_update.is_contiguous():
+        local_update = self._local_updates[name]
+        if name in self._names_to_overwrite and local_update.is_contiguous():
             return local_update
         return torch.empty_like(local_update, memory_format=torch.contiguous_format)
 
