@@ -57,11 +57,6 @@ class Hyperparam(NamedTuple):
                 raise TypeError(
                     f"{self.key!r} in a group must be a number or a tensor of one element, found {number!r}"
                 )
-            if isinstance(number, Tensor) and number.is_meta:  # a step would compute with an arbitrary number
-                raise ValueError(
-                    f"{self.key!r} in a group is a tensor on the meta device, which has no value: create it outside of "
-                    'torch.device("meta"), or use a float'
-                )
         return values
 
     def value_of(self, numbers: Numbers) -> Any:

@@ -81,6 +81,17 @@ def _common_numbers_of(visits: Sequence[Visit], numbers_of_groups: Sequence[Numb
     return common
 
 
+def _require_values(numbers_of_groups: Sequence[Numbers]) -> None:
+    """Raise ValueError if a number is a tensor on the meta device: a step would compute with an arbitrary number."""
+    for numbers in numbers_of_groups:
+        for name, number in numbers.items():
+            if isinstance(number, Tensor) and number.is_meta:
+                raise ValueError(
+                    f"{name!r} in a group is a tensor on the meta device, which has no value: create it outside of "
+                    'torch.device("meta"), or use a float'
+                )
+
+
 class CommonTensors:
     """Compares the tensors of several groups that must have the same value, because one transform reads them.
 
@@ -281,6 +292,8 @@ class Stepping:
             return
         # Each group gets its own tensors; those that must have one value are compared.
         if not torch.compiler.is_compiling():
+            if tree.device_of(params).type != "meta":
+                _require_values(numbers)
             numbers = separate_tensors(groups, numbers, self.callers_tensors)
         common_tensors = CommonTensors(self.visits, numbers)
         common_tensors.check()

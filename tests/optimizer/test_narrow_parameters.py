@@ -177,10 +177,6 @@ UPDATES_KEPT: dict[str, Callable[[], Any]] = {
         nn.Linear(4, 4, dtype=BF16, device="meta"), mfx.adamw(1e-6, weight_decay=0.0)
     ),
     "fake tensors": _made_of_fake_tensors,
-    "a rate on the meta device": lambda: mfx.TransformOptimizer(
-        {"w": nn.Parameter(torch.ones(4, 4, dtype=BF16))},
-        mfx.adamw(torch.tensor(1e-6, device="meta"), weight_decay=0.0),
-    ),
     "no elements": lambda: mfx.TransformOptimizer({"w": nn.Parameter(torch.ones(3, 0, 0, dtype=BF16))}, mfx.muon(1e-6)),
 }
 
