@@ -177,7 +177,7 @@ def test_values_that_are_no_tensors_come_back_as_they_were(tmp_path: Path):
         ({"a": {"own": Own()}}, "a/own"),
         ({"a": [1, {2}]}, "a/1"),
         ({"a": ({"f": len},)}, "a/0/f"),
-        ({"a": (torch.ones(2),)}, "a/0"),
+        ({"a": (torch.ones(2, 2),)}, "a/0"),
         ({"a": torch.ones(2).to_sparse()}, "a"),
     ],
 )
