@@ -27,6 +27,9 @@ Factors = Literal["shampoo", "kl"]
 _SHIFT = 2.0**-13
 """Added to the eigenvalues of a factor, scaled to a maximum in [1, 2), so that rounding does not choose the basis."""
 
+_LARGEST = 2.0**48
+"""A gradient with larger elements is scaled down. Matrices of 10,000 by 10,000 such elements have finite squares."""
+
 _QR_PRODUCTS = 5.0
 """The number of products of square matrices that take as long as one QR decomposition. On a CPU, it is 4 to 7."""
 
@@ -125,8 +128,8 @@ def scale_by_soap(
     than 0.01 percent. Equal runs therefore need bitwise equal gradients. A ``max_precondition_size`` between both sides
     keeps the identity as basis of the longer side, and then the change is below 0.01 percent.
 
-    The square of a gradient beyond 1.8e19 overflows fp32, and the matrix is then lost. `clip_by_global_norm` in front
-    keeps squares finite.
+    A gradient whose largest element is beyond $2^{48}$ (2.8e14) is scaled down, to less than twice that, so that its
+    squares do not overflow fp32: an infinite factor would be lost for good.
 
     Follows SOAP (Vyas et al., arXiv 2409.11321) and KL-SOAP (Lin et al., arXiv 2509.03378).
 
@@ -180,7 +183,7 @@ def _step(
     c1 = 1.0 - torch.pow(b1, t)
     c2 = 1.0 - torch.pow(b2, t)
     # Products round by the strides and the alignment of their factors, which copies have in common.
-    g = u.clone(memory_format=torch.contiguous_format)
+    g = _limited(u.clone(memory_format=torch.contiguous_format))
     p = s.left_basis.clone(memory_format=torch.contiguous_format)
     q = s.right_basis.clone(memory_format=torch.contiguous_format)
 
@@ -262,6 +265,13 @@ def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
     if not factor.shape[-1]:
         return factor
     return running_average(factor, g @ g.mT, b2)
+
+
+def _limited(g: Tensor) -> Tensor:
+    """Return gradients, scaled by a power of two if squares of theirs could overflow fp32; finite ones stay finite."""
+    largest = g.detach().abs().amax((-2, -1), keepdim=True)
+    power = torch.where(largest > _LARGEST, _LARGEST * unit_power(g), 1.0)
+    return g * power
 
 
 def _whiten(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
