@@ -164,6 +164,15 @@ class StepsTwiceWhenCompiled(Momentum):
         return group["lr"] * 2 if torch.compiler.is_compiling() else group["lr"]
 
 
+class FailsOnTheLastRank(Momentum):
+    """Raises an error in the step of one rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise RuntimeError("out of paper")
+        return super().step(closure)
+
+
 class DependsOnTheRank(Momentum):
     def rate(self, group: dict[str, Any]) -> Any:
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -61,6 +61,13 @@ def test_a_law_of_ranks_finds_the_planted_mistake(law: str):
         assert check_optimizer(build, laws=[law], progress=False).failures.keys() == {law}, name
 
 
+@pytest.mark.slow
+def test_the_error_of_one_rank_is_reported_not_the_lost_connection_of_the_others():
+    build = partial(broken_optimizers.build, "FailsOnTheLastRank")
+    failures = check_optimizer(build, laws=["ddp_gives_the_update_of_one_process"], progress=False).failures
+    assert "out of paper" in failures["ddp_gives_the_update_of_one_process"]
+
+
 RIGHT = {
     "momentum": partial(broken_optimizers.build, "Momentum"),
     "torch AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),

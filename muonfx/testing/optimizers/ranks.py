@@ -129,7 +129,7 @@ def _mesh() -> DeviceMesh:
 
 
 def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
-    """Check a law in new processes, and return the outcome of the first rank on which it does not hold."""
+    """Check a law in new processes, and return that of the first rank on which it does not hold."""
     try:
         pickle.dumps(build)
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # such as of a lambda
@@ -142,7 +142,10 @@ def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
 
 
 def _outcomes_of_ranks(law: OptimizerLaw, build: Build) -> list[Outcome]:
-    """Check a law in a new process for each rank, and return the outcome of each."""
+    """Check a law in a new process for each rank, and return the outcome of each, in the order in which they ended.
+
+    So the cause is first: a later rank may only have lost the connection to it.
+    """
     # A new interpreter: one that is forked would inherit the threads of torch in an unknown state.
     context = get_context("spawn")
     queue = context.SimpleQueue()  # each process puts (rank, outcome) into it
@@ -154,11 +157,13 @@ def _outcomes_of_ranks(law: OptimizerLaw, build: Build) -> list[Outcome]:
             processes.append(process)
         have_finished = _join_or_kill(processes)
     reason = "ended without a result" if have_finished else f"has not finished within {SECONDS} s"
-    outcomes = [Outcome(failure=f"rank {rank} {reason}") for rank in range(RANKS)]
+    outcomes: dict[int, Outcome] = {}
     while not queue.empty():
         rank, outcome = queue.get()
         outcomes[rank] = outcome
-    return outcomes
+    for rank in range(RANKS):
+        outcomes.setdefault(rank, Outcome(failure=f"rank {rank} {reason}"))
+    return list(outcomes.values())
 
 
 def _join_or_kill(processes: list[BaseProcess]) -> bool:
