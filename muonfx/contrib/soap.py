@@ -28,7 +28,7 @@ _SHIFT = 2.0**-13
 """Added to the eigenvalues of a factor, scaled to a maximum in [1, 2), so that rounding does not choose the basis."""
 
 _LARGEST = 2.0**48
-"""A gradient with larger elements is scaled down. Matrices of 10,000 by 10,000 such elements have finite squares."""
+"""A gradient with larger elements is scaled down: then the squares of 10,000 by 10,000 matrices are finite in fp32."""
 
 _QR_PRODUCTS = 5.0
 """The number of products of square matrices that take as long as one QR decomposition. On a CPU, it is 4 to 7."""
@@ -268,7 +268,7 @@ def _averaged(factor: Tensor, g: Tensor, b2: Scalar) -> Tensor:
 
 
 def _limited(g: Tensor) -> Tensor:
-    """Return gradients, scaled by a power of two if squares of theirs could overflow fp32; finite ones stay finite."""
+    """Return matrices, of which those with an element beyond `_LARGEST` are scaled down by a power of two."""
     largest = g.detach().abs().amax((-2, -1), keepdim=True)
     power = torch.where(largest > _LARGEST, _LARGEST * unit_power(g), 1.0)
     return g * power

@@ -103,7 +103,7 @@ def _container() -> Any:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Load a state dict with canonical names into the optimizers of all model parts.
 
-            Schedulers of torchtitan compute all rates from those of the code, so that saved rates are scaled to these.
+            Schedulers of torchtitan compute all rates from the rates of the code, to which saved rates are scaled.
             """
             # 1. Undo the renaming of `state_dict`, since the base class reads the keys of its own state dict.
             renamed = dict(state_dict)
@@ -197,7 +197,7 @@ def _with_saved_chains(flat: dict[str, Any], optimizer: Any, state_dict: dict[st
 
 
 def _with_rates_of_code(changed_rates: list[str], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict that torchtitan loads into an optimizer, with rates that are scaled to those of the code.
+    """Return the state dict that torchtitan loads into an optimizer, with rates that are scaled to the code's rates.
 
     A scheduler of torchtitan sets rates from the code's, but only from the second step on. If a group has the rate 0.2
     in the code, and was saved with 0.1, which a schedule had decayed to 0.05, the first step has the rate 0.1. A line
@@ -205,12 +205,9 @@ def _with_rates_of_code(changed_rates: list[str], optimizer: Any, state_dict: di
     """
     groups: list[dict[str, Any]] = []
     for group, live_group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-        has_scheduler = "initial_lr" in group and "initial_lr" in live_group
-        if not has_scheduler:
-            groups.append(group)
-            continue
-        saved_rate = group["initial_lr"]
-        rate = live_group["initial_lr"]
+        # The rates before any schedule. Without a scheduler, there are none; and no factor leads from a rate of 0.
+        saved_rate = group.get("initial_lr", 0)
+        rate = live_group.get("initial_lr", saved_rate)
         if saved_rate == 0 or math.isclose(saved_rate, rate, rel_tol=1e-6):
             groups.append(group)
             continue

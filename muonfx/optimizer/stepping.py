@@ -81,15 +81,17 @@ def _common_numbers_of(visits: Sequence[Visit], numbers_of_groups: Sequence[Numb
     return common
 
 
-def _require_values(numbers_of_groups: Sequence[Numbers]) -> None:
+def _require_values_of_numbers(groups: Sequence[TrackedGroup], numbers_of_groups: Sequence[Numbers]) -> None:
     """Raise ValueError if a number is a tensor on the meta device: a step would compute with an arbitrary number."""
-    for numbers in numbers_of_groups:
-        for name, number in numbers.items():
-            if isinstance(number, Tensor) and number.is_meta:
-                raise ValueError(
-                    f"{name!r} in a group is a tensor on the meta device, which has no value: create it outside of "
-                    'torch.device("meta"), or use a float'
-                )
+    for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
+        for hyperparam in tracked.numbers.hyperparams:
+            for name in hyperparam.names:
+                number = numbers.get(name)
+                if isinstance(number, Tensor) and number.is_meta:
+                    raise ValueError(
+                        f"{hyperparam.key!r} in a group is a tensor on the meta device, which has no value: create it "
+                        'outside of torch.device("meta"), or use a float'
+                    )
 
 
 class CommonTensors:
@@ -293,7 +295,7 @@ class Stepping:
         # Each group gets its own tensors; those that must have one value are compared.
         if not torch.compiler.is_compiling():
             if tree.device_of(params).type != "meta":
-                _require_values(numbers)
+                _require_values_of_numbers(groups, numbers)
             numbers = separate_tensors(groups, numbers, self.callers_tensors)
         common_tensors = CommonTensors(self.visits, numbers)
         common_tensors.check()

@@ -551,7 +551,7 @@ class TrackedParameters:
                     "call optimizer.add_param_group({'params': [...]}) with it, or, if a scheduler of the groups "
                     "exists already, call requires_grad_() on it before the optimizer is created, and freeze it "
                     "afterwards, as for adapters of PEFT that are selected later. If Lightning's BackboneFinetuning "
-                    "has unfrozen it: it does not add parameters whose values equal those of one in the groups, such "
+                    "has unfrozen it: it does not add parameters with the same values as one in the groups, such "
                     "as norms and biases that were not trained yet, so add them in a finetune_function of yours. If "
                     "another optimizer trains it, give it the label None, or leave it out of this optimizer's "
                     "parameters"

@@ -249,7 +249,7 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     """
     execution = _execution_at(visited, where)
     # 1. Some parameters are complete before others, and are updated then: each bucket, the parameters of each inner
-    # transform of a `partition`, or those of the last members of a chain.
+    # transform of a `partition`, and the parameters of the last members of a chain.
     if execution == "leaf by leaf":
         return _place_leaf_by_leaf(fixed(visited), visited.params, where, applies=applies)
     if execution == "chain":  # a member of it needs the whole tree or, over ranks, whole matrices

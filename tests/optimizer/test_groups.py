@@ -640,7 +640,7 @@ def test_a_number_on_the_meta_device_is_refused_before_any_change():
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
     model(torch.arange(8)).square().sum().backward()
     before = copy.deepcopy(params_of(model))
-    with pytest.raises(ValueError, match="learning_rate' in a group is a tensor on the meta device"):
+    with pytest.raises(ValueError, match="'lr' in a group is a tensor on the meta device"):
         optimizer.step()
     torch.testing.assert_close(params_of(model), before, rtol=0, atol=0)
 

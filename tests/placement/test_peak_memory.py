@@ -1,4 +1,4 @@
-"""The memory at the peak of a step, in one process and over ranks, is that of the table of docs/cost-memory-risk.md."""
+"""A step needs the memory that the table of docs/cost-memory-risk.md gives, in one process and over ranks."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -439,10 +439,7 @@ def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
         if shard.numel() < view.numel():  # DeepSpeed stores the values elsewhere, so that nothing can be compared
             _warn_of_unknown_values(name)
             continue
-        # The flat tensor has fp32 values, and the parameter may have bf16: both are compared in the parameter's dtype.
-        values = view.reshape(-1).to(shard.dtype)
-        # A NaN is not equal to itself, and is replaced by 0. Infinities become the largest numbers of their sign.
-        if not torch.equal(values.nan_to_num(), shard.to(view.device).nan_to_num()):
+        if not _is_copy(view.reshape(-1), shard):
             return name
     return None
 
@@ -454,12 +451,16 @@ def _name_of_stale_copy(stepped_tensors: NamedTensors, params: NamedTensors) -> 
     before if weights were loaded into the parameters alone.
     """
     for name, tensor in stepped_tensors.items():
-        param = params[name].detach()
-        copy = tensor.detach().to(param.dtype)
-        # As in `_name_of_differing`, a NaN counts as 0.
-        if not torch.equal(copy.nan_to_num(), param.to(copy.device).nan_to_num()):
+        if not _is_copy(tensor.detach(), params[name].detach()):
             return name
     return None
+
+
+def _is_copy(copy: Tensor, param: Tensor) -> bool:
+    """Return True if a tensor of DeepSpeed, in fp32, has the values of a parameter, which may have bf16."""
+    values = copy.to(param.dtype)
+    # A NaN is not equal to itself, and is replaced by 0. Infinities become the largest numbers of their sign.
+    return torch.equal(values.nan_to_num(), param.to(values.device).nan_to_num())
 
 
 def _stale(name: str) -> ValueError:

@@ -402,8 +402,8 @@ class ZeroOptimizer(Optimizer):
                 "another optimizer saved it, such as AdamW, load only the weights: engine.load_checkpoint(path, "
                 "load_optimizer_states=False, load_lr_scheduler_states=False)"
             )
-        # 2. All hyperparameters, such as "lr", and the rate from construction. Further keys, such as those of a
-        # scheduler, are accepted.
+        # 2. All hyperparameters, such as "lr", and the rate from construction. Further keys, such as a
+        # scheduler adds, are accepted.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
             for key in (*self._numbers_of(group).keys, _REQUESTED_RATE):
                 if key not in saved_group:

@@ -554,7 +554,7 @@ class _Scatter:
     def _new_shard(self, name: str) -> Tensor:
         """Return a tensor for an updated shard: the local update itself if it is to be overwritten, else new memory.
 
-        Other buckets may still need other matrices of the same update. Only those of this bucket are overwritten.
+        Other buckets may still need other matrices of the same update. Only matrices of this bucket are overwritten.
         """
         local_update = self._local_updates[name]
         if name in self._names_to_overwrite and local_update.is_contiguous():

@@ -129,7 +129,7 @@ def _mesh() -> DeviceMesh:
 
 
 def outcome_on_ranks(law: OptimizerLaw, build: Build) -> Outcome:
-    """Check a law in new processes, and return that of the first rank on which it does not hold."""
+    """Check a law in new processes, and return the outcome of the rank on which it failed first, if any."""
     try:
         pickle.dumps(build)
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # such as of a lambda
