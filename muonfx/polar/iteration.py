@@ -95,9 +95,31 @@ def frobenius_normalized(x: Tensor, compute: torch.dtype, safety: float = 1.0) -
 
     At a zero matrix, the gradient is finite.
     """
+    if torch.compiler.is_compiling() and can_sum_in_fp64(x.device, compute):
+        return normalized_in_fp64(x, compute, safety)
     x = rounded_and_scaled(x, compute)
     total = (x * x).sum((-2, -1), keepdim=True)
     return (x * inverse_root(total, safety)).to(compute)
+
+
+def can_sum_in_fp64(device: torch.device, compute: torch.dtype) -> bool:
+    """Return True if squares of elements are summed in fp64, where none of them overflows or is lost."""
+    # MPS has no fp64, and a CPU would make a wide copy. For fp64 itself there is no wider dtype.
+    return device.type not in ("cpu", "mps") and compute != torch.float64
+
+
+def normalized_in_fp64(x: Tensor, compute: torch.dtype, safety: float) -> Tensor:
+    """Normalize matrices as `frobenius_normalized` does, without scaling by powers of two.
+
+    A compiled kernel reads them twice and writes them once. Uncompiled, the copy in fp64 would take much memory.
+    """
+    if same_range(x.dtype, compute):
+        x = x.to(compute)
+    elif x.dtype.itemsize > compute.itemsize:  # fp32 to fp16; bf16 is not rounded before it is normalized
+        x = rounded_and_scaled(x, compute)
+    wide = x.double()
+    total = (wide * wide).sum((-2, -1), keepdim=True)
+    return (wide * inverse_root(total, safety)).to(compute)
 
 
 def inverse_root(total: Tensor, safety: float) -> Tensor:
@@ -114,9 +136,7 @@ def normalize_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
     Return the batch in the dtype `compute`, in the same memory: its dtype, or one with as many bytes. A bf16 matrix is
     scaled in fp32 or fp64 before it is rounded to fp16, so its large elements do not overflow.
     """
-    # MPS has no fp64, and a CPU would make a wide copy. For fp64 itself there is no wider dtype.
-    can_sum_in_fp64 = batch.device.type not in ("cpu", "mps") and batch.dtype != torch.float64
-    if can_sum_in_fp64:
+    if can_sum_in_fp64(batch.device, compute):
         return normalize_in_fp64_(batch, safety, compute)
     return normalize_by_powers_(batch, safety, compute)
 

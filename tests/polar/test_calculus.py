@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from muonfx.polar import PRESETS, orthogonalize, orthogonalize_many, policy
+from muonfx.polar import PRESETS, iteration, orthogonalize, orthogonalize_many, policy
 from muonfx.testing.laws.compiling import Counter
 
 from .strategies import TOLERANCE, gap, problem
@@ -90,7 +90,12 @@ def test_vmap_equals_a_loop(shape: tuple[int, int], name: str) -> None:
 
 @pytest.mark.parametrize("name", list(PRESETS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_derivatives_at_zero_are_finite(dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize("in_fp64", [False, True])  # True: as in a compiled step on a GPU
+def test_derivatives_at_zero_are_finite(
+    monkeypatch: pytest.MonkeyPatch, in_fp64: bool, dtype: torch.dtype, name: str
+) -> None:
+    if in_fp64:
+        monkeypatch.setattr(iteration, "frobenius_normalized", iteration.normalized_in_fp64)
     zero = torch.zeros(2, 3, 4)
     zero[1, 1, 1] = 1.0  # next to a matrix that is not zero
     run = functools.partial(orthogonalize, coefficients=name, dtype=dtype)

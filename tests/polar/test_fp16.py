@@ -14,6 +14,7 @@ from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.iteration import (
     normalize_by_powers_,
     normalize_in_fp64_,
+    normalized_in_fp64,
     unit_power,
 )
 from muonfx.polar.stability import TOLERANCE
@@ -258,6 +259,8 @@ def test_devices_normalize_as_cpus_do(held: torch.dtype, compute: torch.dtype, e
     torch.testing.assert_close(
         on_device.double(), wide / (1.02 * norms), rtol=0.501 * eps, atol=half_of_subnormal_step, equal_nan=True
     )
+    compiled = normalized_in_fp64(batch, compute, 1.02)
+    torch.testing.assert_close(compiled, on_device, rtol=eps, atol=0, equal_nan=True)
     # On a CPU, fp32 is also rounded in between: the norm, its root and their product with the safety.
     rtol = 2 * eps if compute == torch.float32 else eps
     torch.testing.assert_close(on_device, on_cpu, rtol=rtol, atol=0, equal_nan=True)
