@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ForeachKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim._muon import muon
@@ -158,6 +159,7 @@ def without_device() -> Iterator[None]:
         "torch.cuda.get_rng_state": lambda *_: random_state,
         "torch.cuda.set_rng_state": lambda *_: None,
         "torch.cuda._lazy_init": lambda: None,
+        "torch._inductor.scheduler.has_triton": lambda: True,  # it remembers that an earlier call found no device
         "torch._inductor.compile_fx._recursive_joint_graph_passes": lambda graph, *_, **__: graph,
         "torch._inductor.fx_passes.post_grad.lazy_init": lambda *_, **__: None,
     }
@@ -193,7 +195,22 @@ def scheduled(step: Step) -> list[Kernel]:
 
 def kernel_of(node: Any) -> Kernel:
     """Return the FLOPs and bytes of a node of inductor's schedule."""
-    return Kernel(flops_of(node.node), float(node.get_read_write_buffers_sizes()), is_product(node.node))
+    nbytes = node.get_read_write_buffers_sizes() - bytes_in_registers(node)
+    return Kernel(flops_of(node.node), float(nbytes), is_product(node.node))
+
+
+def bytes_in_registers(node: Any) -> int:
+    """Return the bytes of the values that a foreach kernel computes and uses itself, which inductor counts too."""
+    if not isinstance(node, ForeachKernelSchedulerNode):
+        return 0
+    members = set(node.get_nodes())
+    total = 0
+    for member in members:
+        for output in member.get_outputs():
+            users = {user.node for user in output.users}
+            if users <= members:
+                total += math.prod(map(int, output.node.get_size())) * output.node.get_dtype().itemsize
+    return total
 
 
 def is_product(operation: Any) -> bool:

@@ -26,6 +26,15 @@ def test_elementwise_operations_are_one_kernel_that_reads_its_inputs_once():
     assert (totals.operations, totals.other_bytes, totals.product_bytes) == (1, 3 * 64 * 64 * 4, 0)
 
 
+def test_a_foreach_kernel_keeps_what_only_it_uses_in_registers():
+    def add_scaled(x, y):
+        scaled = torch._foreach_mul([x, y], 3.0)
+        return torch._foreach_add(scaled, [y, x])
+
+    totals = compiled(add_scaled, (64, 64), (64, 64))
+    assert (totals.operations, totals.other_bytes) == (1, 4 * 64 * 64 * 4)
+
+
 def test_a_product_has_the_flops_and_bytes_of_its_shapes():
     totals = compiled(lambda x, y: x @ y, (32, 64), (64, 16))
     assert (totals.operations, totals.flops) == (1, 2 * 32 * 64 * 16)
@@ -41,3 +50,14 @@ def test_a_compiled_step_needs_fewer_kernels_and_bytes(monkeypatch: pytest.Monke
         assert in_one_graph.flops == eager.flops
         assert in_one_graph.operations < eager.operations
         assert in_one_graph.other_bytes < 0.7 * eager.other_bytes
+
+
+@pytest.mark.parametrize(
+    ("model_name", "most_gigabytes", "most_milliseconds"),
+    [("GPT-2 small", 9.5, 6.5), ("1.3 B, 24 layers of 2048", 120, 105), ("one layer of 8 B", 20.5, 31)],
+)
+def test_a_compiled_step_stays_within_its_bounds(model_name: str, most_gigabytes: float, most_milliseconds: float):
+    ours, torchs = operations_compiled.count(model_name, OURS), operations_compiled.count(model_name, TORCHS)
+    assert ours.product_bytes + ours.other_bytes <= most_gigabytes * 1e9
+    assert ours.seconds <= most_milliseconds / 1e3
+    assert ours.seconds < torchs.seconds
