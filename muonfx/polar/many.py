@@ -451,6 +451,11 @@ def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
 def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
     """Orthogonalize pieces `(b, short, long)` as one batch in new memory. Return the batch in their dtype."""
     matrices = [piece.matrices for piece in batch]
+    dtype = job.kind.dtype
+    batch_dtype = job.plan.rounded_to or job.plan.dtype
+    is_narrower = batch_dtype.itemsize < dtype.itemsize and same_range(dtype, batch_dtype)
+    if job.in_one_batch and is_narrower:
+        matrices = [x.to(batch_dtype) for x in matrices]  # now, so that the joined batch takes half the memory
     # Sums round in another order for other strides and addresses. So the batch is always contiguous and begins at a
     # multiple of 64 bytes, as a result of `cat` does. A single piece is copied if it must be.
     if len(matrices) > 1:
@@ -459,7 +464,7 @@ def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
         joined = matrices[0].contiguous()
     else:
         joined = aligned(matrices[0])
-    return outside_autocast(as_function, joined, job.plan, job.coefficients).to(job.kind.dtype)
+    return outside_autocast(as_function, joined, job.plan, job.coefficients).to(dtype)
 
 
 def _batch_in_buffers(batch: list[_Piece], job: _Job) -> Tensor:
