@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from glob import escape
 from itertools import combinations
 from typing import TypeVar
@@ -10,6 +10,19 @@ from typing import TypeVar
 from muonfx.internal.tracing import matches
 
 T = TypeVar("T")
+
+
+def any_glob_matches(globs: Collection[str], names: Iterable[str]) -> bool:
+    """Return True if one of the globs matches one of the names.
+
+    >>> any_glob_matches(["lm_head.*", "*.bias"], ["wte.weight", "lm_head.weight"])
+    True
+    """
+    for name in names:
+        for glob in globs:
+            if matches(name, glob):
+                return True
+    return False
 
 
 def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
@@ -20,14 +33,14 @@ def patterns(values: Mapping[str, T], others: Iterable[str]) -> dict[str, T]:
     >>> patterns({"h.0.fc.weight": "a", "h.1.fc.weight": "a", "h.1.proj.weight": "b"}, ["head.fc.weight"])
     {'*h.*.fc.weight': 'a', '*.proj.weight': 'b'}
     """
-    names_without_value = [name for name in others if name not in values]
+    all_names = {*values, *others}
     value_of_glob: dict[str, T] = {}
     for name, value in values.items():
-        if any(matches(name, glob) for glob in value_of_glob):  # the glob of an earlier name has this value
+        if any_glob_matches(value_of_glob, [name]):  # the glob of an earlier name has this value
             continue
         # The glob must match no name without a value, and none with another value.
-        names_with_others = [other_name for other_name, other_value in values.items() if other_value != value]
-        value_of_glob[_shortest_glob(name, names_without_value + names_with_others)] = value
+        excluded = [other_name for other_name in all_names if values.get(other_name) != value]
+        value_of_glob[_shortest_glob(name, excluded)] = value
     return value_of_glob
 
 
@@ -38,7 +51,7 @@ def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
     '*h.*.fc.weight'
     """
     for glob in _globs(name):  # the general ones first
-        if not any(matches(excluded_name, glob) for excluded_name in excluded):
+        if not any_glob_matches([glob], excluded):
             return glob
     return escape(name)  # the name itself
 

@@ -163,10 +163,11 @@ def written_type(module: nn.Module) -> type:
     For example, it is ``Linear`` for the class ``FSDPLinear`` with the bases ``(FSDPModule, Linear)``.
     """
     module_class: type = parametrize.type_before_parametrizations(module)
-    # FSDP2 makes a subclass with exactly two bases, of which one is its own.
-    other_bases = [base for base in module_class.__bases__ if base.__name__ != "FSDPModule"]
-    is_generated_by_fsdp2 = len(module_class.__bases__) == 2 and len(other_bases) == 1
-    return other_bases[0] if is_generated_by_fsdp2 else module_class
+    bases = module_class.__bases__
+    is_generated_by_fsdp2 = len(bases) == 2 and bases[0].__name__ == "FSDPModule"
+    if is_generated_by_fsdp2:
+        return bases[1]
+    return module_class
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from torch import nn
 from muonfx import tree
 from muonfx.core.partition import Condition
 from muonfx.internal.arguments import plain_arguments
-from muonfx.internal.tracing import matches
+from muonfx.routing.globs import any_glob_matches
 from muonfx.routing.params import ParamInfo, read_params
 from muonfx.tree import PyTree
 
@@ -56,7 +56,9 @@ class Predicate(Condition):
     @property
     def parts(self) -> tuple[Predicate, ...]:
         """The conditions that ``&``, ``|`` or ``~`` combine, as a tuple of predicates; empty for a single condition."""
-        return tuple(operand for operand in self.arguments if isinstance(operand, Predicate))
+        if self.name not in ("&", "|", "~"):
+            return ()
+        return self.arguments
 
     def select(self, params: PyTree) -> dict[str, bool]:
         """Return a dict from the name of each parameter in a pytree to True if the predicate matches it.
@@ -89,7 +91,7 @@ class Predicate(Condition):
 
     def needs_modules(self) -> bool:
         """Return True if the predicate depends on module types (`module_type`), which named tensors do not have."""
-        return self.name == "module_type" or any(operand.needs_modules() for operand in self.parts)
+        return self.name == "module_type" or any(map(Predicate.needs_modules, self.parts))
 
     def __repr__(self) -> str:
         return self.code_in("")
@@ -113,7 +115,7 @@ _MATCHES: dict[str, Callable[..., bool]] = {
     "|": lambda info, left, right: left(info) or right(info),
     "~": lambda info, inner: not inner(info),
     "ndim": lambda info, low, high: (low is None or low <= info.ndim) and (high is None or info.ndim <= high),
-    "path": lambda info, *globs: any(_has_name(info, glob) for glob in globs),
+    "path": lambda info, *globs: any_glob_matches(globs, info.names),
     "module_type": lambda info, *types: any(_is_in_module(info, type_or_glob) for type_or_glob in types),
     "where": lambda info, fn, _: bool(fn(info)),
 }
@@ -200,15 +202,6 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
     return Predicate("where", (fn, name if name is not None else getattr(fn, "__name__", type(fn).__name__)))
 
 
-def _has_name(info: ParamInfo, glob: str) -> bool:
-    """Return True if a glob matches one of the names of a parameter.
-
-    >>> _has_name(ParamInfo("wte.weight", (8, 4), tied=("lm_head.weight",)), "lm_head.*")
-    True
-    """
-    return any(matches(name, glob) for name in info.names)
-
-
 def _is_in_module(info: ParamInfo, type_or_glob: type | str) -> bool:
     """Return True if a module that owns a parameter is of a type, or of a class whose name a glob matches.
 
@@ -217,7 +210,8 @@ def _is_in_module(info: ParamInfo, type_or_glob: type | str) -> bool:
     if isinstance(type_or_glob, type):
         return any(issubclass(module_class, type_or_glob) for module_class in info.modules)
     for module_class in info.modules:  # several for a tied parameter
-        if any(matches(base.__name__, type_or_glob) for base in module_class.__mro__):
+        class_names = [base.__name__ for base in module_class.__mro__]
+        if any_glob_matches([type_or_glob], class_names):
             return True
     return False
 
