@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -105,15 +105,16 @@ def structure_of(model: object) -> Structure:
         return _UNKNOWN_STRUCTURE
     defined = _modules_of(model)
     layers = defined.layers
-    has_blocks = any(layer.block is not None for layer in layers)
-    if has_blocks:
+    blocks = {layer.block for layer in layers} - {None}
+    if blocks:
         # Inputs are before blocks; heads are outside of them, and no layer reads their outputs.
         inputs = _inputs(layers)
         heads, possible_heads = _heads(defined, inputs)
     else:  # nothing shows which layers are the first and the last
         inputs = {}
         heads = {}
-        possible_heads = _possible_heads_without_blocks(layers, {norm.width for norm in defined.norms})
+        possible_heads = _possible_heads_without_blocks(layers, defined.norms)
+    read_one_channel = {layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped}
     return Structure(
         held_by_no_layer=frozenset(_held_by_no_layer(model)),
         inputs=inputs,
@@ -121,7 +122,7 @@ def structure_of(model: object) -> Structure:
         read_in_their_block=_read_in_their_block(layers),
         possible_heads=frozenset(possible_heads),
         read_in_parts=_read_in_parts(layers, defined.read_widths),
-        read_one_channel=frozenset({layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped}),
+        read_one_channel=frozenset(read_one_channel),
     )
 
 
@@ -140,13 +141,21 @@ def _modules_of(model: nn.Module) -> _Modules:
     """Return the layers and norms of a model, each with the block that contains it."""
     layers = list(_layers_of(model))
     norms = list(_norms_of(model))
-    read_widths = {layer.reads for layer in layers if layer.reads is not None}
-    read_widths.update(norm.width for norm in norms)
+    read_widths = {norm.width for norm in norms}
+    for layer in layers:
+        if layer.reads is not None:  # an embedding reads indices
+            read_widths.add(layer.reads)
     # The widths show which modules are blocks. Only then, the block around each layer is known.
     blocks = set(_blocks_of(model, read_widths))
-    layers_in_blocks = [layer._replace(block=_block_around(layer.path, blocks)) for layer in layers]
-    norms_in_blocks = [norm._replace(block=_block_around(norm.path, blocks)) for norm in norms]
-    return _Modules(layers_in_blocks, norms_in_blocks, read_widths)
+    return _Modules(_with_blocks(layers, blocks), _with_blocks(norms, blocks), read_widths)
+
+
+_Part = TypeVar("_Part", Layer, Norm)
+
+
+def _with_blocks(parts: Iterable[_Part], blocks: set[str]) -> list[_Part]:
+    """Return layers or norms with the path of the block that contains each; ``blocks`` are the paths of all blocks."""
+    return [part._replace(block=_block_around(part.path, blocks)) for part in parts]
 
 
 def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
@@ -167,14 +176,14 @@ def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
     return last_layer.returns not in read_widths
 
 
-def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set[int]) -> set[str]:
+def _possible_heads_without_blocks(layers: Sequence[Layer], norms: Iterable[Norm]) -> set[str]:
     """Return the paths of layers whose outputs no other layer or norm reads, in a model without blocks.
 
     The widths do not show whether such a layer is a head. The last layer is always one of them. There are none if the
     last layer is an embedding, or is the whole model.
 
     >>> layers = [Layer("fc1", 8, 16), Layer("fc2", 16, 8), Layer("out", 8, 5)]
-    >>> _possible_heads_without_blocks(layers, widths_of_norms=set())
+    >>> _possible_heads_without_blocks(layers, norms=[])
     {'out'}
     """
     if not layers:
@@ -184,6 +193,7 @@ def _possible_heads_without_blocks(layers: Sequence[Layer], widths_of_norms: set
     is_whole_model = last_layer.path == ""
     if is_embedding_last or is_whole_model:
         return set()
+    widths_of_norms = {norm.width for norm in norms}
     possible_heads = {last_layer.path}
     for layer in layers:
         is_read_by_norm = layer.returns in widths_of_norms
@@ -541,9 +551,12 @@ def _numbers_of_blocks(layers: Sequence[Layer]) -> set[int]:
     >>> _numbers_of_blocks([Layer("h.0.fc", 8, 8, "h.0"), Layer("h.1.fc", 8, 8, "h.1")])
     {2}
     """
-    blocks = {layer.block for layer in layers if layer.block is not None}
-    blocks_in_list = Counter(map(_module_around, blocks))  # the list of "h.0" and "h.1" is "h"
-    return {count for count in blocks_in_list.values() if count > 1}
+    list_of_block: dict[str, str] = {}  # {"h.0": "h", "h.1": "h"}
+    for layer in layers:
+        if layer.block is not None:
+            list_of_block[layer.block] = _module_around(layer.block)
+    lengths = Counter(list_of_block.values()).values()
+    return {length for length in lengths if length > 1}
 
 
 def _returns_parts(layer: Layer) -> bool:
@@ -623,7 +636,11 @@ def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]
     holder = _module_around(layer.path)
     if not holder:  # all later layers are in the model, also those that have nothing to do with this one
         return set()
-    return {later.reads for later in later_layers if later.reads and later.path.startswith(f"{holder}.")}
+    widths: set[int] = set()
+    for later in later_layers:
+        if later.reads and later.path.startswith(f"{holder}."):
+            widths.add(later.reads)
+    return widths
 
 
 def _norms_of(model: nn.Module) -> Iterator[Norm]:
