@@ -85,8 +85,10 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
             continue
         # ``shape[-3]`` is the number of experts, for a stack of shape (8, 32, 64). A router has as many rows.
         widths = {param.shape[1] for param in module.parameters() if param.ndim == 2 and len(param) == info.shape[-3]}
-        if widths:
-            return widths.pop() if len(widths) == 1 else None
+        if len(widths) == 1:
+            return widths.pop()
+        if widths:  # several matrices with one row for each expert
+            return None
     return None
 
 
@@ -177,9 +179,12 @@ def _number_of_parts(shape: tuple[int, ...], later_shapes: Sequence[tuple[int, .
         order: the order of their dims, `STACK` or `TRANSPOSED_STACK`.
     """
     returns, reads = _widths(shape, order)
-    widths_of_later = [_widths(later_shape, order) for later_shape in later_shapes]
-    if any(later_reads == returns for _, later_reads in widths_of_later):  # all outputs are read together
-        return None
+    widths_of_later: list[tuple[int, int]] = []  # the widths that each later stack returns and reads
+    for later_shape in later_shapes:
+        later_returns, later_reads = _widths(later_shape, order)
+        if later_reads == returns:  # all outputs are read together
+            return None
+        widths_of_later.append((later_returns, later_reads))
     for count in COUNTS_OF_PARTS:  # 2 and 3
         # The later stack maps a part back to the width of the inputs, as the second layer of an MLP does.
         widths_of_reader = (reads, returns / count)

@@ -134,9 +134,11 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
     """
     # The role of a parameter also depends on the others: a "gate" next to an "up" is no router. This is collected
     # first.
+    names = [info.name for info in infos]
+    children_of_model = [_Name(name).child_of_model for name in names]
     model = _Model(
-        names=frozenset([info.name for info in infos]),
-        has_classifier=any(_Name(info.name).child_of_model == "classifier" for info in infos),
+        names=frozenset(names),
+        has_classifier="classifier" in children_of_model,
         gated_mlps=_gated_mlps(infos),
         projections=_projections_of_attention(infos),
         structure=structure,
@@ -215,7 +217,7 @@ def _table(info: ParamInfo, model: _Model) -> Decision | None:
     """
     # A layer, such as nn.Linear, would hold it under the name "weight".
     names_in_modules = (info.name, *info.tied)
-    is_without_layer = any(name in model.structure.held_by_no_layer for name in names_in_modules)
+    is_without_layer = not model.structure.held_by_no_layer.isdisjoint(names_in_modules)
     is_matrix = _is_named_as_a_matrix(_Name(info.name).layer)
     if info.ndim == 2 and is_without_layer and not is_matrix:
         owner = info.modules[0].__name__
@@ -233,10 +235,12 @@ def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
         return None
     for name in (info.name, *info.tied):  # a tied tensor is in several layers
         path = module_path(name)  # the path of the layer
-        if layer := model.structure.inputs.get(path):
-            return Decision("other", f"raw input (no earlier layer returns the {layer.reads} features that it reads)")
-        if layer := model.structure.heads.get(path):
-            return Decision("head", f"last layer (no other layer reads the {layer.returns} features that it returns)")
+        if path in model.structure.inputs:
+            width = model.structure.inputs[path].reads
+            return Decision("other", f"raw input (no earlier layer returns the {width} features that it reads)")
+        if path in model.structure.heads:
+            width = model.structure.heads[path].returns
+            return Decision("head", f"last layer (no other layer reads the {width} features that it returns)")
     return None
 
 
@@ -249,7 +253,7 @@ def _is_named_as_a_matrix(leaf: str) -> bool:
     if leaf in PLAIN_LEAVES:  # the module is no linear layer, so the plain name shows nothing
         return False
     words = _words(leaf)
-    return any(word in _MATRIX_WORDS or _MATRIX_NAME.match(word) for word in words)
+    return not _MATRIX_WORDS.isdisjoint(words) or any(map(_MATRIX_NAME.match, words))
 
 
 def _by_part(info: ParamInfo, model: _Model) -> Decision | None:
@@ -329,10 +333,12 @@ def _embedding_component(name: _Name) -> str | None:
     >>> _embedding_component(_Name("embed_tokens.weight")), _embedding_component(_Name("cls_token"))
     ('embed_tokens', 'cls_token')
     """
-    if not name.is_of_layer:
-        return name.layer if _is_table(name.words) else None
-    is_shared = _ends_in(name.components[:-1], {"shared"})  # shared.weight: T5 and BART share an embedding
-    return name.layer if is_shared or _is_embedding_layer(name.layer) else None
+    if name.is_of_layer:
+        is_shared = _ends_in(name.components[:-1], {"shared"})  # shared.weight: T5 and BART share an embedding
+        is_recognized = is_shared or _is_embedding_layer(name.layer)
+    else:
+        is_recognized = _is_table(name.words)
+    return name.layer if is_recognized else None
 
 
 def _is_embedding_layer(layer_name: str) -> bool:
@@ -440,15 +446,25 @@ def _head_component(name: _Name, *, is_read: bool) -> str | None:
     ('lm_head', 'fc')
     >>> _head_component(_Name("h.fc.weight"), is_read=False)  # None
     """
-    # A name that is of a head anywhere. All layers inside a head are parts of it: cls_head.dense.weight.
-    heads = [component for component in name.components if _is_head(_words(component))]
+    component = _named_as_head(name)
+    if is_read and component == name.layer:
+        return None
+    return component
+
+
+def _named_as_head(name: _Name) -> str | None:
+    """Return the name component of an output head by the name alone: "cls_head" for ``cls_head.dense.weight``; or None.
+
+    All layers inside a head are parts of it.
+    """
+    for component in name.components:
+        if _is_head(_words(component)):
+            return component
     # A common name such as "output" or "fc" is the name of a head only for a direct child of the model.
     is_top_head = name.child_of_model == name.layer and _TOP_HEAD.fullmatch(name.layer) is not None
-    if not heads and (is_top_head or _is_decoder_layer(name)):
-        heads = [name.layer]
-    if not heads or (heads[0] == name.layer and is_read):
-        return None
-    return heads[0]
+    if is_top_head or _is_decoder_layer(name):
+        return name.layer
+    return None
 
 
 def _is_decoder_layer(name: _Name) -> bool:
@@ -477,7 +493,7 @@ def _is_head(words: list[str]) -> bool:
     if _ends_in(words, _HEAD_WORDS):  # lm_head and classifier, but not q_head, which is a head of attention
         return not _is_head_of_attention(words)
     # A head word at the beginning, and only the words of a layer after it: head_linear, but not head_norm.
-    return words[0] in _HEAD_WORDS and all(word in _AFTER_HEAD for word in words[1:])
+    return words[0] in _HEAD_WORDS and _AFTER_HEAD.issuperset(words[1:])
 
 
 def _is_head_of_attention(words: list[str]) -> bool:
@@ -688,11 +704,15 @@ class _Name:
         >>> _Name("model.fc.weight").child_of_model, _Name("blocks.fc.weight").child_of_model
         ('fc', None)
         """
-        path = self.components[:-1] if self.is_of_layer else self.components
+        path = self.components
+        if self.is_of_layer:  # without "weight"
+            path = path[:-1]
         # Without modules around the whole model, such as "module" of DistributedDataParallel.
         while len(path) > 1 and path[0] in _TOPS:
             path = path[1:]
-        return path[0] if len(path) == 1 else None
+        if len(path) != 1:
+            return None
+        return path[0]
 
 
 def _components(name: str) -> list[str]:
@@ -731,7 +751,7 @@ def _words(component: str) -> list[str]:
     """
     # A word is either capitals that no small letter follows, as in "QKV", or small letters after at most one capital.
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)
-    return [word.lower() for word in words]
+    return list(map(str.lower, words))
 
 
 def _ends_in(words: Sequence[str], last_words: Set[str]) -> bool:

@@ -34,7 +34,8 @@ def in_parts(stored: str, size_of: Mapping[str, int] | Mapping[str, str]) -> str
     >>> in_parts("{out} in -> {out} in", {"q": 4, "k": 2})
     '(q=4 + k=2) in -> q in, k in'
     """
-    rows = " + ".join(f"{name}={size}" for name, size in size_of.items())
+    parts = [f"{name}={size}" for name, size in size_of.items()]
+    rows = " + ".join(parts)
     return with_rows(stored, f"({rows})", list(size_of))
 
 
@@ -44,9 +45,9 @@ def with_rows(stored: str, rows: str, results: Sequence[str]) -> str:
     >>> with_rows("in {out} -> {out} in", "(q=4 + k=2)", ["q", "k"])
     'in (q=4 + k=2) -> q in, k in'
     """
-    left, _, right = stored.partition(" -> ")  # the dims of the parameter, and the dims of a matrix
-    matrices = ", ".join([right.replace("{out}", result) for result in results])
-    return f"{left.replace('{out}', rows)} -> {matrices}"
+    dims, _, dims_of_matrix = stored.partition(" -> ")
+    matrices = [dims_of_matrix.replace("{out}", result) for result in results]
+    return f"{dims.replace('{out}', rows)} -> {', '.join(matrices)}"
 
 
 def undivided(stored: str) -> str | None:

@@ -198,10 +198,13 @@ def _before(pattern_of_glob: dict[str, str], view: MatrixView) -> dict[str, str]
     >>> _before({"*.qkv": "(part=3 out) in -> part out in"}, MatrixView("in out -> out in"))
     {'*.qkv': '(part=3 out) in -> part out in', '*': 'in out -> out in'}
     """
-    pattern = view.pattern or {}
-    if isinstance(pattern, str):
-        pattern = {"*": pattern}
-    return pattern_of_glob | {glob: text for glob, text in pattern.items() if glob not in pattern_of_glob}
+    patterns_of_view = view.pattern or {}
+    if isinstance(patterns_of_view, str):
+        patterns_of_view = {"*": patterns_of_view}
+    merged = dict(pattern_of_glob)
+    for glob, pattern in patterns_of_view.items():
+        merged.setdefault(glob, pattern)
+    return merged
 
 
 def _whole_pattern(route: Route) -> str:
