@@ -153,7 +153,8 @@ def _warn_of_no_head(possible_heads: Sequence[ParamInfo], label_of_role: Mapping
     hidden_label = label_of_role["hidden"]
     head_label = label_of_role["head"]
     # A rule also matches names without the components of wrappers, so that it remains right without the wrapper.
-    predicate = path(*[escape(plain_name(info.name)) for info in possible_heads])
+    globs = [escape(plain_name(info.name)) for info in possible_heads]
+    predicate = path(*globs)
     rule = f"({predicate.code_in('muonfx.routing.')}, {head_label!r})"  # (muonfx.routing.path('fc.weight'), 'adamw')
     warn_caller(
         "default_labels: found no output head, and labelled the weights of the layers that may be one, "
@@ -221,14 +222,14 @@ class _Decisions(NamedTuple):
     """The role (the function in the model, such as "head") and the reason of each parameter, by name."""
 
 
-def _labelled_by_role(decisions: _Decisions) -> list[ParamInfo]:
-    """Return the parameters that their roles label: no rule of the user matches them, and they are trained."""
-    return [info for info in decisions.infos if info.requires_grad and info.name not in decisions.label_by_rule]
-
-
 def _hidden(decisions: _Decisions) -> list[ParamInfo]:
-    """Return the parameters that their roles label as hidden matrices."""
-    return [info for info in _labelled_by_role(decisions) if decisions.roles[info.name].role == "hidden"]
+    """Return the parameters that are labelled as hidden matrices by their roles, and not by a rule of the user."""
+    hidden: list[ParamInfo] = []
+    for info in decisions.infos:
+        has_rule = info.name in decisions.label_by_rule
+        if info.requires_grad and not has_rule and decisions.roles[info.name].role == "hidden":
+            hidden.append(info)
+    return hidden
 
 
 def _decide(model_or_params: Params, rules: Sequence[Rule]) -> _Decisions:
@@ -245,11 +246,15 @@ def _labels(model_or_params: Params, decisions: _Decisions, label_of_role: Mappi
     ``label_of_role`` has the label of each role: ``{"hidden": "muon", "head": "adamw", ...}``.
     """
     infos = decisions.infos
-    labels_with_reasons: dict[str, tuple[Label, str]] = dict.fromkeys([info.name for info in infos], (None, "frozen"))
-    for info in _labelled_by_role(decisions):
-        role, reason = decisions.roles[info.name]
-        labels_with_reasons[info.name] = (label_of_role[role], reason)
-    labels_with_reasons |= decisions.label_by_rule
+    labels_with_reasons: dict[str, tuple[Label, str]] = {}
+    for info in infos:
+        if info.name in decisions.label_by_rule:
+            labels_with_reasons[info.name] = decisions.label_by_rule[info.name]
+        elif not info.requires_grad:
+            labels_with_reasons[info.name] = (None, "frozen")
+        else:
+            role, reason = decisions.roles[info.name]
+            labels_with_reasons[info.name] = (label_of_role[role], reason)
     # Only hidden matrices are divided into matrices.
     whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
     read_in_parts = decisions.structure.read_in_parts
@@ -261,11 +266,16 @@ def _has_head(decisions: _Decisions, hidden_label: Label) -> bool:
 
     ``hidden_label`` is the label of hidden matrices, such as "muon".
     """
-    # By structure, a head may have another role: "vector" if it returns one number.
-    has_head_by_role = any(_is_head(info, decisions.roles[info.name].role) for info in decisions.infos)
-    if decisions.structure.heads or has_head_by_role:
+    if decisions.structure.heads:  # such a head may have another role: "vector" if it returns one number
         return True
-    return _has_rule_for_head(decisions.infos, decisions.label_by_rule, hidden_label)
+    for info in decisions.infos:
+        if _is_head(info, decisions.roles[info.name].role):
+            return True
+        # A rule that makes a matrix no hidden matrix may be a rule for the head.
+        label, _ = decisions.label_by_rule.get(info.name, (hidden_label, ""))
+        if info.ndim > 1 and label != hidden_label:
+            return True
+    return False
 
 
 def _is_head(info: ParamInfo, role: Role) -> bool:
@@ -275,18 +285,3 @@ def _is_head(info: ParamInfo, role: Role) -> bool:
     True
     """
     return role == "head" or (role == "embedding" and bool(info.tied))
-
-
-def _has_rule_for_head(
-    infos: Sequence[ParamInfo], label_by_rule: Mapping[str, tuple[Label, str]], hidden_label: Label
-) -> bool:
-    """Return True if a rule of the user makes a matrix no hidden matrix, which may be a rule for the head.
-
-    ``label_by_rule`` has the (label, reason) of each parameter that a rule of the user matches, by name.
-    """
-    for info in infos:
-        if info.ndim > 1 and info.name in label_by_rule:
-            label, _ = label_by_rule[info.name]
-            if label != hidden_label:
-                return True
-    return False

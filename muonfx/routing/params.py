@@ -227,7 +227,7 @@ def _info(
     shape = cast("Iterable[int]", getattr(tensor, "ds_shape", tensor.shape))
     # Only an nn.Parameter can be frozen: functional code trains plain tensors, which do not require grad.
     trainable = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-    return ParamInfo(name, tuple(int(side) for side in shape), tensor.dtype, trainable, module, tied, tied_modules)
+    return ParamInfo(name, tuple(map(int, shape)), tensor.dtype, trainable, module, tied, tied_modules)
 
 
 def _tensor_with_shape(name: str, value: object) -> torch.Tensor:
