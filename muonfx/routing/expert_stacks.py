@@ -79,15 +79,18 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
     """
     experts_path = _path_without_wrappers(_path_around_layer(info.name))  # "moe.experts" for "moe.experts.w1"
     path_around_experts = _path_without_wrappers(module_path(experts_path))  # "moe"
+    number_of_experts = info.shape[-3]  # 8 for a stack of shape (8, 32, 64)
     for path in (experts_path, path_around_experts):  # the nearest module with a router decides
         module = modules.get(path)
         if module is None:
             continue
-        # ``shape[-3]`` is the number of experts, for a stack of shape (8, 32, 64). A router has as many rows.
-        widths = {param.shape[1] for param in module.parameters() if param.ndim == 2 and len(param) == info.shape[-3]}
+        widths: set[int] = set()
+        for param in module.parameters():
+            if param.ndim == 2 and len(param) == number_of_experts:  # a router has a row for each expert
+                widths.add(param.shape[1])
         if len(widths) == 1:
             return widths.pop()
-        if widths:  # several matrices with one row for each expert
+        if widths:  # several matrices may be the router
             return None
     return None
 

@@ -83,11 +83,14 @@ class Routing(Shown):
 
     def _totals_by_group(self) -> Table:
         """Return the numbers of tensors and elements for each of an optimizer's ``param_groups``, with its labels."""
+        info_of = {info.name: info for info in self.params}
         totals: list[tuple[list[str], list[ParamInfo]]] = []  # the first cells of each row, and what it counts
         for index, group in enumerate(self.groups):
-            names = set(group["param_names"])
-            infos = [info for info in self.params if info.name in names]
-            labels = dict.fromkeys(_shown(self.labels[info.name]) for info in infos)
+            infos: list[ParamInfo] = []
+            labels: dict[str, None] = {}  # a dict in place of a set, for the order
+            for name in group["param_names"]:
+                infos.append(info_of[name])
+                labels[_shown(self.labels[name])] = None
             totals.append(([str(index), ", ".join(labels) or "-"], infos))
         return self._totals(["group", "label"], totals)
 
@@ -261,11 +264,12 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
 
 def _require_names_and_labels(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError unless the param groups are of an optimizer of this package."""
-    if any("param_names" not in group or "label" not in group for group in groups):
-        raise TypeError(
-            f"describe: found {type(optimizer).__name__}, whose groups have no names and labels, expected a "
-            "muonfx.TransformOptimizer, or muonfx.Muon"
-        )
+    for group in groups:
+        if "param_names" not in group or "label" not in group:
+            raise TypeError(
+                f"describe: found {type(optimizer).__name__}, whose groups have no names and labels, expected a "
+                "muonfx.TransformOptimizer, or muonfx.Muon"
+            )
 
 
 def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView | None]) -> Route:

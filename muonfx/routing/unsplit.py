@@ -74,7 +74,10 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
         transforms: the transform of each label.
     """
     # Most parameters are one matrix without doubt.
-    doubtful = {name: route for name, route in routes.items() if route.view.pattern or route.suggested is not None}
+    doubtful: dict[str, Route] = {}
+    for name, route in routes.items():
+        if route.view.pattern or route.suggested is not None:
+            doubtful[name] = route
     if not doubtful:
         return
     used_views = list(_used_views(doubtful, transforms))

@@ -323,7 +323,8 @@ def _number_of_modulations(param: _Param) -> int | None:
     """
     if param.info.ndim != 2:
         return None
-    path = ".".join(layer.name for layer in reversed(param.layers))  # outermost first: "adaLN_modulation.1"
+    names = [layer.name for layer in reversed(param.layers)]
+    path = ".".join(names)  # outermost first: "adaLN_modulation.1"
     if is_modulation(path) or _is_of_class(param.layers[0].holder, _MODULATION_CLASS):
         return _modulations(*param.info.shape)
     return None
