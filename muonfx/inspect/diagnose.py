@@ -60,7 +60,11 @@ class ParameterDiagnosis(NamedTuple):
     @property
     def role(self) -> str:
         """The name with "*" in place of numbers, such as "blocks.*.up.weight", which is the same for all layers."""
-        return ".".join("*" if level.isdigit() else level for level in self.name.split("."))
+        levels = self.name.split(".")
+        for index, level in enumerate(levels):
+            if level.isdigit():
+                levels[index] = "*"
+        return ".".join(levels)
 
     @property
     def update_per_weight(self) -> float:
@@ -145,10 +149,15 @@ def _cells(title: str, rows: Sequence[ParameterDiagnosis]) -> tuple[str, ...]:
 
     For example ``("up", "0.2", "0.01", "0.8", "1.1", "1", "0.03", "6 of 5")``. Sizes are means over the parameters.
     """
-    # None: the chain has no learning rate, or the parameter is not orthogonalized.
-    updates_per_rate = [row.update_per_rate for row in rows if row.update_per_rate is not None]
-    updates_per_weight = [row.update_per_weight for row in rows]
-    spectra = [row.spectrum for row in rows if row.spectrum is not None]
+    updates_per_rate: list[float] = []
+    updates_per_weight: list[float] = []
+    spectra: list[Spectrum] = []
+    for row in rows:
+        updates_per_weight.append(row.update_per_weight)
+        if row.update_per_rate is not None:  # the chain has a learning rate
+            updates_per_rate.append(row.update_per_rate)
+        if row.spectrum is not None:  # the parameter is orthogonalized
+            spectra.append(row.spectrum)
     return (title, _mean(updates_per_rate), _mean(updates_per_weight), *_cells_of_spectra(spectra))
 
 
@@ -227,16 +236,17 @@ def diagnose(what: TransformOptimizer | tuple[Transform, PyTree, PyTree, PyTree]
 
 def _require_no_orthogonalize(tx: Transform) -> None:
     """Raise ValueError if a transform that has orthogonalized nothing contains an `orthogonalize`."""
-    if any(part.factory is orthogonalize for part in within(tx)):
-        raise ValueError(
-            "diagnose: orthogonalize did not run, expected it to run: accumulate runs it only at the last micro-batch: "
-            "call diagnose there, or pass boundary=True"
-        )
+    for part in within(tx):
+        if part.factory is orthogonalize:
+            raise ValueError(
+                "diagnose: orthogonalize did not run, expected it to run: accumulate runs it only at the last "
+                "micro-batch: call diagnose there, or pass boundary=True"
+            )
 
 
 def _nonfinite_leaves(grads: PyTree) -> tuple[str, ...]:
     """Return the names of the gradients that are NaN or infinite in at least one element."""
-    return tuple([name for name, grad in tree.named_leaves(grads) if grad is not None and not _is_finite(grad)])
+    return tuple([name for name, grad in _present(grads) if not _is_finite(grad)])
 
 
 def _rows(params: PyTree, updates: PyTree, measurements: _Measurements) -> tuple[ParameterDiagnosis, ...]:
@@ -283,8 +293,12 @@ class _Measurements:
 
 
 def _present(updates: PyTree) -> list[tuple[str, Tensor]]:
-    """Return the updates by name. Parameters without a gradient or without elements are left out."""
-    return [(name, leaf) for name, leaf in tree.named_leaves(updates) if leaf is not None and leaf.numel() > 0]
+    """Return gradients or updates by name. Parameters without a gradient or without elements are left out."""
+    present: list[tuple[str, Tensor]] = []
+    for name, leaf in tree.named_leaves(updates):
+        if leaf is not None and leaf.numel() > 0:
+            present.append((name, leaf))
+    return present
 
 
 def _require_whole_trees(argument: Any) -> None:
@@ -349,7 +363,9 @@ def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor
     for batch in _wide_batches(view, momentum, name):
         momentum_values.append(_singular_values(_normalized(batch, coefficients)))
     # After: of all matrices together.
-    result_values = [_singular_values(batch).flatten() for batch in _wide_batches(view, orthogonalized, name)]
+    result_values: list[Tensor] = []
+    for batch in _wide_batches(view, orthogonalized, name):
+        result_values.append(_singular_values(batch).flatten())
     results = torch.cat(result_values)
     return Spectrum(
         minimum=results.min().item(),
@@ -392,7 +408,8 @@ def _steps_needed(spectra: Sequence[Tensor], coefficients: polar.Coefficients) -
     A step of the iteration applies a polynomial to each singular value, so it need not be run on matrices.
     """
     for steps in range(1, _MOST_STEPS + 1):
-        if all(_reach_goal(polar.scalar_polynomial(coefficients, values, steps)) for values in spectra):
+        lifted = [polar.scalar_polynomial(coefficients, values, steps) for values in spectra]
+        if all(map(_reach_goal, lifted)):
             return steps
     return None
 

@@ -164,10 +164,11 @@ class Summary(Shown):
         cells = [title]
         for column in self._text_titles:
             cells.append(texts.get(column, ""))
-        # The bytes on this rank, and on all ranks if the leaves are sharded.
-        cells.append(format_bytes(sum(leaf.nbytes for leaf in leaves)))
-        if self.ranks is not None:
-            cells.append(format_bytes(sum(leaf.total_nbytes for leaf in leaves)))
+        nbytes = sum(leaf.nbytes for leaf in leaves)
+        cells.append(format_bytes(nbytes))
+        if self.ranks is not None:  # the leaves are sharded
+            total_nbytes = sum(leaf.total_nbytes for leaf in leaves)
+            cells.append(format_bytes(total_nbytes))
         return Row(tuple(cells), tuple(children))
 
     def _compared(self, params_nbytes: int) -> str:
@@ -428,4 +429,4 @@ def _ranks(ranks: Iterable[int | None], size: int) -> str:
 def _nbytes_of(params: PyTree) -> int | None:
     if params is None:
         return None
-    return sum(leaf.numel() * leaf.dtype.itemsize for leaf in tree.leaves(params) if isinstance(leaf, Tensor))
+    return sum(leaf.numel() * leaf.dtype.itemsize for leaf in tree.tensors(params))
