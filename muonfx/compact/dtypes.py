@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, ParamSpec
 
-from muonfx.compact.books import FLOAT8, Book, dynamic, float8, grid
+from muonfx.compact.books import Book, dynamic, float8, grid
 from muonfx.compact.codec import Codec
 from muonfx.core import checks
 from muonfx.core.value import Recorded, make_factory
@@ -55,7 +55,8 @@ def _compact(constructor: Callable[P, Resolved]) -> Callable[P, QuantizedDtype]:
 _BOOKS: dict[str, tuple[Book, Book]] = {
     "linear": (grid(signed=True), grid(signed=False)),
     "dynamic": (dynamic(signed=True), dynamic(signed=False)),
-    **{format: (float8(format, signed=True), float8(format, signed=False)) for format in FLOAT8},
+    "e4m3": (float8("e4m3", signed=True), float8("e4m3", signed=False)),
+    "e5m2": (float8("e5m2", signed=True), float8("e5m2", signed=False)),
 }
 """The signed and the unsigned codebook of each code of `int8` and each format of `fp8`."""
 

@@ -99,6 +99,6 @@ def _filled(present: Present, encoded: list[Encoded], old: QuantizedState | Keye
 
     At all other positions are the leaves of the ``old`` state, or None.
     """
-    codes = present.fill([leaf.codes for leaf in encoded], old.codes)
-    scales = present.fill([leaf.scales for leaf in encoded], old.scales)
-    return QuantizedState(codes, scales)
+    codes = [tensor.codes for tensor in encoded]
+    scales = [tensor.scales for tensor in encoded]
+    return QuantizedState(present.fill(codes, old.codes), present.fill(scales, old.scales))

@@ -79,10 +79,6 @@ def _dtypes(xs: Sequence[Tensor]) -> set[torch.dtype]:
     return {x.dtype for x in xs}
 
 
-def _are_all_fp32_or_fp64(xs: Sequence[Tensor]) -> bool:
-    return _dtypes(xs) in ({torch.float32}, {torch.float64})
-
-
 def _converted_numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[Any]:
     """Convert numbers to 0-d tensors if this saves time: for 32 or more fp32 or fp64 tensors on a CPU.
 
@@ -91,7 +87,7 @@ def _converted_numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[An
     # Torch makes a fp64 tensor of a number for each tensor and casts it. These have the same bits in a third of the
     # time, which for short lists is not worth the calls here.
     saves_time = len(xs) >= _MANY and not is_traced() and _on_cpu(xs)
-    if not saves_time or not _are_all_fp32_or_fp64(xs):
+    if not saves_time or _dtypes(xs) not in ({torch.float32}, {torch.float64}):
         return list(values)
     numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
     return list(numbers.to(xs[0].dtype).unbind())
@@ -189,10 +185,11 @@ def widest(*lists: Sequence[Tensor]) -> list[Tensors]:
 
     For the lists ``[bf16, fp32]`` and ``[bf16, fp64]``, the first position becomes fp32 and the second fp64.
     """
-    dtypes: list[torch.dtype] = []  # for each position
+    wide_dtypes: list[torch.dtype] = []  # for each position
     for tensors in zip(*lists, strict=True):
-        dtypes.append(wide_dtype(*[tensor.dtype for tensor in tensors]))
-    return [cast(xs, dtypes) for xs in lists]
+        dtypes = [tensor.dtype for tensor in tensors]
+        wide_dtypes.append(wide_dtype(*dtypes))
+    return [cast(xs, wide_dtypes) for xs in lists]
 
 
 def new_count(device: torch.device) -> Tensor:
@@ -558,8 +555,7 @@ def _peak(x: Tensor) -> Tensor:
 def scalar_like(number: Scalar, x: Tensor) -> Tensor:
     """Convert a number to a 0-d tensor with the dtype and device of ``x``, to use both in one formula."""
     # Why not leave the number as it is: torch divides a Python number by a tensor as number times reciprocal, and
-    # promotes the dtype of a 0-d tensor. With
-    # tensors of one dtype as operands, a Python number and a 0-d tensor give the same bits.
+    # promotes the dtype of a 0-d tensor. With tensors of one dtype as operands, both give the same bits.
     if isinstance(number, Tensor):
         return number.to(dtype=x.dtype, device=x.device)
     return torch.full((), number, dtype=x.dtype, device=x.device)

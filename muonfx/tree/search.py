@@ -109,8 +109,8 @@ def _find_one(tree: PyTree, where: Where) -> tuple[Path, PyTree]:
         return matches[0]
     if not matches:
         raise _no_match(tree, where)
-    paths = format_list([dotted(path) or "the tree itself" for path, _ in matches], str)
-    raise KeyError(f"{_shown(where)} matches {len(matches)} nodes: {paths}; give a longer path")
+    paths = [dotted(path) or "the tree itself" for path, _ in matches]
+    raise KeyError(f"{_shown(where)} matches {len(matches)} nodes: {format_list(paths, str)}; give a longer path")
 
 
 def _no_match(tree: PyTree, where: Where) -> KeyError:
@@ -118,7 +118,8 @@ def _no_match(tree: PyTree, where: Where) -> KeyError:
     # Only for paths: similar names of types are not searched.
     message = f"no node of the tree matches {_shown(where)}"
     if isinstance(where, str):
-        similar = close_names(where, [dotted(path) for path, _ in _nodes(tree) if path])
+        paths = [dotted(path) for path, _ in _nodes(tree) if path]  # without the tree itself
+        similar = close_names(where, paths)
         if similar:
             message += f"; did you mean {' or '.join(similar)}?"
     return KeyError(message)
