@@ -497,6 +497,24 @@ def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_
     return False
 
 
+def _not_read_whole(modules: _Modules, inputs: Collection[str]) -> Iterator[tuple[int, Layer]]:
+    """Yield the layers outside all blocks whose outputs no other layer reads as a whole, each with its index.
+
+    One of 64 -> 1000 classes is such a layer, if no layer reads 1000 features. ``inputs`` are the paths of the layers
+    that read raw input, which are left out.
+    """
+    widths_read_whole = _widths_between_modules(modules, inputs)
+    block_counts = _numbers_of_blocks(modules.layers)
+    for index, layer in enumerate(modules.layers):
+        if layer.block is not None or layer.reads is None or layer.path in inputs:
+            continue
+        is_between_others = layer.returns == layer.reads
+        if is_between_others or layer.returns in widths_read_whole:
+            continue
+        if not _returns_slices(layer.reads, layer.returns, block_counts, modules.read_widths):
+            yield index, layer
+
+
 def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer], set[str]]:
     """Return the heads of a model with blocks by path, and the paths of layers that may be heads or hidden.
 
@@ -505,31 +523,20 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
     """
     layers = modules.layers
     last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
-    widths_read_whole = _widths_between_modules(modules, inputs)
-    block_counts = _numbers_of_blocks(layers)
     heads: dict[str, Layer] = {}
     possible_heads: set[str] = set()
     fused_after_blocks: list[Layer] = []  # heads or fused projections
-    for index, layer in enumerate(layers):
-        # 1. Layers that are no heads: another layer reads what they return.
-        if layer.block is not None or layer.reads is None or layer.path in inputs:
-            continue
-        is_between_others = layer.returns == layer.reads
-        is_read_whole = layer.returns in widths_read_whole
-        if is_between_others or is_read_whole:
-            continue
-        if _returns_slices(layer.reads, layer.returns, block_counts, modules.read_widths):
-            continue
-        # 2. Layers that may be heads, or return several vectors of which other layers read each.
+    for index, layer in _not_read_whole(modules, inputs):
         possible_heads.add(layer.path)
-        if is_modulation(layer.path) or _is_read_in_part(layer, layers[index + 1 :]):  # [index + 1 :] are later layers
+        # A layer that returns several vectors, of which other layers read each, is no head.
+        later_layers = layers[index + 1 :]
+        if is_modulation(layer.path) or _is_read_in_part(layer, later_layers):
             continue
-        # 3. Heads.
         if not _returns_parts(layer):
             heads[layer.path] = layer
         elif index > last_in_blocks:
             fused_after_blocks.append(layer)
-    # 4. The 4 x 64 logits of a policy, next to the one value of a critic: a multiple of its inputs, next to a head.
+    # The 4 x 64 logits of a policy, next to the one value of a critic: a multiple of its inputs, next to a head.
     modules_with_heads = {_module_around(path) for path in heads}
     for layer in fused_after_blocks:
         if _module_around(layer.path) in modules_with_heads:
