@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from typing import Any, cast
 
@@ -121,20 +120,16 @@ class Routing(Shown):
 
         A group that does not use a number has an empty cell.
         """
-        columns: list[dict[str, object]] = []  # for each group, its numbers by key
+        titles = ["number"]
+        row_of: dict[str, list[str]] = {}  # the cells of each number, in the order of their first occurrence
         for index, group in enumerate(self.groups):
-            numbers = {key: value for key, value in group.items() if key not in _NO_NUMBERS}
-            if index in self.without_rate:  # torch requires an "lr" in these groups too
-                numbers.pop("lr", None)
-            columns.append(numbers)
-        # One row for each key that some group has.
-        keys = dict.fromkeys(chain.from_iterable(columns))  # in the order of their first occurrence
-        rows: list[list[str]] = []
-        for key in keys:
-            cells = [_number(numbers.get(key, "")) for numbers in columns]
-            rows.append([key, *cells])
-        titles = [f"group {index}" for index in range(len(self.groups))]
-        return Table(["number", *titles], rows)
+            titles.append(f"group {index}")
+            for key, value in group.items():
+                if key in _NO_NUMBERS or (key == "lr" and index in self.without_rate):  # torch requires this "lr"
+                    continue
+                row = row_of.setdefault(key, [key] + [""] * len(self.groups))
+                row[index + 1] = _number(value)
+        return Table(titles, list(row_of.values()))
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
