@@ -58,12 +58,12 @@ class QuantizedTrees:
         # Both take a parameter, and return its codes and scales.
         encode = self.codec.zeros if self.start == "zeros" else self.codec.encode
         present = Present(params)
-        encoded = list(map(encode, present.pick(params)))
-        state = _filled(present, encoded, QuantizedState(None, None))
+        leaves = present.pick(params)
+        state = _with_codes(QuantizedState(None, None), present, list(map(encode, leaves)))
         if self.seed is None:  # rounding is to nearest
             return state
         # A seed is a hash of the seed of the dtype, the name of this tree, such as "mu", and the name of the parameter.
-        keys = keys_of(f"{self.seed}/{self.role}", present.names(), [leaf.codes for leaf in encoded])
+        keys = keys_of(f"{self.seed}/{self.role}", present.names(), leaves)
         return KeyedQuantizedState(state.codes, state.scales, present.fill(keys))
 
     def read(self, present: Present, state: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
@@ -87,18 +87,20 @@ class QuantizedTrees:
         ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
         """
         if not isinstance(state, KeyedQuantizedState):  # rounding is to nearest
-            return _filled(present, list(map(self.codec.encode, values)), state)
+            return _with_codes(state, present, list(map(self.codec.encode, values)))
         keys = present.pick(state.keys)
-        new_state = _filled(present, list(map(self.codec.encode, values, keys)), state)
+        new_state = _with_codes(state, present, list(map(self.codec.encode, values, keys)))
         next_keys = [key + 1 for key in keys]  # other noise at the next write
         return KeyedQuantizedState(new_state.codes, new_state.scales, present.fill(next_keys, state.keys))
 
 
-def _filled(present: Present, encoded: list[Encoded], old: QuantizedState | KeyedQuantizedState) -> QuantizedState:
-    """Return trees with the codes and scales of ``encoded``, one for each position in ``present``.
+def _with_codes(
+    state: QuantizedState | KeyedQuantizedState, present: Present, encoded: list[Encoded]
+) -> QuantizedState:
+    """Return a state with the codes and scales of ``encoded``, one for each position in ``present``.
 
-    At all other positions are the leaves of the ``old`` state, or None.
+    At all other positions are the leaves of ``state``, or None.
     """
     codes = [tensor.codes for tensor in encoded]
     scales = [tensor.scales for tensor in encoded]
-    return QuantizedState(present.fill(codes, old.codes), present.fill(scales, old.scales))
+    return QuantizedState(present.fill(codes, state.codes), present.fill(scales, state.scales))
