@@ -25,5 +25,5 @@ def norm(tree: PyTree) -> Tensor:
         return ew.new_number(0.0, device_of(tree))
     # The norm of the tree is the norm of the vector of all leaf norms. Leaves may be on several devices.
     device = leaf_norms[0].device
-    vector_of_norms = torch.stack([leaf_norm.to(device) for leaf_norm in leaf_norms])
-    return ew.norms([vector_of_norms])[0]
+    norms_on_device = [leaf_norm.to(device) for leaf_norm in leaf_norms]
+    return ew.norms([torch.stack(norms_on_device)])[0]

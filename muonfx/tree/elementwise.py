@@ -451,7 +451,8 @@ def _groups(lists: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     groups: list[list[int]] = []
     for indices in indices_by_spec.values():
         # Then, cut these indices into groups of at most `limit`: [0, 2, 5] with the limit 2 gives [0, 2] and [5].
-        limit = _most_in_a_stack([xs[indices[0]] for xs in lists])  # 1 if they are large
+        first_tensors = [xs[indices[0]] for xs in lists]
+        limit = _most_in_a_stack(first_tensors)  # 1 if they are large
         for start in range(0, len(indices), limit):
             groups.append(indices[start : start + limit])
     return groups
@@ -468,7 +469,8 @@ def _most_in_a_stack(tensors: Sequence[Tensor]) -> int:
     A stack should fit a CPU's cache: 256 matrices of 32 x 32 elements, or 64 of 64 x 64. A large tensor is always
     computed alone, because torch sums it in several threads, and so in another order than within a stack.
     """
-    largest = max([x.numel() for x in tensors])  # one tensor of each argument, such as a gradient and a momentum
+    sizes = [x.numel() for x in tensors]  # of one tensor of each argument, such as a gradient and a momentum
+    largest = max(sizes)
     if largest >= _SMALL:
         return 1
     for x in tensors:

@@ -158,7 +158,8 @@ def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
             return OrderedDict(items)
         return items
 
-    return _Node(kind, tuple(keys), default_factory, rebuild), [node[key] for key in keys]
+    values = [node[key] for key in keys]
+    return _Node(kind, tuple(keys), default_factory, rebuild), values
 
 
 def _traced_flatten(tree: PyTree) -> tuple[list[Any], _Node]:
