@@ -130,10 +130,10 @@ class Diagnosis(Shown):
 
 def _row_of_role(role: str, rows: Sequence[ParameterDiagnosis]) -> Row:
     """Return the row of a role, such as "blocks.*.up (12)", with the row of each of its parameters below it."""
-    row_of_each = tuple([Row(_cells(row.name, [row])) for row in rows])
-    if len(rows) == 1:
-        return row_of_each[0]
-    return Row(_cells(f"{role} ({len(rows)})", rows), row_of_each)
+    table_rows = [Row(_cells(row.name, [row])) for row in rows]
+    if len(table_rows) == 1:
+        return table_rows[0]
+    return Row(_cells(f"{role} ({len(rows)})", rows), tuple(table_rows))
 
 
 def _text_of_nonfinite(names: Sequence[str]) -> str:

@@ -522,7 +522,7 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
     reads 1000 features. ``inputs`` are the paths of the layers that read raw input.
     """
     layers = modules.layers
-    last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
+    indices_in_blocks = [index for index, layer in enumerate(layers) if layer.block is not None]
     heads: dict[str, Layer] = {}
     possible_heads: set[str] = set()
     fused_after_blocks: list[Layer] = []  # heads or fused projections
@@ -534,7 +534,7 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
             continue
         if not _returns_parts(layer):
             heads[layer.path] = layer
-        elif index > last_in_blocks:
+        elif index > indices_in_blocks[-1]:
             fused_after_blocks.append(layer)
     # The 4 x 64 logits of a policy, next to the one value of a critic: a multiple of its inputs, next to a head.
     modules_with_heads = {_module_around(path) for path in heads}
@@ -675,7 +675,8 @@ def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
     >>> sorted(_read_in_their_block([Layer("h.0.q_head", 8, 64, "h.0"), Layer("h.0.out", 64, 8, "h.0")]))
     ['h.0.out', 'h.0.q_head']
     """
-    counts_of_readers = Counter((layer.block, layer.reads) for layer in layers)
+    blocks_and_widths = [(layer.block, layer.reads) for layer in layers]
+    counts_of_readers = Counter(blocks_and_widths)
     read: set[str] = set()
     for layer in layers:
         other_readers = counts_of_readers[layer.block, layer.returns]  # how many layers of its block read this width
