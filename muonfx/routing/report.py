@@ -77,7 +77,7 @@ class Routing(Shown):
         for label in sorted(infos_of, key=str):
             totals.append(([_shown(label)], infos_of[label]))
         if left_out:
-            totals.append(([f"{_shown(None)} (left out)"], left_out))
+            totals.append((["- (left out)"], left_out))
         return self._totals(["label"], totals)
 
     def _totals_by_group(self) -> Table:

@@ -87,9 +87,6 @@ class Structure(NamedTuple):
     """The paths of layers that read one channel. Their kernels have the shape of a depthwise convolution's."""
 
 
-_UNKNOWN_STRUCTURE = Structure()
-
-
 def structure_of(model: object) -> Structure:
     """Return the structure of a model, from the modules that it defines; the model is not run.
 
@@ -102,7 +99,7 @@ def structure_of(model: object) -> Structure:
     (['embed'], ['head'])
     """
     if not isinstance(model, nn.Module):
-        return _UNKNOWN_STRUCTURE
+        return Structure()
     defined = _modules_of(model)
     layers = defined.layers
     blocks = {layer.block for layer in layers} - {None}

@@ -105,7 +105,11 @@ def find_divisions(
     for info in infos:
         if info.ndim < 2:  # a vector or number has no matrices
             continue
-        param = _param(info, modules, shapes, read_in_parts)  # the parameter with its module and layer
+        path = module_path(info.name)
+        owner = modules.get(path)
+        leaf = plain_name(info.name).rpartition(".")[2]  # "weight" for "attn.qkv.weight"
+        layers = _layers_around(info.name, leaf, owner, modules)
+        param = _Param(info, leaf, owner, layers, modules, shapes, read_in_parts.get(path))
         divisions[info.name] = _division_of(param)
     return divisions
 
@@ -127,17 +131,6 @@ class _Param(NamedTuple):
     """The shapes of all parameters by name."""
     parts_read: int | None
     """The number of vectors that its layer returns, if other layers read only parts of its outputs; else None."""
-
-
-def _param(
-    info: ParamInfo, modules: Mapping[str, nn.Module], shapes: Shapes, read_in_parts: Mapping[str, int]
-) -> _Param:
-    """Return a parameter with its module and its layer; the arguments are as in `find_divisions`."""
-    path = module_path(info.name)
-    owner = modules.get(path)
-    leaf = plain_name(info.name).rpartition(".")[2]  # "weight" for "attn.qkv.weight"
-    layers = _layers_around(info.name, leaf, owner, modules)
-    return _Param(info, leaf, owner, layers, modules, shapes, read_in_parts.get(path))
 
 
 def _division_of(param: _Param) -> Division:
