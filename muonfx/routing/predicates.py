@@ -56,9 +56,7 @@ class Predicate(Condition):
     @property
     def parts(self) -> tuple[Predicate, ...]:
         """The conditions that ``&``, ``|`` or ``~`` combine, as a tuple of predicates; empty for a single condition."""
-        if self.name not in ("&", "|", "~"):
-            return ()
-        return self.arguments
+        return tuple([operand for operand in self.arguments if isinstance(operand, Predicate)])
 
     def select(self, params: PyTree) -> dict[str, bool]:
         """Return a dict from the name of each parameter in a pytree to True if the predicate matches it.
