@@ -123,7 +123,9 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
     >>> [label.get_text() for label in ax.get_yticklabels()]
     ['count', 'mu.w', 'nu.w']
     """
-    table = what if isinstance(what, Summary) else summary(what)
+    table = what
+    if not isinstance(table, Summary):
+        table = summary(what)
     bars = _bars([leaf for leaf in table.leaves if leaf.nbytes])
     if not bars:
         raise ValueError("the state has no tensor with bytes on this rank; there is nothing to draw")
@@ -136,7 +138,8 @@ def plot_state_memory(what: PyTree | Summary, *, ax: Axes | None = None) -> Axes
             end = (total / scale, row)
             axes.annotate(format_bytes(total), end, xytext=(4, 0), textcoords="offset points", va="center")
         axes.set_yticks(range(len(bars)), list(bars))
-        axes.set(ylim=(len(bars) - 0.5, -0.5), xlim=(0, largest / scale * _WITH_TEXT))
+        axes.set_ylim(len(bars) - 0.5, -0.5)  # the first bar is at the top
+        axes.set_xlim(0, largest / scale * _WITH_TEXT)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"{unit}, {format_bytes(table.nbytes)} in all")
         _legend_above(axes)
@@ -223,7 +226,8 @@ def _draw_dtypes(axes: Axes, table: Summary, bars: dict[str, Counter[str]], scal
         widths = [bytes_of_dtype[dtype] / scale for bytes_of_dtype in bars.values()]
         label = f"{dtype}, {format_bytes(nbytes)}"
         axes.barh(range(len(bars)), widths, _THICKNESS, ends, color=next(colors), label=label)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]  # the next segments begin there
+        for row, width in enumerate(widths):  # the next segments begin there
+            ends[row] += width
 
 
 def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
@@ -259,10 +263,13 @@ def plot_plan(plan: sharding.Plan, *, ax: Axes | None = None) -> Axes:
     with axes_for(ax, 0.8 + 0.3 * min(plan.size, _MOST_NAMED_RANKS)) as axes:
         for rank in ranks:
             _draw_bar(axes, plan, rank, scale, has_labels)
-        axes.axvline(sum(plan.flops) / plan.size / scale, color=COLORS["gray"], linestyle=":", linewidth=1.2)
+        mean = sum(plan.flops) / plan.size
+        axes.axvline(mean / scale, color=COLORS["gray"], linestyle=":", linewidth=1.2)
         if has_labels:
             for rank, nbytes in enumerate(plan.sent):
-                text = f"sends {format_bytes(nbytes)}" if nbytes else "sends nothing"
+                text = "sends nothing"
+                if nbytes:
+                    text = f"sends {format_bytes(nbytes)}"
                 axes.text(edge, rank, text, ha="right", va="center")
             axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
         axes.set(ylim=(plan.size - 0.5, -0.5), xlim=(0, edge))

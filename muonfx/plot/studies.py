@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
-from matplotlib.collections import PathCollection
 from torch import Tensor
 
 from muonfx.core.checks import warn_caller
@@ -59,9 +58,7 @@ def plot_losses(rows: Rows, *, ax: Axes | None = None) -> Axes:
     key = _key_of_loss(rows)
     with axes_for(ax) as axes:
         for contender in _contenders(rows, key):
-            # The mean over seeds at the last step, by rate. A diverged rate has inf, so it is best only if all have.
-            final_losses = {rate: _final_loss(losses) for rate, losses in contender.losses_at.items()}
-            best_rate = min(final_losses, key=lambda rate: final_losses[rate])
+            best_rate = _best_rate(contender)
             _draw_band(axes, contender.losses_at[best_rate], contender, f"{contender.name}, rate {best_rate:.3g}")
         axes.set(xlabel="step", ylabel=key.replace("_", " "))
         axes.legend()
@@ -95,27 +92,38 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
     _require_end_at(last_step, contenders)
     with axes_for(ax) as axes:
         for index, contender in enumerate(contenders):
-            final_losses_at: dict[float, Tensor] = {}
-            diverged: list[float] = []
-            for rate, losses_at_step in contender.losses_at.items():
-                final_losses = losses_at_step[last_step]
-                if final_losses.isfinite().all():
-                    final_losses_at[rate] = final_losses
-                else:  # at least one seed has diverged at this rate
-                    diverged.append(rate)
-            label = contender.name
-            if _best_is_at_edge(final_losses_at, list(contender.losses_at)):
-                label += " (best at the edge)"
-            if final_losses_at:
-                _draw_band(axes, final_losses_at, contender, label)
-            crosses = _draw_crosses(axes, diverged, contender, height=0.97 - 0.04 * index)
-            if not final_losses_at:  # no line has the name of the optimizer
-                crosses.set_label(f"{contender.name} (diverged)")
+            _draw_final_losses(axes, contender, last_step, height_of_crosses=0.97 - 0.04 * index)
         axes.set(xscale="log", xlabel="learning rate", ylabel=f"{key.replace('_', ' ')} after {last_step} steps")
         # Lower the top to the typical first loss, if it is above it.
-        axes.set_ylim(top=min(axes.get_ylim()[1], _typical_first_loss(rows, key)))
+        _, top = axes.get_ylim()
+        axes.set_ylim(top=min(top, _typical_first_loss(rows, key)))
         axes.legend()
     return axes
+
+
+def _draw_final_losses(axes: Axes, contender: Contender, last_step: int, height_of_crosses: float) -> None:
+    """Draw the losses of one optimizer at the last step over the rate, and a cross where the run of a seed diverged.
+
+    ``height_of_crosses`` is from 0, the bottom of the axes, to 1, their top.
+    """
+    final_losses_at: dict[float, Tensor] = {}
+    diverged: list[float] = []
+    for rate, losses_at_step in contender.losses_at.items():
+        final_losses = losses_at_step[last_step]
+        if final_losses.isfinite().all():
+            final_losses_at[rate] = final_losses
+        else:  # at least one seed has diverged at this rate
+            diverged.append(rate)
+    if final_losses_at:
+        label = contender.name
+        if _best_is_at_edge(final_losses_at, list(contender.losses_at)):
+            label += " (best at the edge)"
+        _draw_band(axes, final_losses_at, contender, label)
+    heights = [height_of_crosses] * len(diverged)
+    across_the_axes = axes.get_xaxis_transform()  # x is a rate, y a height
+    crosses = axes.scatter(diverged, heights, color=contender.color, marker="x", transform=across_the_axes)
+    if not final_losses_at:  # no line has the name of the optimizer
+        crosses.set_label(f"{contender.name} (diverged)")
 
 
 def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
@@ -142,7 +150,8 @@ def plot_steps_to(rows: Rows, target: float, *, ax: Axes | None = None) -> Axes:
     contenders = _contenders(rows, key)
     steps_to = [_steps_to(contender, target) for contender in contenders]  # for each, a dict by rate
     if not any(steps_to):  # all dicts are empty
-        lowest = min((row[key] for row in rows if math.isfinite(row[key])), default=math.nan)
+        finite_losses = [row[key] for row in rows if math.isfinite(row[key])]
+        lowest = min(finite_losses, default=math.nan)
         raise ValueError(
             f"target: no optimizer reaches a loss of {target:g} from all seeds at any rate: give a larger loss; "
             f"the lowest of one seed is {lowest:.4g}"
@@ -200,13 +209,6 @@ def _best_is_at_edge(losses_at: Mapping[float, Tensor], tried_rates: Sequence[fl
     return best_rate in (min(tried_rates), max(tried_rates))
 
 
-def _draw_crosses(axes: Axes, rates: Sequence[float], contender: Contender, height: float) -> PathCollection:
-    """Draw a cross in the color of a contender at each of the rates, at a height from 0 to 1 of the axes."""
-    heights = [height] * len(rates)
-    across_the_axes = axes.get_xaxis_transform()  # x is a rate, y goes from 0 at the bottom to 1 at the top
-    return axes.scatter(rates, heights, color=contender.color, marker="x", transform=across_the_axes)
-
-
 def _key_of_loss(rows: Rows) -> str:
     """Return the key of the loss to draw: "validation_loss" if the rows have it, otherwise "loss".
 
@@ -222,9 +224,9 @@ def _key_of_loss(rows: Rows) -> str:
         )
     key = "validation_loss" if with_validation else "loss"
     for index, row in enumerate(rows):
-        missing = [name for name in ("optimizer", "rate", "seed", "step", key) if name not in row]
-        if missing:
-            raise ValueError(f"rows: row {index} has no {missing[0]!r}, expected the keys of a row of muonfx.study")
+        for name in ("optimizer", "rate", "seed", "step", key):
+            if name not in row:
+                raise ValueError(f"rows: row {index} has no {name!r}, expected the keys of a row of muonfx.study")
     return key
 
 
@@ -241,12 +243,13 @@ def _require_end_at(last_step: int, contenders: Sequence[Contender]) -> None:
 
 def _warn_of_other_seeds(rows: Rows) -> None:
     """Warn if a rate lacks a seed that others have, so that means and bands are of different seeds."""
-    seeds_at: dict[tuple[str, float], list[int]] = {}  # by optimizer and rate
+    all_seeds: set[int] = set()
+    seeds_at: dict[tuple[str, float], set[int]] = {}  # by optimizer and rate
     for row in rows:
-        seeds_at.setdefault((row["optimizer"], row["rate"]), []).append(row["seed"])
-    all_seeds = {row["seed"] for row in rows}
+        all_seeds.add(row["seed"])
+        seeds_at.setdefault((row["optimizer"], row["rate"]), set()).add(row["seed"])
     for (name, rate), seeds in seeds_at.items():
-        missing = sorted(all_seeds - set(seeds))
+        missing = sorted(all_seeds - seeds)
         if missing:
             warn_caller(
                 f"rows: {name} at rate {rate} has no rows of seed {missing[0]}, which others have: its mean and its "
@@ -281,20 +284,23 @@ def _losses_at_steps(rows: Rows, key: str) -> dict[int, Tensor]:
     For example, for the seeds 0 and 1, it is ``{5: tensor([2.3, 2.4]), 10: tensor([1.9, 2.0])}``. Raise ValueError if a
     seed has no row at one of the steps.
     """
-    seeds = list(dict.fromkeys(row["seed"] for row in rows))  # each once, in the order of the rows
+    seeds: list[int] = []  # each once, in the order of the rows
     loss_of: dict[int, dict[int, float]] = {}  # by step, then by seed
     for row in rows:
+        if row["seed"] not in seeds:
+            seeds.append(row["seed"])
         loss_of.setdefault(row["step"], {})[row["seed"]] = row[key]
     losses_at: dict[int, Tensor] = {}
     for step in sorted(loss_of):
-        # Seeds without a row at this step, as if rows of two studies were mixed.
-        missing = [seed for seed in seeds if seed not in loss_of[step]]
-        if missing:
-            raise ValueError(
-                f"rows: {rows[0]['optimizer']} at rate {rows[0]['rate']} has no report of seed {missing[0]} at step "
-                f"{step}, expected reports of all seeds at the same steps: draw the rows of one study"
-            )
-        losses_at[step] = torch.tensor([loss_of[step][seed] for seed in seeds], dtype=torch.float64)
+        losses: list[float] = []
+        for seed in seeds:
+            if seed not in loss_of[step]:  # as if rows of two studies were mixed
+                raise ValueError(
+                    f"rows: {rows[0]['optimizer']} at rate {rows[0]['rate']} has no report of seed {seed} at step "
+                    f"{step}, expected reports of all seeds at the same steps: draw the rows of one study"
+                )
+            losses.append(loss_of[step][seed])
+        losses_at[step] = torch.tensor(losses, dtype=torch.float64)
     return losses_at
 
 
@@ -303,22 +309,30 @@ def _typical_first_loss(rows: Rows, key: str) -> float:
 
     Return inf, to cut off nothing, if the first report is also the last, or if all runs have diverged before it.
     """
-    first_step = min(row["step"] for row in rows)
-    if first_step == max(row["step"] for row in rows):  # there is one report, whose losses are drawn
+    steps = [row["step"] for row in rows]
+    first_step = min(steps)
+    if first_step == max(steps):  # there is one report, whose losses are drawn
         return math.inf
-    first_losses = [row[key] for row in rows if row["step"] == first_step and math.isfinite(row[key])]
+    first_losses: list[float] = []
+    for row in rows:
+        if row["step"] == first_step and math.isfinite(row[key]):
+            first_losses.append(row[key])
     if not first_losses:
         return math.inf
     return statistics.median(first_losses)
 
 
-def _final_loss(losses_at_step: Mapping[int, Tensor]) -> float:
-    """Return the mean loss over seeds at the last step; inf if a run diverged.
+def _best_rate(contender: Contender) -> float:
+    """Return the rate with the lowest mean loss over seeds at its last step, the first one if all rates diverged."""
 
-    For example, ``{5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}`` gives 1.5.
-    """
-    mean = float(losses_at_step[max(losses_at_step)].mean())
-    return mean if math.isfinite(mean) else math.inf
+    def final_loss(rate: float) -> float:
+        losses_at_step = contender.losses_at[rate]  # such as {5: tensor([2.3, 2.5]), 10: tensor([1.0, 2.0])}
+        mean = float(losses_at_step[max(losses_at_step)].mean())
+        if not math.isfinite(mean):  # a run diverged; also NaN, which is neither more nor less than another loss
+            return math.inf
+        return mean
+
+    return min(contender.losses_at, key=final_loss)
 
 
 def _steps_to(contender: Contender, target: float) -> dict[float, Tensor]:
