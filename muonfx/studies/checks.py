@@ -87,7 +87,7 @@ def _loss_from_zero(argument: str, loss: Callable[[Params, Batch], Tensor], para
 def _warn_of_zero_gradient(task: Task, params: Params, batch: Batch) -> None:
     """Warn if a loss has no gradient, because it is detached or computed with other tensors than the parameters."""
     gradients = grad(task.loss)(params, batch)
-    if not any(leaf.any() for leaf in tree.leaves(gradients)):
+    if not any(map(torch.any, tree.leaves(gradients))):
         warn_caller(
             "loss: its gradient in the first step is zero for all parameters: compute it from the parameters that it "
             "receives, without detach() or item()"
@@ -109,7 +109,7 @@ def draws_random_numbers(task: Task, seed: int) -> bool:
     with torch.no_grad():
         task.loss(params, batch)
     states_after = _random_states()
-    return any(not torch.equal(before, after) for before, after in zip(states_before, states_after, strict=True))
+    return not all(map(torch.equal, states_before, states_after))
 
 
 def _random_states() -> list[Tensor]:

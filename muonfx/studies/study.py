@@ -213,11 +213,13 @@ def _warn_of_trained_params(sweep: Sweep, name: str) -> None:
     if sweep.task.validation is None or sweep.eval_params is not None:  # no validation, or at chosen parameters
         return
     # `schedule_free` may be a part of the transform, such as its first transform in a chain.
-    if any(part.factory.__name__ == "schedule_free" for _, part in walk(sweep.tx)):
-        warn_caller(
-            f"optimizers[{name!r}]: validation losses of schedule_free are measured at the parameters that are "
-            f"trained, not at the average; pass eval_params={{{name!r}: muonfx.contrib.schedule_free_eval_params}}"
-        )
+    for _, part in walk(sweep.tx):
+        if part.factory.__name__ == "schedule_free":
+            warn_caller(
+                f"optimizers[{name!r}]: validation losses of schedule_free are measured at the parameters that are "
+                f"trained, not at the average; pass eval_params={{{name!r}: muonfx.contrib.schedule_free_eval_params}}"
+            )
+            return
 
 
 def _rows(name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *, has_validation: bool) -> Rows:
@@ -260,14 +262,18 @@ class _Saves:
     def resume(self, sweep: Sweep, start: Progress, losses: Tensor) -> tuple[int, Progress, Tensor]:
         """Return the number of steps, the progress and the losses with which the runs of a sweep begin or continue.
 
-        The arguments are as in `load`. The saved validation losses must be those of the saved parameters.
+        The arguments are as in `load`. Raise ValueError if another validation batch, or another loss on it, gave the
+        saved validation losses. First losses would not show it: with a last layer of zeros, all batches have the same.
         """
         self.describe(sweep, start)
         steps_taken, progress, losses = self.load(start, losses)
         if steps_taken:  # 0 if nothing was saved
             report_index = self.description["reports"].index(steps_taken)
-            saved_losses = losses[report_index, :, 1]
-            self.require_same_validation(steps_taken, saved_losses, sweep.validation_losses(progress))
+            saved_losses = losses[report_index, :, 1].tolist()
+            validation_losses = sweep.validation_losses(progress).tolist()
+            if not are_same_losses(saved_losses, validation_losses):
+                key = f"validation losses at step {steps_taken}"
+                raise self._another_study(_difference(key, saved_losses, validation_losses))
         return steps_taken, progress, losses
 
     def describe(self, sweep: Sweep, start: Progress) -> None:
@@ -318,14 +324,15 @@ class _Saves:
         ``saved`` is the description in the checkpoint, such as ``{"optimizer": "muon", "rates": [0.1], ...}``.
         """
         for key, value in self.description.items():
-            saved_value = saved.get(key)  # None if the key was not saved
-            is_same = saved_value == value
-            is_computed = key == "first losses" or key.startswith(AVERAGES)
-            if is_computed and saved_value is not None:  # another machine rounds otherwise
-                is_same = are_same_losses(saved_value, value)
-            if is_same:
+            saved_value = saved.get(key)
+            if saved_value == value:
                 continue
-            if key == "numbers" and saved_value is not None:
+            if saved_value is None:  # the key was not saved
+                raise self._another_study(_difference(key, None, value))
+            is_computed = key == "first losses" or key.startswith(AVERAGES)
+            if is_computed and are_same_losses(saved_value, value):  # another machine rounds otherwise
+                continue
+            if key == "numbers":
                 raise self._another_study(self._different_numbers(saved_value))
             raise self._another_study(_difference(key, saved_value, value))
 
@@ -340,15 +347,6 @@ class _Saves:
             if saved_number != number:
                 differences.append(_difference(name, _shown_number(saved_number), _shown_number(number)))
         return "; ".join(differences)
-
-    def require_same_validation(self, step: int, saved_losses: Tensor, losses: Tensor) -> None:
-        """Raise an error if another validation batch, or another loss on it, gave the saved losses of a step.
-
-        Losses before the first step would not show it: with a last layer of zeros, they are equal for all batches.
-        """
-        if not are_same_losses(saved_losses.tolist(), losses.tolist()):
-            key = f"validation losses at step {step}"
-            raise self._another_study(_difference(key, saved_losses.tolist(), losses.tolist()))
 
     def _another_study(self, difference: str) -> ValueError:
         return ValueError(

@@ -52,7 +52,9 @@ class Sweep:
         self.eval_params = eval_params
         self.seeds = tuple(seeds)
         self.is_mapped = len(seeds) > 1
-        self.tx = stack(transforms) if self.is_mapped else transforms[0]
+        self.tx = transforms[0]
+        if self.is_mapped:
+            self.tx = stack(transforms)
 
     def start(self) -> Progress:
         """Return the initial parameters and states. Sets the random state of torch, as `train` does."""
@@ -73,11 +75,14 @@ class Sweep:
         """
         averages: list[float] = []
         for leaf in tree.leaves(self._batch(step)):
-            parts = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-            wide = parts.detach().to("cpu", torch.float64).nan_to_num(nan=0, posinf=0, neginf=0)
-            count = max(1, wide.numel())  # a leaf may be empty
-            averages.append(wide.clamp(min=0).sum().item() / count)
-            averages.append(wide.square().sum().item() / count)
+            parts = leaf
+            if leaf.is_complex():
+                parts = torch.view_as_real(leaf.resolve_conj())
+            wide = parts.detach().to("cpu", torch.float64)
+            finite = wide.nan_to_num(nan=0, posinf=0, neginf=0)
+            count = max(1, finite.numel())  # a leaf may be empty
+            averages.append(finite.clamp(min=0).sum().item() / count)
+            averages.append(finite.square().sum().item() / count)
         return averages
 
     def train(self, progress: Progress, steps: range) -> tuple[Progress, Tensor]:
@@ -146,9 +151,9 @@ class Sweep:
             return make(self.seeds[0])
         tree_of = {seed: make(seed) for seed in set(self.seeds)}  # runs with the same seed share it
         first_seed = self.seeds[0]
+        first_shapes = _shapes(tree_of[first_seed])
         for seed, tree_of_seed in tree_of.items():
             shapes = _shapes(tree_of_seed)
-            first_shapes = _shapes(tree_of[first_seed])
             if shapes != first_shapes:
                 raise ValueError(
                     f"{argument}: found shapes {first_shapes} for seed {first_seed} and {shapes} for seed {seed}, "
