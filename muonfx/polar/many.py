@@ -222,17 +222,10 @@ class Orthogonalizer:
             shared = sharing(xs)
             overwrite = [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
 
-        results = list(xs)  # an overwritten input is its own result
-        is_empty = [x.numel() == 0 for x in xs]
+        result_of: dict[int, Tensor] = {}  # by the position of the input
         for job in jobs:
-            indices = [i for i in job.indices if not is_empty[i]]
-            ys = _run_in_batches([xs[i] for i in indices], [overwrite[i] for i in indices], job)
-            for i, y in zip(indices, ys, strict=True):
-                results[i] = y
-        for i, x in enumerate(xs):
-            if is_empty[i] and not overwrite[i]:  # no job computes an empty matrix
-                results[i] = torch.empty_like(x)
-        return results
+            result_of.update(_run_in_batches(xs, overwrite, job))
+        return [result_of[i] for i in range(len(xs))]
 
     def _jobs(
         self,
@@ -253,7 +246,10 @@ class Orthogonalizer:
             max_scratch_bytes: the limit of memory for temporary tensors; None for the default of the device.
             workspace: memory that is reused.
         """
-        traced = is_traced(*[side for x in xs for side in x.shape])  # a tracer may pass symbols as sides
+        sides: list[int] = []
+        for x in xs:
+            sides += x.shape
+        traced = is_traced(*sides)  # a tracer may pass symbols as sides
         # The iteration that reuses buffers takes coefficients as numbers, and has no derivatives.
         may_use_buffers = not watched and self._polynomials.table is None and not self._polynomials.row_scaling
         jobs: list[_Job] = []
@@ -293,9 +289,11 @@ def _grouped(xs: Sequence[Tensor], may_use_buffers: bool) -> list[tuple[_Kind, l
 def _kind_of(x: Tensor, may_use_buffers: bool) -> _Kind:
     """Return the properties of a matrix by which it is grouped. Large matrices use buffers if they may."""
     rows, columns = x.shape[-2:]
-    short, long = (rows, columns) if rows <= columns else (columns, rows)
-    in_buffers = may_use_buffers and short * long >= _LARGE
-    return _Kind(short, long, x.dtype, x.device, in_buffers, is_tall=in_buffers and rows > columns)
+    is_tall = rows > columns
+    in_buffers = may_use_buffers and rows * columns >= _LARGE
+    if is_tall:
+        return _Kind(columns, rows, x.dtype, x.device, in_buffers, is_tall=in_buffers)
+    return _Kind(rows, columns, x.dtype, x.device, in_buffers, is_tall=False)
 
 
 class _Job(NamedTuple):
@@ -325,19 +323,23 @@ class _Piece(NamedTuple):
     """Memory for the results, of the same shape; None if the results become a new tensor, for a whole input."""
 
 
-def _run_in_batches(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[Tensor]:
-    """Orthogonalize nonempty tensors of one kind. Return their results, in order.
+def _run_in_batches(xs: Sequence[Tensor], overwrite: list[bool], job: _Job) -> dict[int, Tensor]:
+    """Orthogonalize the tensors with the indices of a job. Return their results, by these indices.
 
     A tensor may be a matrix, or a stack ``(..., m, n)``. `overwrite` is True for each tensor that its result
     overwrites. The matrices of all tensors are distributed over batches, which are computed one after another. Example:
     with a limit of 4 matrices, stacks of 3, 2 and 6 matrices give the batches (3), (2), (4) and (2).
     """
-    if not xs:
-        return []
     limit = _most_in_a_batch(job)
-    results = list(xs)  # an overwritten tensor is its own result
+    results: dict[int, Tensor] = {}
     pieces: list[_Piece] = []
-    for i, x in enumerate(xs):
+    for i in job.indices:
+        x = xs[i]
+        results[i] = x  # an overwritten tensor is its own result
+        if x.numel() == 0:
+            if not overwrite[i]:
+                results[i] = torch.empty_like(x)
+            continue
         matrices = _as_batch(x, job.kind)
         fits_one_batch = limit is None or matrices.shape[0] <= limit
         if fits_one_batch:  # one piece, whose result is the input's memory or a new tensor
@@ -352,12 +354,11 @@ def _run_in_batches(xs: list[Tensor], overwrite: list[bool], job: _Job) -> list[
             pieces.append(_Piece(i, part, part_of_destination))
 
     for batch in _packed(pieces, limit):
-        for i, result in _run_batch(batch, xs, job).items():
-            results[i] = result
+        results.update(_run_batch(batch, xs, job))
     return results
 
 
-def _run_batch(batch: list[_Piece], xs: list[Tensor], job: _Job) -> dict[int, Tensor]:
+def _run_batch(batch: list[_Piece], xs: Sequence[Tensor], job: _Job) -> dict[int, Tensor]:
     """Orthogonalize pieces of the inputs ``xs`` in one batch. A piece is one input or a part of a stack.
 
     The result of a piece is written to its destination. A piece without a destination is a whole input. Return the
@@ -404,7 +405,7 @@ def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
     return value.reshape(x.shape).contiguous()
 
 
-def _can_be_views(batch: list[_Piece], xs: list[Tensor], kind: _Kind) -> bool:
+def _can_be_views(batch: list[_Piece], xs: Sequence[Tensor], kind: _Kind) -> bool:
     """Return True if all results can be views of their batch: new results, and not transposed."""
     for piece in batch:
         if piece.destination is not None:
@@ -441,8 +442,9 @@ def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
     if kind.in_buffers:
         return x.reshape(-1, *x.shape[-2:])
     x = x.contiguous()  # another memory order rounds differently, and ranks may hold different orders
-    is_tall = x.shape[-2] != kind.short
-    wide = x.mT if is_tall else x
+    wide = x
+    if x.shape[-2] != kind.short:  # a tall matrix
+        wide = x.mT
     if x.ndim == 2:
         return wide[None]
     return wide.reshape(-1, *wide.shape[-2:])
@@ -546,6 +548,8 @@ def _packed(pieces: list[_Piece], limit: int | None) -> list[list[_Piece]]:
 
     With a limit of 4, pieces of 1, 2, 2 and 4 matrices give the batches (1, 2), (2) and (4). None: a single batch.
     """
+    if not pieces:
+        return []
     if limit is None:
         return [pieces]
     batches: list[list[_Piece]] = []
