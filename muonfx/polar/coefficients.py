@@ -108,11 +108,17 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
     # A common mistake is one flat list of numbers, so that a "step" is a number.
     if not isinstance(step, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(_wrong_step(step, i, name))
-    if any(isinstance(number, str | torch.Tensor) for number in step):  # `float` would accept a text or a tensor
-        raise TypeError(_wrong_step(step, i, name))
-    if len(step) not in (2, 3) or not all(math.isfinite(fixed(number)) for number in step):
+    for number in step:
+        if isinstance(number, str | torch.Tensor):  # `float` would accept a text or a tensor
+            raise TypeError(_wrong_step(step, i, name))
+    if len(step) not in (2, 3):
         raise ValueError(_wrong_step(step, i, name))
-    c = step[2] if len(step) == 3 else 0.0
+    for number in step:
+        if not math.isfinite(fixed(number)):
+            raise ValueError(_wrong_step(step, i, name))
+    c = 0.0
+    if len(step) == 3:
+        c = step[2]
     return float(step[0]), float(step[1]), float(c)
 
 
@@ -175,8 +181,15 @@ def with_safety(value: CoefficientsLike, safety: float) -> Coefficients:
     base = coefficients(value)
     if not 0 < safety < math.inf:
         raise ValueError(f"with_safety: safety is {safety!r}, expected a finite number above 0, such as 1.01")
-    head = tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in base.steps[:-1])
-    return replace(base, steps=(*head, base.steps[-1]))
+    *all_but_last, last = base.steps
+    divided = [with_divided_input(step, safety) for step in all_but_last]
+    return replace(base, steps=(*divided, last))
+
+
+def with_divided_input(step: Step, divisor: float) -> Step:
+    """Return the polynomial of `s / divisor`, for the polynomial `a s + b s^3 + c s^5` of `s`."""
+    a, b, c = step
+    return a / divisor, b / divisor**3, c / divisor**5
 
 
 def schedule(value: Coefficients, steps: int | None = None) -> tuple[Step, ...]:

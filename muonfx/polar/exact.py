@@ -48,7 +48,8 @@ def polar_factor(x: Tensor, *, rtol: float | None = None) -> Tensor:
     wide = torch.where(finite, x, torch.zeros_like(x)).double()
     tall = x.shape[-2] >= x.shape[-1]
     factor = _Factor.apply(wide, rtol) if tall else _Factor.apply(wide.mT, rtol).mT
-    return torch.where(finite, factor, torch.full_like(factor, torch.nan)).to(x.dtype)
+    nans = torch.full_like(factor, torch.nan)
+    return torch.where(finite, factor, nans).to(x.dtype)
 
 
 class _Factor(torch.autograd.Function):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from muonfx.polar.coefficients import Coefficients, Step, require_steps
+from muonfx.polar.coefficients import Coefficients, Step, require_steps, with_divided_input
 
 _TAYLOR: Step = (1.875, -1.25, 0.375)
 """The limit of the best quintic as its interval shrinks to the point 1, where its value is 1 and its first two
@@ -62,8 +62,7 @@ def fit_coefficients(
             a, b, c = polynomial
             polynomial = (a * factor, b * factor, c * factor)
         if i < steps - 1:  # not the last: divide the input by the margin for rounding
-            a, b, c = polynomial
-            polynomial = (a / safety, b / safety**3, c / safety**5)
+            polynomial = with_divided_input(polynomial, safety)
         fitted.append(polynomial)
         # The best polynomial maps its interval to [1 - e, 1 + e], and `low` to 1 - e. Both ends converge to 1.
         low = _value(polynomial, low)
@@ -82,8 +81,7 @@ def best_quintic(low: float, high: float) -> Step:
     """
     if low > (1 - 5e-6) * high:
         # The four points below would coincide in double precision. The solution for a single point, scaled to it:
-        middle = (low + high) / 2
-        return _TAYLOR[0] / middle, _TAYLOR[1] / middle**3, _TAYLOR[2] / middle**5
+        return with_divided_input(_TAYLOR, (low + high) / 2)
     # The error of the best polynomial is `+e`, `-e`, `+e`, `-e` at both ends and at the two extrema between them. Solve
     # for a, b, c and e, move the two inner points to the extrema of this polynomial, and repeat.
     inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
@@ -104,9 +102,11 @@ def _extrema(a: float, b: float, c: float) -> list[float]:
     """Return the two positive extrema of `a s + b s^3 + c s^5`, in ascending order."""
     # The derivative a + 3 b t + 5 c t^2, with t = s^2, has the zeros t = q / (5 c) and t = a / q, where
     # q = -(3 b + sign(b) sqrt(9 b^2 - 20 a c)) / 2. Unlike the usual formula, this one does not cancel.
-    root = math.sqrt(max(2.25 * b * b - 5 * a * c, 0.0))
+    discriminant = 2.25 * b * b - 5 * a * c
+    root = math.sqrt(max(discriminant, 0.0))  # rounding may make it negative
     q = -1.5 * b + math.copysign(root, -b)
-    return sorted((math.sqrt(a / q), math.sqrt(q / (5 * c))))
+    extrema = [math.sqrt(a / q), math.sqrt(q / (5 * c))]
+    return sorted(extrema)
 
 
 def _value(step: Step, s: float) -> float:

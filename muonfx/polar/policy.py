@@ -111,7 +111,9 @@ class Plan(Shown):
         A multiply-add counts as two operations. This is not the operation count of the plan: halved products save less
         time than operations, and memory passes take time too.
         """
-        return 2 * _cost(self.stages, *self.shape, self.rates, (self.products, self.small_products))
+        products = (self.products, self.small_products)
+        multiply_adds = _cost(self.stages, *self.shape, self.rates, products)
+        return 2 * multiply_adds
 
     @property
     def at_once(self) -> int | None:
@@ -181,7 +183,7 @@ def explain(
     rounding  1.0000     bound of singular values, over that of exact arithmetic; accepted up to 1.125
     scratch   31.50 MiB  temporary tensors of one matrix; a batch takes at most max_scratch_bytes
     """
-    if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(type(side) is int for side in shape)):
+    if not isinstance(shape, tuple | list) or list(map(type, shape)) != [int, int]:
         raise TypeError(f"shape must be (rows, columns), two ints such as tuple(x.shape), found {shape!r}")
     short, long = sorted(shape)
     resolved = polynomials(coefficients, steps)
@@ -378,7 +380,9 @@ def compute_dtype(
     if isinstance(requested, str):
         if requested != "auto":
             raise ValueError(f"dtype: found {requested!r}, expected 'auto' or a torch.dtype such as torch.bfloat16")
-        fastest = torch.float64 if dtype == torch.float64 else _fastest(device.type, device.index)
+        fastest = torch.float64
+        if dtype != torch.float64:
+            fastest = _fastest(device.type, device.index)
         if coefficients is None:
             return fastest
         return stable_dtype(fastest, polynomials(coefficients, steps))
@@ -404,7 +408,9 @@ def stable_dtype(compute: torch.dtype, coefficients: Polynomials, requested: DTy
     if requested != "auto":
         _warn_of_rounding(compute)
         return compute
-    return torch.float32 if _is_stable(coefficients, torch.float32) else torch.float64
+    if _is_stable(coefficients, torch.float32):
+        return torch.float32
+    return torch.float64
 
 
 def _is_stable(coefficients: Polynomials, compute: torch.dtype) -> bool:
@@ -558,8 +564,9 @@ def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage
     coefficients = request.coefficients
     short = max(fixed(request.short), 1)  # the centers of stages are constants of a traced graph
     long = max(fixed(request.long), 1)
-    # The mean eigenvalue of the first Gram matrix: its trace is the squared Frobenius norm, 1 / safety^2.
-    mean = None if coefficients.row_scaling else 1 / (short * coefficients.safety**2)
+    mean = None  # the mean eigenvalue of the first Gram matrix
+    if not coefficients.row_scaling:  # its trace is the squared Frobenius norm, 1 / safety^2
+        mean = 1 / (short * coefficients.safety**2)
     return staged(coefficients.steps, restarts, mean, long / short)
 
 

@@ -66,8 +66,8 @@ def _continued(restarts: tuple[int, ...], steps: int) -> tuple[int, ...]:
         return ()
     previous, last = (0, *restarts)[-2:]  # the 0 is for a single restart, whose distance is from the start
     distance = last - previous
-    further = range(last + distance, steps, distance)
-    return tuple(k for k in (*restarts, *further) if k < steps)
+    all_restarts = (*restarts, *range(last + distance, steps, distance))
+    return tuple(k for k in all_restarts if k < steps)
 
 
 def _check_table(table: Tensor) -> None:

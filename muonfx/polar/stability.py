@@ -156,8 +156,10 @@ def _next_gram(g: _Eigenvalues, r: _Eigenvalues, error: float) -> _Eigenvalues:
     The error of G is left out. It counts once, in Q, because R is updated with the same G.
     """
     inner_rounding = error * (g.values * r.values).abs().max()
-    new_values = g.values * g.values * r.values
-    new_error = g.values * g.values * r.error + g.values.abs() * inner_rounding + error * new_values.max()
+    g_squared = g.values * g.values
+    new_values = g_squared * r.values
+    outer_rounding = error * new_values.max()
+    new_error = g_squared * r.error + g.values.abs() * inner_rounding + outer_rounding
     return _Eigenvalues(new_values, new_error)
 
 
