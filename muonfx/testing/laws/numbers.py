@@ -115,22 +115,31 @@ def _check_fault_stays(
         usual_updates: the updates of each step from these gradients, without NaN or infinity.
         faulty_leaves: the numbers of the leaves that get one.
     """
-
-    def independent_parts(updates: PyTree) -> PyTree:
-        """Return the updates, of faulty leaves only the parts that must not depend on the replaced elements."""
-        return map_some(functools.partial(_independent_part, tx.locality), faulty_leaves, updates)
-
-    names = tree.names(params)
-    faulty_names = [names[number] for number in sorted(faulty_leaves)]
-    expected = [independent_parts(updates) for updates in usual_updates]
+    # A function of updates. Of faulty leaves it returns only the parts that must not depend on the replaced elements.
+    independent_parts = functools.partial(map_some, functools.partial(_independent_part, tx.locality), faulty_leaves)
+    expected = list(map(independent_parts, usual_updates))
     tolerance = tolerance_of(tx, usual_updates, params)
     for element in (math.nan, math.inf):
-        with _add_note_to_errors(
-            f"after {element} in the gradients of {faulty_names} at step 0, which the law puts in"
-        ):
-            results = updates_of(tx, params, _with_first_elements(element, faulty_leaves, steps))
-        what = f"after {element} in the gradients of {faulty_names}, updates by step"
-        require_close(what, [independent_parts(updates) for updates in results], expected, "without it", tolerance)
+        updates_of_steps = _updates_after(element, faulty_leaves, tx, params, steps)
+        results = list(map(independent_parts, updates_of_steps))
+        what = f"after {element} in the gradients of {_names_of(faulty_leaves, params)}, updates by step"
+        require_close(what, results, expected, "without it", tolerance)
+
+
+def _names_of(numbers: Collection[int], params: PyTree) -> list[str]:
+    """Return the names of the leaves with the given numbers in a tree."""
+    names = tree.names(params)
+    return [names[number] for number in sorted(numbers)]
+
+
+def _updates_after(
+    element: float, faulty_leaves: Collection[int], tx: Transform, params: PyTree, steps: list[PyTree]
+) -> list[PyTree]:
+    """Return the updates of each step if an element is replaced in the first gradients of leaves, by their numbers."""
+    names = _names_of(faulty_leaves, params)
+    faulty_grads = map_some(functools.partial(_with_element, element), faulty_leaves, steps[0])
+    with _add_note_to_errors(f"after {element} in the gradients of {names} at step 0, which the law puts in"):
+        return updates_of(tx, params, [faulty_grads, *steps[1:]])
 
 
 @contextmanager
@@ -141,11 +150,6 @@ def _add_note_to_errors(change: str) -> Generator[None]:
     except Exception as error:
         error.add_note(change)
         raise
-
-
-def _with_first_elements(element: float, numbers: Collection[int], steps: list[PyTree]) -> list[PyTree]:
-    """Return the gradients of all steps, with an element replaced in the first gradients of leaves by their numbers."""
-    return [map_some(functools.partial(_with_element, element), numbers, steps[0]), *steps[1:]]
 
 
 def _skips_nonfinite(tx: Transform) -> str | None:
@@ -208,15 +212,12 @@ def _runs_with_faults(
     """Run a transform with each kind of replaced element in the first gradients of ``faulty_leaves``."""
     first_grads = steps[0]
     later_steps = steps[1:]
-    names = tree.names(params)
-    where = f"in the gradients of {[names[number] for number in faulty_leaves]} at step 0, which the law puts in"
     grads_with_another = map_some(_with_another_element, faulty_leaves, first_grads)
     with_another = updates_of(tx, params, [grads_with_another, *later_steps])
-    with _add_note_to_errors(f"after nan {where}"):
-        with_nan = updates_of(tx, params, _with_first_elements(math.nan, faulty_leaves, steps))
-    with _add_note_to_errors(f"after inf {where}"):
-        with_infinity = updates_of(tx, params, _with_first_elements(math.inf, faulty_leaves, steps))
-    with _add_note_to_errors(f"after a large element {where}"):
+    with_nan = _updates_after(math.nan, faulty_leaves, tx, params, steps)
+    with_infinity = _updates_after(math.inf, faulty_leaves, tx, params, steps)
+    names = _names_of(faulty_leaves, params)
+    with _add_note_to_errors(f"after a large element in the gradients of {names} at step 0, which the law puts in"):
         grads_with_large = _with_large_elements(faulty_leaves, first_grads, params)
         with_large = updates_of(tx, params, [grads_with_large, *later_steps])
     return _Runs(usual_updates, with_another, with_nan, with_infinity, with_large)
@@ -232,7 +233,9 @@ def _check_fault_of_leaf(number: int, gradient: str, runs: _Runs, tolerance: flo
         return  # its updates do not depend on this gradient, so a NaN in it need not be visible
     _require_visible(f"NaN in {gradient}", _of_leaf(number, runs.with_nan), [usual], tolerance)
     infinite = _of_leaf(number, runs.with_infinity)
-    large = [u.to(other.dtype) for u, other in zip(_of_leaf(number, runs.with_large), infinite, strict=True)]
+    large: list[Tensor] = []
+    for update, infinite_update in zip(_of_leaf(number, runs.with_large), infinite, strict=True):
+        large.append(update.to(infinite_update.dtype))  # its gradient may have had a wider dtype
     acts_as_large_number = _all_close(infinite, large, tolerance)  # as in `clip_by_value`
     if not acts_as_large_number:
         _require_visible(f"infinity in {gradient}", infinite, [usual, large], tolerance)
@@ -279,11 +282,14 @@ def _require_visible(cause: str, results: list[Tensor], usual_runs: list[list[Te
     ``cause`` names the fault, "NaN in the gradient of 'w'". ``results`` are the updates of one leaf by step, and so is
     each of the ``usual_runs``. Updates NaN, NaN and then a usual one are correct; zero, zero, zero hide the fault.
     """
-    if all(update.isfinite().all() for update in results):
+    are_finite = [bool(update.isfinite().all()) for update in results]
+    if all(are_finite):
         raise Breach(None, f"{cause} gives finite updates, first {shown(results[0])}: the fault is hidden")
     for step, update in enumerate(results):
+        if not are_finite[step]:  # the fault is visible
+            continue
         is_usual = any(is_close(update, updates[step], tolerance) for updates in usual_runs)
-        if update.isfinite().all() and not is_usual:  # such as zeros in place of NaN
+        if not is_usual:  # such as zeros in place of NaN
             raise Breach(f"step {step}", f"after {cause} at step 0, the update is {shown(update)}: the fault is hidden")
 
 
@@ -342,13 +348,13 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
     usual_updates = updates_of(tx, params, steps)
     for magnitude in MAGNITUDES:
         when = f"gradients of {magnitude:g}"
+        param_magnitude = min(1.0, magnitude)  # never large: adding a normalized update would round it away
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
         with _add_note_to_errors(f"for {when}"):
             results = history(tx, params, scaled_steps)
         _require_finite(when, results)
-        # Parameters are never large, because adding a normalized update to them would round it away.
-        scaled_params = _of_magnitude(params, min(1.0, magnitude))
-        with _add_note_to_errors(f"for {when}, and parameters of {min(1.0, magnitude):g}"):
+        scaled_params = _of_magnitude(params, param_magnitude)
+        with _add_note_to_errors(f"for {when}, and parameters of {param_magnitude:g}"):
             results = history(tx, scaled_params, scaled_steps)
         _require_finite(when, results)
         _require_nonzero(when, [updates for updates, _ in results], usual_updates)
@@ -399,12 +405,13 @@ def narrow_gradients_are_computed_in_wider_dtypes(tx: Transform, params: PyTree,
     >>> narrow_gradients_are_computed_in_wider_dtypes(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     params = _cast(params, torch.float32)
+    wide_params = _cast(params, torch.float64)
     for dtype, sizes in SIZES.items():
         for size in sizes:
             narrow_steps = _cast(scaled(steps, size), dtype)
             results = updates_of(tx, params, narrow_steps)
-            # The same values, which have been rounded before.
-            expected = updates_of(widened(tx), _cast(params, torch.float64), _cast(narrow_steps, torch.float64))
+            wide_steps = _cast(narrow_steps, torch.float64)  # the same values, which have been rounded before
+            expected = updates_of(widened(tx), wide_params, wide_steps)
             tolerance = max(tolerance_of(tx, results), TOLERANCES[dtype])
             what = f"updates of {str(dtype).removeprefix('torch.')} gradients of size {size:g}"
             require_close(what, _cast(results, torch.float64), expected, "in float64", tolerance)
