@@ -6,6 +6,7 @@ a derivative have probability zero.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -132,12 +133,13 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    tx = widened(tx)  # one transform for all calls: what it keeps between them must not change the derivatives
+    _check_derivatives(gradcheck, _updates_by_gradients(tx, Example(params, steps)), _as_vector(steps))
 
-    def updates_by_gradients(gradients: Tensor) -> Tensor:
-        return _updates_of_vectors(tx, Example(params, steps), gradients, _as_vector(params))
 
-    _check_derivatives(gradcheck, updates_by_gradients, _as_vector(steps))
+def _updates_by_gradients(tx: Transform, example: Example) -> Callable[[Tensor], Tensor]:
+    """Return a function from the elements of all gradients to the elements of all updates, in float64."""
+    # One transform for all calls: what it keeps between them must not change the derivatives.
+    return functools.partial(_updates_of_vectors, widened(tx), example, parameters=_as_vector(example.params))
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
@@ -150,11 +152,8 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     >>> import muonfx as mfx
     >>> derivatives_by_parameters_are_right(mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    tx = widened(tx)
-
-    def updates_by_parameters(parameters: Tensor) -> Tensor:
-        return _updates_of_vectors(tx, Example(params, steps), _as_vector(steps), parameters)
-
+    example = Example(params, steps)
+    updates_by_parameters = functools.partial(_updates_of_vectors, widened(tx), example, _as_vector(steps))
     _check_derivatives(gradcheck, updates_by_parameters, _as_vector(params))
 
 
@@ -219,9 +218,5 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
     """
-    tx = widened(tx)
-
-    def updates_by_gradients(gradients: Tensor) -> Tensor:
-        return _updates_of_vectors(tx, Example(params, steps), gradients, _as_vector(params))
-
-    _check_derivatives(gradgradcheck, updates_by_gradients, _as_vector(steps), atol=1e-4)
+    function = _updates_by_gradients(tx, Example(params, steps))
+    _check_derivatives(gradgradcheck, function, _as_vector(steps), atol=1e-4)
