@@ -76,17 +76,11 @@ OPTIMIZER_LAWS: dict[str, OptimizerLaw] = {}
 """All laws for optimizers by name, in the order in which `check_optimizer` checks them."""
 
 
-def optimizer_law(function: Callable[[Build], None]) -> Callable[[Build], None]:
-    """Register a function as a law of one process. The first line of its docstring is the sentence of the law."""
-    return _registered(function, needs_ranks=False)
+def optimizer_law(function: Callable[[Build], None], *, needs_ranks: bool = False) -> Callable[[Build], None]:
+    """Register a function as a law. The first line of its docstring is the sentence of the law.
 
-
-def law_of_ranks(function: Callable[[Build], None]) -> Callable[[Build], None]:
-    """Register a function as a law that every rank of a process group checks."""
-    return _registered(function, needs_ranks=True)
-
-
-def _registered(function: Callable[[Build], None], *, needs_ranks: bool) -> Callable[[Build], None]:
+    With ``needs_ranks``, every rank of a process group checks it.
+    """
     name = function.__name__
     assert function.__doc__ is not None
     sentence = function.__doc__.splitlines()[0]

@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, Outcome, law_of_ranks, outcome_of
+from muonfx.testing.optimizers.law import OPTIMIZER_LAWS, Build, OptimizerLaw, Outcome, optimizer_law, outcome_of
 from muonfx.testing.optimizers.runs import (
     STEPS,
     Run,
@@ -46,6 +47,8 @@ TOLERANCE = 1e-3
 
 
 # ------------------------------------------------------------------------------------------------------------ the laws
+
+law_of_ranks = partial(optimizer_law, needs_ranks=True)
 
 
 @law_of_ranks
@@ -156,7 +159,9 @@ def _outcomes_of_ranks(law: OptimizerLaw, build: Build) -> list[Outcome]:
             process.start()
             processes.append(process)
         have_finished = _join_or_kill(processes)
-    reason = "ended without a result" if have_finished else f"has not finished within {SECONDS} s"
+    reason = "ended without a result"
+    if not have_finished:
+        reason = f"has not finished within {SECONDS} s"
     outcomes: dict[int, Outcome] = {}
     while not queue.empty():
         rank, outcome = queue.get()

@@ -146,7 +146,9 @@ class Run:
         """Return copies of all parameters, whole also if they are sharded."""
         values: Values = {}
         for name, param in self.params.items():
-            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            whole = param
+            if isinstance(param, DTensor):
+                whole = param.full_tensor()
             values[name] = whole.detach().clone()
         return values
 
@@ -158,7 +160,8 @@ class Run:
 
 def resumed_run(build: Build, stopped: Run, model: nn.Module | None = None) -> Run:
     """Return a new run with the weights and the step of a stopped one, and with a new optimizer."""
-    model = seeded() if model is None else model
+    if model is None:
+        model = seeded()
     model.load_state_dict(stopped.model.state_dict())
     resumed = Run(build, model)
     resumed.next_step = stopped.next_step
