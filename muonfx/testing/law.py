@@ -64,12 +64,17 @@ def select(
     >>> select({"a": "law a", "b": "law b", "c": "law c"}, laws=None, skip=["b"])
     (['law a', 'law c'], {'b': 'skipped'})
     """
-    names = _names(registry if laws is None else laws)
+    names = list(registry)
+    if laws is not None:
+        names = _names(laws)
     skipped = _names(skip)
     unknown = [repr(name) for name in names + skipped if name not in registry]
     if unknown:
         raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(registry)}")
-    selected = [law for name, law in registry.items() if name in names and name not in skipped]
+    selected: list[L] = []
+    for name, law in registry.items():
+        if name in names and name not in skipped:
+            selected.append(law)
     return selected, dict.fromkeys(skipped, "skipped")
 
 

@@ -106,8 +106,9 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
     example = Example(params, steps)
     usual_updates = updates_of(tx, params, steps)
     for number, name in enumerate(tree.names(params)):
-        updates_alone = updates_of(tx, *example.map_trees(functools.partial(only_leaf, number)))
-        expected = [only_leaf(number, updates) for updates in usual_updates]
+        this_leaf = functools.partial(only_leaf, number)  # a function that replaces all other leaves by None
+        updates_alone = updates_of(tx, *example.map_trees(this_leaf))
+        expected = list(map(this_leaf, usual_updates))
         require_same(f"updates of {name!r}, without the other leaves,", updates_alone, expected, "among them")
     if not _rounds_at_random(tx):
         _check_among_others(tx, example, usual_updates)

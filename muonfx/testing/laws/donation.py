@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import warnings
 
+from torch import Tensor
+
 from muonfx import tree
 from muonfx.core import Donation, Transform, chain
 from muonfx.testing.examples import History, copied_tree, history
@@ -61,9 +63,8 @@ def _check_donation(tx: Transform, params: PyTree, steps: list[PyTree], donate: 
     ``expected`` are the updates and the state of each step without donation. Results must have the same bits, or be
     close if a parameter or gradient is not contiguous: sums may then be taken in another order.
     """
-    are_contiguous = all(leaf.is_contiguous() for leaf in tree.tensors((params, steps)))
     require_equal = require_same
-    if not are_contiguous:
+    if not all(map(Tensor.is_contiguous, tree.tensors((params, steps)))):
         require_equal = functools.partial(_require_close, tx)
     state = copied_tree(tx.init(params))
     updates_of_steps: list[PyTree] = []

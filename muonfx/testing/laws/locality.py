@@ -5,6 +5,7 @@ A transform reads no more than it declares: the element, its matrix, its leaf, o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -242,9 +243,10 @@ def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
     for number in range(len(tree.leaves(params))):
-        expected = [only_leaf(number, updates) for updates in usual_updates]
+        this_leaf = functools.partial(only_leaf, number)  # a function that replaces all other leaves by None
+        expected = list(map(this_leaf, usual_updates))
         for condition, example in _with_other_leaves_changed(number, params, steps).items():
-            results = [only_leaf(number, updates) for updates in updates_of(tx, *example)]
+            results = list(map(this_leaf, updates_of(tx, *example)))
             require_close(f"if {condition}, updates by step", results, expected, expected_is, tolerance)
 
 
@@ -253,7 +255,7 @@ def _with_other_leaves_changed(number: int, params: PyTree, steps: list[PyTree])
     others = set(range(len(tree.leaves(params)))) - {number}
     changed_params = map_some(lambda p: 5.0 * p + 1.0, others, params)
     changed_steps = [map_some(lambda g: 7.0 * g - 3.0, others, grads) for grads in steps]
-    steps_without_others = [only_leaf(number, grads) for grads in steps]
+    steps_without_others = list(map(functools.partial(only_leaf, number), steps))
     return {
         "other leaves have other values": Example(changed_params, changed_steps),
         "the gradients of other leaves are None": Example(params, steps_without_others),
@@ -345,8 +347,10 @@ def _check_sums_of_halves(tx: Transform, example: Example) -> None:
     tx = _without_work_on_wholes(tx)
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
     expected = [tree.map(_first_half, whole_updates), tree.map(_second_half, whole_updates)]
-    # A leaf without dims cannot be halved, so both ranks hold it.
-    on_both_ranks = {number for number, leaf in enumerate(tree.leaves(example.params)) if leaf.ndim == 0}
+    on_both_ranks: set[int] = set()
+    for number, leaf in enumerate(tree.leaves(example.params)):
+        if leaf.ndim == 0:  # it cannot be halved
+            on_both_ranks.add(number)
     # A transform may choose leaves by their shapes. It does so for the shapes of whole leaves.
     resolved = resolve_within(tx, on_meta(example.params))
     results = _on_two_ranks(resolved, example.map(_first_half), example.map(_second_half), on_both_ranks)
@@ -365,7 +369,7 @@ def _without_work_on_wholes(tx: Transform) -> Transform:
     """
     if tx.locality in (Locality.MATRIX, Locality.LEAF):
         return scale(-0.5)
-    return tx.with_children([_without_work_on_wholes(child) for child in tx.children])
+    return tx.with_children(list(map(_without_work_on_wholes, tx.children)))
 
 
 def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_rank: set[int]) -> None:
@@ -376,19 +380,15 @@ def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_r
     """
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))) - on_first_rank
-
-    def of_first_rank(trees: list[PyTree]) -> list[PyTree]:
-        return [without_leaves(on_second_rank, values) for values in trees]
-
-    def of_second_rank(trees: list[PyTree]) -> list[PyTree]:
-        return [without_leaves(on_first_rank, values) for values in trees]
-
+    of_first_rank = functools.partial(without_leaves, on_second_rank)
+    of_second_rank = functools.partial(without_leaves, on_first_rank)
     updates, tolerance = _updates_and_tolerance(tx, example)
-    first_example = Example(params, of_first_rank(steps))
-    second_example = Example(params, of_second_rank(steps))
+    expected = [list(map(of_first_rank, updates)), list(map(of_second_rank, updates))]
+    first_example = Example(params, list(map(of_first_rank, steps)))
+    second_example = Example(params, list(map(of_second_rank, steps)))
     results = _on_two_ranks(tx, first_example, second_example, on_both_ranks=set())
     what = f"on two ranks that hold {held}, updates by rank and step"
-    require_close(what, results, [of_first_rank(updates), of_second_rank(updates)], "on one rank", tolerance)
+    require_close(what, results, expected, "on one rank", tolerance)
 
 
 def _on_two_ranks(

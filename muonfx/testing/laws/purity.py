@@ -137,10 +137,15 @@ def updates_do_not_overlap(tx: Transform, params: PyTree, steps: list[PyTree]) -
     """
     for grads, updates in zip(steps, updates_of(tx, params, steps), strict=True):
         gradients = tree.ids(grads)
-        new_updates = {name: leaf for name, leaf in _tensors(updates) if id(leaf) not in gradients}
+        new_updates: dict[str, Tensor] = {}
+        for name, update in _tensors(updates):
+            if id(update) not in gradients:
+                new_updates[name] = update
         # Add another number to each update, first in new tensors and then in place. If two overlap, one of them
         # receives both numbers in place.
-        expected = {name: update + number for number, (name, update) in enumerate(new_updates.items())}
+        expected: dict[str, Tensor] = {}
+        for number, (name, update) in enumerate(new_updates.items()):
+            expected[name] = update + number
         for number, (name, update) in enumerate(new_updates.items()):
             _add_in_place(name, update, number)
         require_same("updates, each changed in place,", new_updates, expected, "if changed alone")

@@ -63,7 +63,9 @@ def _names_without_gradient(*steps: PyTree) -> set[str]:
     """
     names = set(tree.names(steps[0]))
     for grads in steps:
-        names -= {name for name, grad in tree.named_leaves(grads) if grad is not None}
+        for name, grad in tree.named_leaves(grads):
+            if grad is not None:
+                names.discard(name)
     return names
 
 
@@ -91,9 +93,13 @@ def _parameter_of(state_name: str, param_names: list[str]) -> str | None:
     >>> _parameter_of("trace.layers.0.w", ["w", "layers.0.w"])
     'layers.0.w'
     """
-    # With a dot before both, ".trace.new" does not end with ".w".
-    endings = [name for name in param_names if name and f".{state_name}".endswith(f".{name}")]
-    return max(endings, key=len, default=None)
+    longest = ""
+    for name in param_names:
+        # With a dot before both, ".trace.new" does not end with ".w".
+        is_ending = f".{state_name}".endswith(f".{name}")
+        if is_ending and len(name) > len(longest):
+            longest = name
+    return longest or None
 
 
 def _state_of(selected: set[str], param_names: list[str], state: PyTree) -> dict[str, object]:

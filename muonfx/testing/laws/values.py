@@ -54,7 +54,8 @@ def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: l
     >>> repr_evaluates_to_an_equal_transform(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {}, [])
     """
     # All names that the printed text may use: its own parts, `muonfx.contrib` and `muonfx`.
-    printed = eval(repr(tx), {**names_within(tx), **vars(contrib), **vars(sys.modules["muonfx"])})
+    names = {**names_within(tx), **vars(contrib), **vars(sys.modules["muonfx"])}
+    printed = eval(repr(tx), names)
     if printed != tx:
         raise Breach(None, f"its repr evaluates to {printed!r}, which is not equal to it")
     if hash(printed) != hash(tx):
