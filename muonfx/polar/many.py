@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from muonfx.internal.tracing import called_once, is_differentiated, is_traced, i
 from muonfx.polar.checks import check_matrix, sharing
 from muonfx.polar.coefficients import CoefficientsLike
 from muonfx.polar.iteration import as_function, in_place, rounded_and_scaled, same_range
-from muonfx.polar.policy import DTypeLike, MethodLike, Plan, plan
+from muonfx.polar.policy import DTypeLike, MethodLike, Plan, Request, plan
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import ProductsLike
 from muonfx.polar.workspace import Workspace
@@ -160,7 +159,9 @@ class Orthogonalizer:
         """Look up the coefficients. The other arguments are checked when the first plan is made."""
         resolved = polynomials(coefficients, steps)  # such as five polynomials (a, b, c) for "polar_express_5"
         self._polynomials = resolved
-        self._plan = functools.partial(plan, method=method, dtype=dtype, products=products)
+        self._method: MethodLike = method
+        self._dtype: DTypeLike = dtype
+        self._products: ProductsLike = products
         # From (kind, whether derivatives are taken) to the plan.
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
@@ -174,7 +175,7 @@ class Orthogonalizer:
 
     def check_options(self) -> None:
         """Make a plan for a matrix of shape (0, 0), which raises now if an option is malformed."""
-        self._plan(0, 0, torch.float32, torch.device("cpu"), self._polynomials)
+        plan(self._request(0, 0, torch.device("cpu")), torch.float32, self._dtype)
 
     def plan_for(self, kind: _Kind, *, differentiated: bool, traced: bool) -> Plan:
         """Return how to orthogonalize matrices of one shape, dtype and device: a `Plan` (dtype, method, products).
@@ -184,17 +185,18 @@ class Orthogonalizer:
         key = (kind, differentiated)
         if not traced and key in self._plans:
             return self._plans[key]
-        resolved = self._resolved()
-        result = self._plan(kind.short, kind.long, kind.dtype, kind.device, resolved, differentiated=differentiated)
+        request = self._request(kind.short, kind.long, kind.device)
+        result = plan(request, kind.dtype, self._dtype, differentiated=differentiated)
         if not traced:
             self._plans[key] = result
         return result
 
-    def _resolved(self) -> Polynomials:
-        """Return the polynomials, with constant numbers also in a trace."""
-        if self._polynomials.table is None and torch.compiler.is_compiling():
-            return Polynomials(*self._constant_fields())
-        return self._polynomials
+    def _request(self, short: int, long: int, device: torch.device) -> Request:
+        """Return the inputs of a plan for matrices with these sides. A tracer takes the polynomials as constants."""
+        resolved = self._polynomials
+        if resolved.table is None and torch.compiler.is_compiling():
+            resolved = Polynomials(*self._constant_fields())
+        return Request(short, long, device, resolved, self._method, self._products)
 
     def __call__(
         self,
@@ -317,6 +319,8 @@ class _Piece(NamedTuple):
 
     input_index: int
     """The position of the input in the list of inputs."""
+    input: Tensor
+    """The input, whose shape and dtype the result has."""
     matrices: Tensor
     """The matrices `(b, short, long)`, or `(b, long, short)` in a tall batch."""
     destination: Tensor | None
@@ -344,25 +348,25 @@ def _run_in_batches(xs: Sequence[Tensor], overwrite: list[bool], job: _Job) -> d
         fits_one_batch = limit is None or matrices.shape[0] <= limit
         if fits_one_batch:  # one piece, whose result is the input's memory or a new tensor
             destination = matrices if overwrite[i] else None
-            pieces.append(_Piece(i, matrices, destination))
+            pieces.append(_Piece(i, x, matrices, destination))
             continue
         # Several pieces, which write into one result.
         if not overwrite[i]:
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
         destination = _as_batch(results[i], job.kind)
         for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
-            pieces.append(_Piece(i, part, part_of_destination))
+            pieces.append(_Piece(i, x, part, part_of_destination))
 
     for batch in _packed(pieces, limit):
-        results.update(_run_batch(batch, xs, job))
+        results.update(_run_batch(batch, job))
     return results
 
 
-def _run_batch(batch: list[_Piece], xs: Sequence[Tensor], job: _Job) -> dict[int, Tensor]:
-    """Orthogonalize pieces of the inputs ``xs`` in one batch. A piece is one input or a part of a stack.
+def _run_batch(batch: list[_Piece], job: _Job) -> dict[int, Tensor]:
+    """Orthogonalize pieces of the inputs in one batch. A piece is one input or a part of a stack.
 
     The result of a piece is written to its destination. A piece without a destination is a whole input. Return the
-    results of these inputs, by their index in ``xs``.
+    results of these inputs, by their index in the list of inputs.
     """
     orthogonalize_batch = _batch_in_buffers if job.kind.in_buffers else _new_batch
     orthogonal = orthogonalize_batch(batch, job)
@@ -371,11 +375,11 @@ def _run_batch(batch: list[_Piece], xs: Sequence[Tensor], job: _Job) -> dict[int
     _write_to_destinations(batch, orthogonal_pieces)
 
     # A view keeps the whole batch in memory. If some results are copied out of the batch, all are.
-    must_copy = not job.in_one_batch and not _can_be_views(batch, xs, job.kind)
+    must_copy = not job.in_one_batch and not _can_be_views(batch, job.kind)
     new_results: dict[int, Tensor] = {}
     for piece, value in zip(batch, orthogonal_pieces, strict=True):
         if piece.destination is None:
-            new_results[piece.input_index] = _result_like(xs[piece.input_index], value, must_copy)
+            new_results[piece.input_index] = _result_like(piece.input, value, must_copy)
     return new_results
 
 
@@ -405,12 +409,13 @@ def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
     return value.reshape(x.shape).contiguous()
 
 
-def _can_be_views(batch: list[_Piece], xs: Sequence[Tensor], kind: _Kind) -> bool:
+def _can_be_views(batch: list[_Piece], kind: _Kind) -> bool:
     """Return True if all results can be views of their batch: new results, and not transposed."""
     for piece in batch:
         if piece.destination is not None:
             return False
-        if not kind.in_buffers and xs[piece.input_index].shape[-2] != kind.short:  # a tall input, transposed
+        is_tall = piece.input.shape[-2] != kind.short
+        if is_tall and not kind.in_buffers:  # it was transposed
             return False
     return True
 

@@ -186,8 +186,8 @@ def explain(
     if not isinstance(shape, tuple | list) or list(map(type, shape)) != [int, int]:
         raise TypeError(f"shape must be (rows, columns), two ints such as tuple(x.shape), found {shape!r}")
     short, long = sorted(shape)
-    resolved = polynomials(coefficients, steps)
-    return plan(short, long, held, torch.device(device), resolved, method=method, dtype=dtype, products=products)
+    request = Request(short, long, torch.device(device), polynomials(coefficients, steps), method, products)
+    return plan(request, held, dtype)
 
 
 class Request(NamedTuple):
@@ -203,31 +203,18 @@ class Request(NamedTuple):
     """True for a plan that is equal on all machines: installed libraries and CPU features do not count."""
 
 
-def plan(
-    short: int,
-    long: int,
-    held: torch.dtype,
-    device: torch.device,
-    coefficients: Polynomials,
-    *,
-    method: MethodLike = "auto",
-    dtype: DTypeLike = "auto",
-    products: ProductsLike = "auto",
-    differentiated: bool = False,
-) -> Plan:
+def plan(request: Request, held: torch.dtype, dtype: DTypeLike = "auto", *, differentiated: bool = False) -> Plan:
     """Choose how matrices of one shape are orthogonalized: return a `Plan` of the dtype, method and products.
 
     Args:
-        short: the length of the short side.
-        long: the length of the long side.
+        request: the sides and the device of the matrices, the polynomials, and the settings `method` and `products`.
         held: the dtype of the matrices themselves.
-        device: their device.
-        coefficients: the polynomial of each step.
-        method: as in `orthogonalize`.
         dtype: as in `orthogonalize`.
-        products: as in `orthogonalize`.
         differentiated: whether derivatives are taken; the dtype "auto" is then at least fp32.
     """
+    device = request.device
+    coefficients = request.coefficients
+    method = request.method
     # 1. The dtype of the products: the fastest one on the device, or a wider one for derivatives or for polynomials
     # that would diverge in it. A dtype given by the caller is taken as it is.
     fastest_dtype = compute_dtype(held, device, dtype)
@@ -238,7 +225,6 @@ def plan(
 
     # 2. The method and the products in this dtype.
     check_method(method, coefficients)
-    request = Request(short, long, device, coefficients, method, products)
     chosen = plan_in(compute, request, why_dtype)
 
     # 3. fp16 in place of bf16, where it is as fast and rounds less.
@@ -577,8 +563,8 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
     for squares of it. A product that computes one half only takes `rates.share` of the time of a full one.
     """
     gram_choice, small_choice = products
-    gram_share = 1.0 if gram_choice == "batched" else rates.share
-    small_share = 1.0 if small_choice == "batched" else rates.share
+    gram_share = _share(gram_choice, rates)
+    small_share = _share(small_choice, rates)
     total = 0.0
     for stage in stages:
         # The Gram matrix R = X X^T, which is symmetric, and Q X, where Q is the product of the polynomials of R.
@@ -591,6 +577,13 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
         passes = further_products * rates.pass_cost * n * n
         total += long_products + small_products + passes
     return total
+
+
+def _share(products: str, rates: Rates) -> float:
+    """Return the time of a symmetric product, as a part of the time of a full one."""
+    if products == "batched":  # computed in full
+        return 1.0
+    return rates.share
 
 
 @called_once  # a tracer calls this once and keeps the answer
