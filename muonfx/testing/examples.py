@@ -165,7 +165,11 @@ def map_some(function: Callable[[Any], Any], numbers: Collection[int], values: P
     >>> map_some(lambda leaf: -leaf, {1}, {"a": 5, "b": 5})
     {'a': 5, 'b': -5}
     """
-    return map_numbered(lambda number, leaf: function(leaf) if number in numbers else leaf, values)
+    leaves, treedef = tree.flatten(values)
+    for number, leaf in enumerate(leaves):
+        if number in numbers:
+            leaves[number] = function(leaf)
+    return tree.unflatten(treedef, leaves)
 
 
 def without_leaves(numbers: Collection[int], values: PyTree) -> PyTree:
@@ -311,11 +315,13 @@ def standard_examples(ranks: tuple[int, int] = (0, 4)) -> list[Example]:
 
     plain = example_in(torch.float32)
     params, steps = plain
+    steps_in_layouts = [_in_layouts(grads, step) for step, grads in enumerate(steps)]
+    steps_with_nones = [_without_a_third(grads, step) for step, grads in enumerate(steps)]
     return [
         plain,
         example_in(torch.bfloat16),
-        Example(_in_layouts(params, 0), [_in_layouts(grads, step) for step, grads in enumerate(steps)]),
-        Example(params, [_without_a_third(grads, step) for step, grads in enumerate(steps)]),
+        Example(_in_layouts(params, 0), steps_in_layouts),
+        Example(params, steps_with_nones),
         example_in(torch.float16),
         Example(in_mixed_dtypes(0, params), steps),  # float32 gradients, parameters in mixed dtypes
         plain.map_trees(_nested),
@@ -342,8 +348,7 @@ def in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:
     >>> values["a"].dtype, values["b"].dtype
     (torch.float64, torch.bfloat16)
     """
-    dtypes = map_numbered(lambda number, leaf: DTYPES[(number + shift) % len(DTYPES)], values)
-    return tree.map(torch.Tensor.to, values, dtypes)
+    return map_numbered(lambda number, leaf: leaf.to(DTYPES[(number + shift) % len(DTYPES)]), values)
 
 
 def _nested(values: dict[str, Tensor]) -> PyTree:

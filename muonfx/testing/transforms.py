@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from muonfx import contrib, recipes, routing, tree
 from muonfx import transforms as tfs
@@ -76,7 +77,13 @@ def by_rank(params: PyTree) -> PyTree:
     >>> by_rank({"b": torch.zeros(3), "w": torch.zeros(2, 3)})
     {'b': 'rest', 'w': 'matrices'}
     """
-    return tree.map(lambda leaf: "matrices" if leaf.ndim >= 2 else "rest", params)
+
+    def label(leaf: Tensor) -> str:
+        if leaf.ndim >= 2:
+            return "matrices"
+        return "rest"
+
+    return tree.map(label, params)
 
 
 def by_role(params: PyTree) -> Mapping[str, str | None]:
@@ -135,9 +142,9 @@ _VIEWS = st.builds(
 
 _BY_NAME: dict[str, Strategy] = {
     **dict.fromkeys(("learning_rate", "adamw_learning_rate"), _RATES),
-    **dict.fromkeys(("b1", "b2", "decay", "second_decay", "neuron_decay", "decay_rate", "weight_decay"), _SHARES),
+    **dict.fromkeys(("b1", "b2", "decay", "neuron_decay", "decay_rate", "weight_decay"), _SHARES),
     **dict.fromkeys(("alpha", "outward", "inward", "weight_lr_power"), _SHARES),
-    **dict.fromkeys(("max_norm", "limit", "threshold", "clipping", "tau", "floor"), _POSITIVE),
+    **dict.fromkeys(("max_norm", "limit", "threshold", "tau", "floor"), _POSITIVE),
     **dict.fromkeys(("every", "rank", "shrink", "refresh"), _COUNTS),
     **dict.fromkeys(("mu_dtype", "nu_dtype"), _STATE),
     "axis": st.sampled_from(("rows", "longer")),
@@ -278,7 +285,8 @@ def transforms(names: Iterable[str] | None = None, *, matrices: bool = False) ->
     """
     if names is None:
         names = _names(matrices)
-    return st.one_of([_ARGUMENTS[name] for name in names])
+    strategies = [_ARGUMENTS[name] for name in names]
+    return st.one_of(strategies)
 
 
 def _names(matrices: bool) -> list[str]:
@@ -300,9 +308,10 @@ def chains(*, min_size: int = 0, max_size: int = 4, matrices: bool = False) -> s
     >>> find(chains(), lambda drawn: len(drawn) == 1)
     [identity()]
     """
-    # master_params applies a whole chain to its copy of the parameters, so it cannot be a member of another chain.
-    names = [name for name in _names(matrices) if name != "master_params"]
-    return st.lists(transforms(names), min_size=min_size, max_size=max_size).filter(_is_sensible)
+    names = _names(matrices)
+    names.remove("master_params")  # it contains a whole chain, so it cannot be a member of another chain
+    lists = st.lists(transforms(names), min_size=min_size, max_size=max_size)
+    return lists.filter(_is_sensible)
 
 
 def _is_sensible(members: list[Transform]) -> bool:

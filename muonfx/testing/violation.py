@@ -81,7 +81,7 @@ def shown(leaf: object) -> str:
 def _rounded(values: object) -> Any:
     """Return a number, or nested lists of numbers, with floats rounded to five digits."""
     if isinstance(values, list):
-        return [_rounded(value) for value in values]
+        return list(map(_rounded, values))
     if isinstance(values, float):
         return float(f"{values:.5g}")
     return values
@@ -247,7 +247,7 @@ def widened(value: Any) -> Any:
         return value.replace(**arguments)
     # Only plain containers: a NamedTuple or another subclass may accept other arguments.
     if type(value) in (tuple, list):
-        return type(value)([widened(item) for item in value])
+        return type(value)(map(widened, value))
     if type(value) is dict:
         return {key: widened(item) for key, item in value.items()}
     return value

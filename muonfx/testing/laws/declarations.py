@@ -69,9 +69,9 @@ def order_of_dicts_means_nothing(tx: Transform, params: PyTree, steps: list[PyTr
     """
     _check_order(tx, params, steps)
     # A tree with one leaf has no order, so it is also checked twice in one dict: as "z.w" and "a.w".
-    params_twice = {"z": params, "a": params}
-    if accepts_names(tx, params_twice):
-        _check_order(tx, params_twice, [{"z": grads, "a": grads} for grads in steps])
+    twice = Example(params, steps).map_trees(lambda values: {"z": values, "a": values})
+    if accepts_names(tx, twice.params):
+        _check_order(tx, *twice)
 
 
 def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
@@ -80,8 +80,7 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     The dicts of the gradients, of the parameters or of the state are put in the opposite order. For example, gradients
     ``{"w": g, "b": h}`` become ``{"b": h, "w": g}``. Each leaf, found by its name, must have the same update.
     """
-    reversed_params = _with_reversed_dicts(params)
-    reversed_steps = [_with_reversed_dicts(grads) for grads in steps]
+    reversed_params, reversed_steps = Example(params, steps).map_trees(_with_reversed_dicts)
     histories = {
         "the gradients": history(tx, params, reversed_steps),
         "the parameters": history(tx, reversed_params, steps),
@@ -89,12 +88,16 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
         "all three": history(tx, reversed_params, reversed_steps, change_state=_with_reversed_dicts),
     }
     # By the names of leaves. A comparison by position would compare "w" with "b".
-    expected = [dict(tree.named_leaves(results)) for results in history(tx, params, steps)]
+    expected = list(map(_leaves_by_name, history(tx, params, steps)))
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
     for which, results_of_steps in histories.items():
         for step, results in enumerate(results_of_steps):
             what = f"step {step}, with the dicts of {which} in the other order, (updates, state)"
-            require_close(what, dict(tree.named_leaves(results)), expected[step], "in this order", tolerance)
+            require_close(what, _leaves_by_name(results), expected[step], "in this order", tolerance)
+
+
+def _leaves_by_name(values: PyTree) -> dict[str, Any]:
+    return dict(tree.named_leaves(values))
 
 
 def _with_reversed_dicts(values: PyTree) -> PyTree:
@@ -106,7 +109,7 @@ def _with_reversed_dicts(values: PyTree) -> PyTree:
     if type(values) is dict:  # not a subclass, such as OrderedDict, whose order may have a meaning
         return {key: _with_reversed_dicts(item) for key, item in reversed(values.items())}
     if isinstance(values, tuple | list):
-        items = [_with_reversed_dicts(item) for item in values]
+        items = list(map(_with_reversed_dicts, values))
         if hasattr(values, "_fields"):  # a NamedTuple, whose class takes each item as an argument
             return type(values)(*items)
         return type(values)(items)
@@ -203,8 +206,9 @@ def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTr
     >>> tx = mfx.orthogonalize(dtype=torch.float64, view=mfx.MatrixView("(part=2 out) in -> part out in"))
     >>> stacks_are_as_their_matrices(tx, *Example.of({"w": (4, 3)}))
     """
+    shapes = {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)}
     # `shape_of_matrix` has (rows, columns) for each leaf that is a stack, by name.
-    tx_of_stacks, shape_of_matrix = stacked(tx, {name: tuple(leaf.shape) for name, leaf in tree.named_leaves(params)})
+    tx_of_stacks, shape_of_matrix = stacked(tx, shapes)
     as_stacks = functools.partial(_as_stacks, shape_of_matrix)
     stacks = Example(params, steps).map_trees(as_stacks)
     if not stacks.params:  # no leaf of this example is a stack of matrices
@@ -260,7 +264,9 @@ def _stacked(example: Example) -> Example:
         # Two other matrices with the elements of this one: moved along the row and larger, and in the opposite order.
         large = 5.0 * matrix.roll(1, -1) - 0.5
         reversed_order = matrix.flip(-1) + 0.25
-        dim = 0 if matrix.ndim == 2 else -3  # the rows of a matrix; of a batch, the dim that counts its matrices
+        dim = 0  # the rows of a matrix
+        if matrix.ndim > 2:  # of a batch, the dim that counts its matrices
+            dim = -3
         return torch.cat([matrix, large, reversed_order], dim=dim)
 
     return example.map(three_matrices)
@@ -270,7 +276,7 @@ def _is_no_wrapper(tx: Transform) -> str | None:
     """Return why a transform is no wrapper that declares its own locality; None if it is one."""
     if tx.declaration.combinator.own_locality is None:
         return "it declares no own_locality"
-    if not any(isinstance(part, Transform) for part in tx.parts):
+    if not tx.children:
         return "it calls no transform"
     return None
 

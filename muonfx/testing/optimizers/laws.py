@@ -108,7 +108,9 @@ def parameters_without_gradients_stay(build: Build) -> None:
     names_without = ["up.weight", "norm.bias"]
 
     def without_gradients(name: str, grad: Tensor) -> Tensor | None:
-        return None if name in names_without else grad
+        if name in names_without:
+            return None
+        return grad
 
     # One usual step before, so that these parameters have momentum, which must not move them either.
     run = Run(build).steps(1)
