@@ -170,10 +170,7 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
     """
     if not leaves:
         return {}
-    shared_path = _shared_path(leaves)  # ("tx",), which is no part of a label
-    if any(leaf.path == shared_path for leaf in leaves):  # such as a single leaf, whose last entry is its label
-        shared_path = shared_path[:-1]
-    depth = len(shared_path)
+    depth = _depth_of_bars(leaves)  # 1: "tx" is no part of a label
     groups: dict[tuple[str, ...], list[LeafSummary]] = {}  # by the first entries that differ, ("tx", "adamw")
     for leaf in leaves:
         groups.setdefault(leaf.path[: depth + 1], []).append(leaf)
@@ -183,6 +180,18 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
         label = ".".join(_shared_path(group)[depth:]) or "-"
         bars[label] = Counter(Summary(tuple(group)).by_dtype())
     return bars
+
+
+def _depth_of_bars(leaves: list[LeafSummary]) -> int:
+    """Return how many first entries of all paths are the same: 1 for ("tx", "a") and ("tx", "b").
+
+    An entry is left for the label of each leaf: 1 for a single leaf ("tx", "a") too.
+    """
+    shared_path = _shared_path(leaves)
+    for leaf in leaves:
+        if leaf.path == shared_path:  # such as a single leaf
+            return len(shared_path[:-1])
+    return len(shared_path)
 
 
 def _shared_path(leaves: list[LeafSummary]) -> tuple[str, ...]:
