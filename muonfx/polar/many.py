@@ -314,7 +314,7 @@ class _Job(NamedTuple):
     workspace: Workspace | None
 
 
-class _Piece(NamedTuple):
+class _Chunk(NamedTuple):
     """Matrices of one input that are in one batch: the whole input, or a part of a stack that exceeds the batch."""
 
     input_index: int
@@ -336,7 +336,7 @@ def _run_in_batches(xs: Sequence[Tensor], overwrite: list[bool], job: _Job) -> d
     """
     limit = _most_in_a_batch(job)
     results: dict[int, Tensor] = {}
-    pieces: list[_Piece] = []
+    chunks: list[_Chunk] = []
     for i in job.indices:
         x = xs[i]
         results[i] = x  # an overwritten tensor is its own result
@@ -346,52 +346,52 @@ def _run_in_batches(xs: Sequence[Tensor], overwrite: list[bool], job: _Job) -> d
             continue
         matrices = _as_batch(x, job.kind)
         fits_one_batch = limit is None or matrices.shape[0] <= limit
-        if fits_one_batch:  # one piece, whose result is the input's memory or a new tensor
+        if fits_one_batch:  # one chunk, whose result is the input's memory or a new tensor
             destination = matrices if overwrite[i] else None
-            pieces.append(_Piece(i, x, matrices, destination))
+            chunks.append(_Chunk(i, x, matrices, destination))
             continue
-        # Several pieces, which write into one result.
+        # Several chunks, which write into one result.
         if not overwrite[i]:
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
         destination = _as_batch(results[i], job.kind)
         for part, part_of_destination in zip(matrices.split(limit), destination.split(limit), strict=True):
-            pieces.append(_Piece(i, x, part, part_of_destination))
+            chunks.append(_Chunk(i, x, part, part_of_destination))
 
-    for batch in _packed(pieces, limit):
+    for batch in _packed(chunks, limit):
         results.update(_run_batch(batch, job))
     return results
 
 
-def _run_batch(batch: list[_Piece], job: _Job) -> dict[int, Tensor]:
-    """Orthogonalize pieces of the inputs in one batch. A piece is one input or a part of a stack.
+def _run_batch(batch: list[_Chunk], job: _Job) -> dict[int, Tensor]:
+    """Orthogonalize chunks of the inputs in one batch. A chunk is one input or a part of a stack.
 
-    The result of a piece is written to its destination. A piece without a destination is a whole input. Return the
+    The result of a chunk is written to its destination. A chunk without a destination is a whole input. Return the
     results of these inputs, by their index in the list of inputs.
     """
     orthogonalize_batch = _batch_in_buffers if job.kind.in_buffers else _new_batch
     orthogonal = orthogonalize_batch(batch, job)
-    counts = [piece.matrices.shape[0] for piece in batch]  # not len, which fixes a symbolic size
-    orthogonal_pieces = orthogonal.split(counts)  # views of the batch
-    _write_to_destinations(batch, orthogonal_pieces)
+    counts = [chunk.matrices.shape[0] for chunk in batch]  # not len, which fixes a symbolic size
+    orthogonal_chunks = orthogonal.split(counts)  # views of the batch
+    _write_to_destinations(batch, orthogonal_chunks)
 
     # A view keeps the whole batch in memory. If some results are copied out of the batch, all are.
     must_copy = not job.in_one_batch and not _can_be_views(batch, job.kind)
     new_results: dict[int, Tensor] = {}
-    for piece, value in zip(batch, orthogonal_pieces, strict=True):
-        if piece.destination is None:
-            new_results[piece.input_index] = _result_like(piece.input, value, must_copy)
+    for chunk, value in zip(batch, orthogonal_chunks, strict=True):
+        if chunk.destination is None:
+            new_results[chunk.input_index] = _result_like(chunk.input, value, must_copy)
     return new_results
 
 
-def _write_to_destinations(batch: list[_Piece], values: Sequence[Tensor]) -> None:
-    """Copy the orthogonalized matrices of each piece to its destination, if it has one."""
+def _write_to_destinations(batch: list[_Chunk], values: Sequence[Tensor]) -> None:
+    """Copy the orthogonalized matrices of each chunk to its destination, if it has one."""
     destinations: list[Tensor] = []
     copied_values: list[Tensor] = []
-    for piece, value in zip(batch, values, strict=True):
-        if piece.destination is None:
+    for chunk, value in zip(batch, values, strict=True):
+        if chunk.destination is None:
             continue
-        if value.data_ptr() != piece.destination.data_ptr():  # else the iteration has run in the destination
-            destinations.append(piece.destination)
+        if value.data_ptr() != chunk.destination.data_ptr():  # else the iteration has run in the destination
+            destinations.append(chunk.destination)
             copied_values.append(value)
     if destinations:
         torch._foreach_copy_(destinations, copied_values)
@@ -409,12 +409,12 @@ def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
     return value.reshape(x.shape).contiguous()
 
 
-def _can_be_views(batch: list[_Piece], kind: _Kind) -> bool:
+def _can_be_views(batch: list[_Chunk], kind: _Kind) -> bool:
     """Return True if all results can be views of their batch: new results, and not transposed."""
-    for piece in batch:
-        if piece.destination is not None:
+    for chunk in batch:
+        if chunk.destination is not None:
             return False
-        is_tall = piece.input.shape[-2] != kind.short
+        is_tall = chunk.input.shape[-2] != kind.short
         if is_tall and not kind.in_buffers:  # it was transposed
             return False
     return True
@@ -455,16 +455,16 @@ def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
     return wide.reshape(-1, *wide.shape[-2:])
 
 
-def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
-    """Orthogonalize pieces `(b, short, long)` as one batch in new memory. Return the batch in their dtype."""
-    matrices = [piece.matrices for piece in batch]
+def _new_batch(batch: list[_Chunk], job: _Job) -> Tensor:
+    """Orthogonalize chunks `(b, short, long)` as one batch in new memory. Return the batch in their dtype."""
+    matrices = [chunk.matrices for chunk in batch]
     dtype = job.kind.dtype
     batch_dtype = job.plan.rounded_to or job.plan.dtype
     is_narrower = batch_dtype.itemsize < dtype.itemsize and same_range(dtype, batch_dtype)
     if job.in_one_batch and is_narrower:
         matrices = [x.to(batch_dtype) for x in matrices]  # now, so that the joined batch takes half the memory
     # Sums round in another order for other strides and addresses. So the batch is always contiguous and begins at a
-    # multiple of 64 bytes, as a result of `cat` does. A single piece is copied if it must be.
+    # multiple of 64 bytes, as a result of `cat` does. A single chunk is copied if it must be.
     if len(matrices) > 1:
         joined = torch.cat(matrices)
     elif job.in_one_batch:  # it may be traced, and has no address then
@@ -474,8 +474,8 @@ def _new_batch(batch: list[_Piece], job: _Job) -> Tensor:
     return outside_autocast(as_function, joined, job.plan, job.coefficients).to(dtype)
 
 
-def _batch_in_buffers(batch: list[_Piece], job: _Job) -> Tensor:
-    """Orthogonalize pieces as one batch in reused buffers, or in the memory of the pieces if possible. Return it."""
+def _batch_in_buffers(batch: list[_Chunk], job: _Job) -> Tensor:
+    """Orthogonalize chunks as one batch in reused buffers, or in the memory of the chunks if possible. Return it."""
     plan = job.plan
     workspace = job.workspace or Workspace()  # memory for temporary tensors, which each batch overwrites
     workspace.clear()
@@ -483,7 +483,7 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job) -> Tensor:
     memory_of_batch = workspace
     if _has_views(batch, batch_dtype, job.kind):  # the next batch must not overwrite them
         memory_of_batch = Workspace()
-    joined = _join_pieces(batch, batch_dtype, memory_of_batch)
+    joined = _join_chunks(batch, batch_dtype, memory_of_batch)
     return outside_autocast(
         in_place,
         joined,
@@ -495,26 +495,26 @@ def _batch_in_buffers(batch: list[_Piece], job: _Job) -> Tensor:
     )
 
 
-def _has_views(batch: list[_Piece], batch_dtype: torch.dtype, kind: _Kind) -> bool:
+def _has_views(batch: list[_Chunk], batch_dtype: torch.dtype, kind: _Kind) -> bool:
     """Return True if some results stay views of the batch: not copied to a destination or cast to another dtype."""
-    have_destinations = all(piece.destination is not None for piece in batch)
+    have_destinations = all(chunk.destination is not None for chunk in batch)
     return not have_destinations and batch_dtype == kind.dtype
 
 
-def _join_pieces(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace) -> Tensor:
-    """Return the matrices of pieces as one batch `(b, rows, columns)` that the iteration may overwrite.
+def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace) -> Tensor:
+    """Return the matrices of chunks as one batch `(b, rows, columns)` that the iteration may overwrite.
 
-    A piece is one input or a part of one: pieces of 3 and 2 matrices give a batch of 5.
+    A chunk is one input or a part of one: chunks of 3 and 2 matrices give a batch of 5.
 
     No copy is made if the matrices have the given dtype, follow each other in memory, and are overwritten by their
     results. Else the batch is in memory of the workspace.
     """
-    matrices = [piece.matrices for piece in pieces]
+    matrices = [chunk.matrices for chunk in chunks]
     counts = list(map(len, matrices))
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
-    if first.dtype == dtype and _are_one_buffer(pieces):
-        # View the memory of the first piece, and of all that follow it, as one tensor.
+    if first.dtype == dtype and _are_one_buffer(chunks):
+        # View the memory of the first chunk, and of all that follow it, as one tensor.
         return first.as_strided(shape, first.stride())
     if not same_range(first.dtype, dtype):
         # Rounding alone, such as from fp32 to fp16, could give zeros or infinities. So each matrix is scaled too.
@@ -525,17 +525,17 @@ def _join_pieces(pieces: list[_Piece], dtype: torch.dtype, workspace: Workspace)
     return batch
 
 
-def _are_one_buffer(pieces: list[_Piece]) -> bool:
+def _are_one_buffer(chunks: list[_Chunk]) -> bool:
     """Return True if matrices follow each other in the same aligned memory, and their results overwrite them."""
-    first = pieces[0].matrices
+    first = chunks[0].matrices
     if not is_aligned(first):
         return False
     storage = first.untyped_storage()._cdata
-    expected_offset = first.storage_offset()  # at which a piece begins if it follows the one before
-    for piece in pieces:
-        x = piece.matrices
+    expected_offset = first.storage_offset()  # at which a chunk begins if it follows the one before
+    for chunk in chunks:
+        x = chunk.matrices
         follows = x.untyped_storage()._cdata == storage and x.storage_offset() == expected_offset
-        is_overwritten = piece.destination is not None and piece.destination.data_ptr() == x.data_ptr()
+        is_overwritten = chunk.destination is not None and chunk.destination.data_ptr() == x.data_ptr()
         if not (follows and is_overwritten and x.is_contiguous()):
             return False
         expected_offset += x.numel()
@@ -548,22 +548,22 @@ def scratch_bytes(rows: int, columns: int, compute: torch.dtype) -> int:
     return max(1, (3 * rows * columns + 4 * rows * rows) * wide)
 
 
-def _packed(pieces: list[_Piece], limit: int | None) -> list[list[_Piece]]:
-    """Distribute pieces over batches of at most `limit` matrices, in order; no piece has more than `limit`.
+def _packed(chunks: list[_Chunk], limit: int | None) -> list[list[_Chunk]]:
+    """Distribute chunks over batches of at most `limit` matrices, in order; no chunk has more than `limit`.
 
-    With a limit of 4, pieces of 1, 2, 2 and 4 matrices give the batches (1, 2), (2) and (4). None: a single batch.
+    With a limit of 4, chunks of 1, 2, 2 and 4 matrices give the batches (1, 2), (2) and (4). None: a single batch.
     """
-    if not pieces:
+    if not chunks:
         return []
     if limit is None:
-        return [pieces]
-    batches: list[list[_Piece]] = []
+        return [chunks]
+    batches: list[list[_Chunk]] = []
     room = 0  # how many more matrices fit into the last batch
-    for piece in pieces:
-        count = piece.matrices.shape[0]
+    for chunk in chunks:
+        count = chunk.matrices.shape[0]
         if count > room:  # begin a new batch
             batches.append([])
             room = limit
-        batches[-1].append(piece)
+        batches[-1].append(chunk)
         room -= count
     return batches
