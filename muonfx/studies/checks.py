@@ -54,8 +54,7 @@ def _require_same_bits(problem: str, first: tree.PyTree, second: tree.PyTree) ->
     """Raise an error that begins with ``problem`` if two trees of tensors differ. NaN is equal to NaN."""
     for leaf, other in zip(tree.leaves(first), tree.leaves(second), strict=True):
         # `allclose` without tolerances is equality, except that it can accept two NaN.
-        is_same = leaf.shape == other.shape and torch.allclose(leaf, other, rtol=0, atol=0, equal_nan=True)
-        if not is_same:
+        if leaf.shape != other.shape or not torch.allclose(leaf, other, rtol=0, atol=0, equal_nan=True):
             raise ValueError(f"{problem}; draw from torch.Generator().manual_seed(...) of the arguments alone")
 
 

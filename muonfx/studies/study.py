@@ -136,7 +136,8 @@ def study(
                 sweep = _sweep(task, name, transform_at, batch_of_runs, eval_params.get(name))
                 saves = None
                 if folder is not None:
-                    saves = _Saves(Path(folder) / _file_name(name, batch_of_runs), name, batch_of_runs, report_steps)
+                    path = Path(folder) / _file_name(name, batch_of_runs)
+                    saves = _Saves(path, name, batch_of_runs, report_steps)
                 losses = _losses_at(sweep, report_steps, saves, report, name)
                 rows += _rows(name, batch_of_runs, report_steps, losses, has_validation=task.validation is not None)
     return rows
@@ -364,9 +365,10 @@ def _shown_number(number: Any) -> Any:
     >>> _shown_number([0.9, 0.9]), _shown_number([0.1, 0.3]), _shown_number(0.9)
     (0.9, [0.1, 0.3], 0.9)
     """
-    if isinstance(number, list) and all(value == number[0] for value in number):
-        return number[0]
-    return number
+    if not isinstance(number, list):
+        return number
+    are_equal = all(value == number[0] for value in number)
+    return number[0] if are_equal else number
 
 
 def _file_name(name: str, runs: list[Run]) -> str:
