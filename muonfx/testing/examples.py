@@ -277,7 +277,8 @@ def _of_half_rank(values: Tensor) -> Tensor:
     rank = (left.shape[-1] + 1) // 2  # 2 of 3, and 2 of 4
     singular_values = torch.logspace(0, -3, rank, dtype=values.dtype)
     # left * diag(singular_values) * right, with the first ``rank`` columns of left and rows of right.
-    return (left[..., :rank] * singular_values) @ right[..., :rank, :]
+    scaled_columns = left[..., :rank] * singular_values
+    return scaled_columns @ right[..., :rank, :]
 
 
 _SHAPES: dict[str, tuple[int, ...]] = {
@@ -348,7 +349,12 @@ def in_mixed_dtypes(shift: int, values: PyTree) -> PyTree:
     >>> values["a"].dtype, values["b"].dtype
     (torch.float64, torch.bfloat16)
     """
-    return map_numbered(lambda number, leaf: leaf.to(DTYPES[(number + shift) % len(DTYPES)]), values)
+
+    def converted(number: int, leaf: Tensor) -> Tensor:
+        dtype = DTYPES[(number + shift) % len(DTYPES)]
+        return leaf.to(dtype)
+
+    return map_numbered(converted, values)
 
 
 def _nested(values: dict[str, Tensor]) -> PyTree:

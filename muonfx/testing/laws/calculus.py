@@ -133,7 +133,8 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    _check_derivatives(gradcheck, _updates_by_gradients(tx, Example(params, steps)), _as_vector(steps))
+    function = _updates_by_gradients(tx, Example(params, steps))
+    _check_derivatives(gradcheck, function, _as_vector(steps))
 
 
 def _updates_by_gradients(tx: Transform, example: Example) -> Callable[[Tensor], Tensor]:

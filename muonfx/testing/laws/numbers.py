@@ -439,11 +439,12 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     # The state as after ten million steps, without taking them.
     late_state = map_some(_as_after_a_long_run, counters, copied_tree(last_state))
     _, next_state = tx.run(steps[-1], late_state, params)
-    names = tree.names(next_state)
+    steps_taken = A_LONG_RUN + 1
+    named_leaves = tree.named_leaves(next_state)
     for number in counters:
-        counter = tree.leaves(next_state)[number]
-        if not bool((counter.double() == A_LONG_RUN + 1).all()):
-            raise Breach(f"state {names[number]!r}", f"counts {A_LONG_RUN + 1:,} steps as {shown(counter)}")
+        name, counter = named_leaves[number]
+        if not bool((counter.double() == steps_taken).all()):
+            raise Breach(f"state {name!r}", f"counts {steps_taken:,} steps as {shown(counter)}")
 
 
 def _as_after_a_long_run(counter: Tensor) -> Tensor:
