@@ -121,8 +121,10 @@ class _Sylvester(torch.autograd.Function):
         values, v = torch.linalg.eigh(h)
         is_in_range = values > rtol * values.amax(-1, keepdim=True)
         are_in_range = is_in_range.unsqueeze(-1) & is_in_range.unsqueeze(-2)
-        sums = torch.where(are_in_range, values.unsqueeze(-1) + values.unsqueeze(-2), torch.inf)
-        return v @ ((v.mT @ c @ v) / sums) @ v.mT
+        sums = values.unsqueeze(-1) + values.unsqueeze(-2)
+        divisors = torch.where(are_in_range, sums, torch.inf)
+        k_in_basis = (v.mT @ c @ v) / divisors
+        return v @ k_in_basis @ v.mT
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:

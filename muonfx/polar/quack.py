@@ -154,8 +154,10 @@ def relative_error(p: Tensor, addend: Tensor | None = None, *, alpha: float = 1.
     n, k = p.shape[-2:]
     out = torch.full((len(p), n, n), torch.nan, dtype=p.dtype, device=p.device)
     symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
-    exact = alpha * (p.double() @ p.double().mT)
-    magnitude = abs(alpha) * (p.double().abs() @ p.double().abs().mT)  # the sum of the magnitudes of all terms
+    wide = p.double()
+    magnitudes = wide.abs()
+    exact = alpha * (wide @ wide.mT)
+    magnitude = abs(alpha) * (magnitudes @ magnitudes.mT)  # the sum of the magnitudes of all terms
     if addend is not None:
         exact += beta * addend.double()
         magnitude += abs(beta) * addend.double().abs()
