@@ -217,7 +217,7 @@ def _table(info: ParamInfo, model: _Model) -> Decision | None:
     """
     # A layer, such as nn.Linear, would hold it under the name "weight".
     names_in_modules = (info.name, *info.tied)
-    is_without_layer = not model.structure.held_by_no_layer.isdisjoint(names_in_modules)
+    is_without_layer = any(name in model.structure.held_by_no_layer for name in names_in_modules)
     is_matrix = _is_named_as_a_matrix(_Name(info.name).layer)
     if info.ndim == 2 and is_without_layer and not is_matrix:
         owner = info.modules[0].__name__
@@ -253,7 +253,7 @@ def _is_named_as_a_matrix(leaf: str) -> bool:
     if leaf in PLAIN_LEAVES:  # the module is no linear layer, so the plain name shows nothing
         return False
     words = _words(leaf)
-    return not _MATRIX_WORDS.isdisjoint(words) or any(map(_MATRIX_NAME.match, words))
+    return any(word in _MATRIX_WORDS or _MATRIX_NAME.match(word) for word in words)
 
 
 def _by_part(info: ParamInfo, model: _Model) -> Decision | None:
@@ -493,7 +493,7 @@ def _is_head(words: list[str]) -> bool:
     if _ends_in(words, _HEAD_WORDS):  # lm_head and classifier, but not q_head, which is a head of attention
         return not _is_head_of_attention(words)
     # A head word at the beginning, and only the words of a layer after it: head_linear, but not head_norm.
-    return words[0] in _HEAD_WORDS and _AFTER_HEAD.issuperset(words[1:])
+    return words[0] in _HEAD_WORDS and all(word in _AFTER_HEAD for word in words[1:])
 
 
 def _is_head_of_attention(words: list[str]) -> bool:
