@@ -47,7 +47,7 @@ class Predicate(Condition):
         operands = [operand.code_in(scope) for operand in self.parts]
         if self.name == "~":
             return f"~{operands[0]}"
-        if operands:  # of "&" or "|"
+        if self.name in ("&", "|"):
             return f"({operands[0]} {self.name} {operands[1]})"
         if self.name == "ndim":  # its bounds are written in several ways: "2", "min=2", "max=4"
             return f"{scope}ndim({_code_of_bounds(*self.arguments)})"

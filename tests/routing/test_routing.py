@@ -124,6 +124,11 @@ def test_a_predicate_survives_repr_and_pickle(p, info):
         assert again(info) == p(info)
 
 
+def test_a_predicate_within_where_survives_repr():
+    p = where(ndim(2))
+    assert eval(repr(p), dict(SCOPE)) == p
+
+
 # ---------------------------------------------------------------------------------------------------- laws of labels
 
 
