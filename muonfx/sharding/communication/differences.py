@@ -59,6 +59,8 @@ def difference_text(first: object, second: object, ranks: str) -> str:
 
     >>> difference_text({"lr": "0.1", "eps": "0"}, {"lr": "0.2", "eps": "0"}, "rank 2")
     "'lr' is 0.1 on rank 0 and 0.2 on rank 2"
+    >>> difference_text({"loss": float("nan"), "value": 1}, {"loss": float("nan"), "value": 1.0}, "rank 2")
+    "'value' is 1 on rank 0 and 1.0 on rank 2"
     """
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
         first_text, second_text = _around_difference(str(first), str(second))
@@ -67,7 +69,8 @@ def difference_text(first: object, second: object, ranks: str) -> str:
     for name in [*first, *second]:
         first_value = first.get(name, "missing")
         second_value = second.get(name, "missing")
-        if first_value != second_value:
+        # Not by `!=`: ranks compare digests of texts, in which 1 and 1.0 differ, and NaN is equal to itself.
+        if repr(first_value) != repr(second_value):
             first_text, second_text = _around_difference(str(first_value), str(second_value))
             return f"{name!r} is {first_text} on rank 0 and {second_text} on {ranks}"
     # All values are equal, so the names must be in another order.
