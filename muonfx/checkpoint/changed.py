@@ -11,6 +11,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.folder import StrPath
+from muonfx.checkpoint.group_names import renamed_groups, without_removed_params
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
 from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
@@ -148,22 +149,28 @@ def load_changed(
     state = like.transform_state
     request = LoadRequest(state, like.transform, rules, objects={GROUPS}, target_class=ChangedTarget)
     continuation, index = load_checkpoint(path, request, group)
-    return _continue_optimizer(like, continuation, index)
+    return _continue_optimizer(like, continuation, index, rename)
 
 
-def _continue_optimizer(optimizer: Any, continuation: Continuation, index: Index) -> Continuation:
+def _continue_optimizer(
+    optimizer: Any, continuation: Continuation, index: Index, rename: Rename | None
+) -> Continuation:
     """Load a state into an optimizer, with the saved param groups (learning rates, ...) if it has the same groups.
 
     Return ``continuation``, the account of all leaves, with a sentence about the groups: "param_groups: loaded", or why
-    the optimizer keeps its own. ``index`` is the description of the checkpoint, which has the saved groups.
+    the optimizer keeps its own. ``index`` is the description of the checkpoint, which has the saved groups, and
+    ``rename`` has given other names to its leaves.
     """
     saved_groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
     if saved_groups is None:
         return _continue_with_own_groups(optimizer, continuation, index, "the checkpoint has none")
     # A group records the code of the chain that wrote it. The chain may be another one now, so it is not compared.
     saved_groups = [_without_chains(saved_group) for saved_group in saved_groups]
-    # "momentum.decay" may be "inner.momentum.decay" now, and new transforms have numbers that were not saved.
+    # Parameters may have other names now, and some may have been removed.
     current_groups = optimizer.saved_groups()
+    saved_groups = renamed_groups(saved_groups, index.leaves, rename, current_groups)
+    saved_groups = without_removed_params(saved_groups, current_groups)
+    # "momentum.decay" may be "inner.momentum.decay" now, and new transforms have numbers that were not saved.
     converted_groups = _with_keys_of(current_groups, saved_groups)
     try:
         optimizer.load_transform_state(continuation.state, converted_groups)

@@ -15,6 +15,7 @@ from muonfx import tree
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, mismatch
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import StrPath, folder_named, inspect_and_keep, replacement, retried, with_reader
+from muonfx.checkpoint.group_names import renamed_groups
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import (
     GROUPS,
@@ -177,6 +178,8 @@ def _load_optimizer(
     groups: list[dict[str, Any]] | None = None
     if GROUPS in objects:
         groups = index.objects.get(GROUPS)
+    if groups is not None and rules["rename"]:
+        groups = renamed_groups(groups, index.leaves, rules["rename"], optimizer.saved_groups())
     _set_state_and_groups(optimizer, loaded_state, groups, path)
     if scheduler is not None and SCHEDULER in index.objects:
         scheduler.load_state_dict(index.objects[SCHEDULER]["state"])

@@ -587,6 +587,53 @@ def test_groups_with_a_new_parameter_are_loaded_too(tmp_path: Path) -> None:
     assert other.param_groups[0]["lr"] == 0.7
 
 
+def by_layer(layers: dict[str, float]) -> mfx.TransformOptimizer:
+    """An optimizer with a group for each layer; the dict has the rate of each."""
+    groups = [
+        {"params": [(f"{name}.weight", nn.Parameter(torch.ones(2, 2)))], "lr": rate} for name, rate in layers.items()
+    ]
+    return mfx.TransformOptimizer(groups, mfx.chain(mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)))
+
+
+def rates_by_layer(optimizer: mfx.TransformOptimizer) -> dict[str, float]:
+    return {group["param_names"][0].partition(".")[0]: group["lr"] for group in optimizer.param_groups}
+
+
+@pytest.mark.parametrize("load", [ck.load, ck.load_changed])
+def test_the_numbers_of_groups_follow_renamed_parameters(load: Any, tmp_path: Path) -> None:
+    """Also if they exchange their names, so that all names of the groups are known."""
+    path = ck.save(tmp_path / "run", by_layer({"a": 0.1, "b": 0.2, "c": 0.3}))
+    for rename, rates in (
+        ({"*/a.*": "*/x.*"}, {"x": 0.1, "b": 0.2, "c": 0.3}),
+        ({"*/a.*": "*/b.*", "*/b.*": "*/a.*"}, {"a": 0.2, "b": 0.1, "c": 0.3}),
+    ):
+        optimizer = by_layer(dict.fromkeys(rates, 0.9))
+        with pytest.warns(UserWarning, match="the file's is used"):
+            load(path, optimizer, rename=rename)
+        assert rates_by_layer(optimizer) == rates
+
+
+def test_the_numbers_of_an_inserted_layer_are_its_own(tmp_path: Path) -> None:
+    path = ck.save(tmp_path / "run", by_layer({"0": 0.1, "1": 0.2}))
+    optimizer = by_layer({"0": 0.9, "1": 0.8, "2": 0.7})
+    with pytest.warns(UserWarning, match="the file's is used"):
+        account = ck.load_changed(path, optimizer, rename={"*/1.*": "*/2.*"})
+    assert account.groups == "param_groups: loaded"
+    assert rates_by_layer(optimizer) == {"0": 0.1, "1": 0.8, "2": 0.2}
+
+
+@pytest.mark.parametrize("removed", ["0", "1", "2"])
+def test_groups_without_a_removed_layer_are_loaded_too(removed: str, tmp_path: Path) -> None:
+    saved_rates = {"0": 0.1, "1": 0.2, "2": 0.3}
+    path = ck.save(tmp_path / "run", by_layer(saved_rates))
+    del saved_rates[removed]
+    optimizer = by_layer(dict.fromkeys(saved_rates, 0.9))
+    with pytest.warns(UserWarning, match="the file's is used"):
+        account = ck.load_changed(path, optimizer)
+    assert account.groups == "param_groups: loaded"
+    assert rates_by_layer(optimizer) == saved_rates
+
+
 @pytest.mark.parametrize("wrap", ["skip_nonfinite", "chain", "partition"])
 def test_the_numbers_of_groups_move_with_the_chain(wrap: str, tmp_path: Path) -> None:
     model = model_of()

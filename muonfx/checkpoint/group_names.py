@@ -1,0 +1,90 @@
+"""The names of the parameters in the param groups of a checkpoint, after its leaves were renamed by ``rename=``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from muonfx.checkpoint.leaves import plain_names
+from muonfx.internal.renaming import Rename, new_names
+from muonfx.internal.wrappers import unwrapped
+
+Group = dict[str, Any]
+
+
+def renamed_groups(
+    saved_groups: Sequence[Group], leaf_names: Iterable[str], rename: Rename | None, groups: Sequence[Group]
+) -> list[Group]:
+    """Return saved param groups with the names that ``rename`` gives to the leaves of their parameters.
+
+    The numbers of a group then stay with the state of its parameters. Prefixes of wrappers are removed.
+
+    Args:
+        saved_groups: the groups in the checkpoint.
+        leaf_names: the names of all leaves in the checkpoint.
+        rename: the argument of `load`, which renames leaves.
+        groups: the groups of the optimizer. A parameter that has no new name among theirs keeps its name.
+
+    >>> saved_groups = [{"lr": 0.1, "param_names": ["a"]}, {"lr": 0.2, "param_names": ["b"]}]
+    >>> groups = [{"param_names": ["b"]}, {"param_names": ["c"]}]
+    >>> renamed_groups(saved_groups, ["trace/a", "trace/b"], {"*/a": "*/b", "*/b": "*/c"}, groups)
+    [{'lr': 0.1, 'param_names': ['b']}, {'lr': 0.2, 'param_names': ['c']}]
+    """
+    new_param_of = _new_params(leaf_names, rename or {})
+    new_params = set(new_param_of.values())
+    params = plain_params_of(groups)
+    plain_param_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
+    renamed: list[Group] = []
+    for saved_group in saved_groups:
+        param_names: list[str] = []
+        for saved_name in saved_group["param_names"]:
+            plain_param = plain_param_of[saved_name]
+            new_param = new_param_of.get(plain_param, plain_param)
+            # Its state may be renamed away, to start again under the old name, as for a larger vocabulary.
+            if new_param not in params and plain_param not in new_params:
+                new_param = plain_param
+            param_names.append(new_param)
+        renamed.append({**saved_group, "param_names": param_names})
+    return renamed
+
+
+def without_removed_params(saved_groups: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
+    """Leave out the saved parameters that an optimizer no longer has, and the groups of which none remains.
+
+    ``saved_groups`` have names without the prefixes of wrappers, and ``groups`` are the optimizer's. If one of these is
+    empty, as when all of its parameters are frozen, groups without parameters stay, because it continues one of them.
+
+    >>> saved_groups = [{"param_names": ["a", "b"]}, {"param_names": ["c"]}]
+    >>> without_removed_params(saved_groups, [{"param_names": ["a", "d"]}])
+    [{'param_names': ['a']}]
+    """
+    params = plain_params_of(groups)
+    has_empty_group = not all(group["param_names"] for group in groups)
+    remaining: list[Group] = []
+    for saved_group in saved_groups:
+        param_names = [name for name in saved_group["param_names"] if name in params]
+        if param_names or has_empty_group:
+            remaining.append({**saved_group, "param_names": param_names})
+    return remaining
+
+
+def plain_params_of(groups: Iterable[Group]) -> set[str]:
+    """Return the names of all parameters of param groups, without the prefixes of wrappers."""
+    return set(unwrapped(name for group in groups for name in group["param_names"]).values())
+
+
+def _new_params(leaf_names: Iterable[str], rename: Rename) -> Mapping[str, str]:
+    """Return the new names of the parameters whose leaves ``rename`` renames, by their names in the checkpoint.
+
+    A parameter is the last level of the name of a leaf. It is left out if its leaves get several names.
+
+    >>> _new_params(["adam/mu/a", "adam/nu/a", "adam/mu/b"], {"*/a": "inner/*/x"})
+    {'a': 'x', 'b': 'b'}
+    """
+    plain_name_of = plain_names(leaf_names)
+    new_name_of, _ = new_names(plain_name_of, rename)  # mistakes in `rename` were raised before
+    candidates: dict[str, set[str]] = {}
+    for leaf_name, new_name in new_name_of.items():
+        param = plain_name_of[leaf_name].rpartition("/")[2]
+        candidates.setdefault(param, set()).add(new_name.rpartition("/")[2])
+    return {param: new_params.pop() for param, new_params in candidates.items() if len(new_params) == 1}
