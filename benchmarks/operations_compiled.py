@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import MultiOutput
 from torch._inductor.scheduler import ForeachKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,7 +33,7 @@ from torch.optim.adamw import adamw
 
 import muonfx as mfx
 from benchmarks import operations
-from benchmarks.operations import CAPABILITY, MODELS, OURS, TORCHS, Counter, Totals
+from benchmarks.operations import CAPABILITY, MODELS, OURS, OURS_WITH_KERNELS, TORCHS, Counter, Totals
 
 DEVICE = SimpleNamespace(
     name="H100",
@@ -51,6 +52,9 @@ DEVICE = SimpleNamespace(
     gcnArchName="",
 )
 """The properties of the device that inductor reads."""
+
+SYMMETRIC = "symmetric_matmul"
+"""The name of the operator of `muonfx.polar.quack` in a compiled graph."""
 
 
 class Step(NamedTuple):
@@ -139,7 +143,11 @@ ADAMW_ARGUMENTS: dict[str, Any] = {
     "maximize": False,
 }
 
-STEPS: dict[str, Callable[..., Step]] = {OURS: step_of_ours, TORCHS: step_of_torch}
+STEPS: dict[str, Callable[..., Step]] = {
+    OURS: step_of_ours,
+    OURS_WITH_KERNELS: step_of_ours,
+    TORCHS: step_of_torch,
+}
 
 
 # --------------------------------------------------------------------------------------------------------- the schedule
@@ -183,7 +191,8 @@ def scheduled(step: Step) -> list[Kernel]:
         with V.set_graph_handler(graph), V.set_real_inputs(fake_inputs), V.set_debug_handler(DebugContext()):
             graph.run(*fake_inputs)
             graph._update_scheduler()
-            kernels.extend(map(kernel_of, graph.scheduler.nodes))
+            nodes = [node for node in graph.scheduler.nodes if not isinstance(node.node, MultiOutput)]  # no kernels
+            kernels.extend(map(kernel_of, nodes))
         return lambda *_: [None] * len(graph.graph_outputs)
 
     with mock.patch("torch.compiler.is_compiling", return_value=True):
@@ -215,7 +224,7 @@ def bytes_in_registers(node: Any) -> int:
 
 def is_product(operation: Any) -> bool:
     """Return True if an operation of inductor multiplies matrices; nodes that were fused have None."""
-    return name_of(operation) in operations.PRODUCTS
+    return name_of(operation) in operations.PRODUCTS or name_of(operation) == SYMMETRIC
 
 
 def name_of(operation: Any) -> str:
@@ -228,6 +237,9 @@ def flops_of(operation: Any) -> float:
     """Return the floating-point operations of a matrix product, two for a multiply-add; 0 for other operations."""
     if not is_product(operation):
         return 0.0
+    if name_of(operation) == SYMMETRIC:  # one half of p p^T
+        p = operation.inputs[0]
+        return float(math.prod(map(int, p.get_size())) * int(p.get_size()[-2]))
     left = operation.inputs[operations.PRODUCTS[name_of(operation)]]
     columns = int(operation.get_size()[-1])
     return 2.0 * math.prod(map(int, left.get_size())) * columns
@@ -235,7 +247,7 @@ def flops_of(operation: Any) -> float:
 
 def count(model_name: str, candidate: str) -> Totals:
     """Return the totals of a compiled step of a candidate."""
-    with operations.paper_device(Counter(), symmetric_kernels=False):  # a compiled step does not use them
+    with operations.paper_device(Counter(), symmetric_kernels=candidate == OURS_WITH_KERNELS):
         model = operations.on_paper(model_name)
         params = {name: param.detach() for name, param in model.named_parameters()}
         grads = {name: torch.empty_like(param) for name, param in params.items()}

@@ -194,6 +194,18 @@ def test_large_matrices_are_multiplied_by_quack():
     assert (plan.products, plan.small_products) == ("quack", "quack"), plan
 
 
+@with_quack
+def test_a_compiled_step_multiplies_by_quack():
+    x = torch.randn(2, 2048, 4096, device="cuda")
+    exact = mfx.polar.orthogonalize(x.double(), method="standard")
+    compiled = torch.compile(mfx.polar.orthogonalize, fullgraph=True)
+    with torch.profiler.profile() as profile:
+        result = compiled(x)
+    calls = [event.count for event in profile.key_averages() if event.key == "muonfx::symmetric_matmul"]
+    assert sum(calls) > 0
+    assert (result - exact).norm() < 0.03 * exact.norm()
+
+
 @pytest.mark.parametrize("shape", [(3, 1024, 1024), (2048, 4096), (4096, 1000), (64, 512, 512), (1000, 1001)], ids=str)
 @pytest.mark.parametrize("products", ["batched", "auto"])
 @pytest.mark.parametrize("method", ["standard", "gram", "auto"])

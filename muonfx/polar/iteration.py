@@ -18,10 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from muonfx.internal.tracing import functorch_is_active, is_differentiated
 from muonfx.polar.coefficients import Step
 from muonfx.polar.policy import Plan
 from muonfx.polar.polynomials import Polynomials
-from muonfx.polar.products import Buffered, Functional, Shifted
+from muonfx.polar.products import Buffered, Functional, FunctionalByQuack, Shifted
 from muonfx.polar.stages import GramStage
 from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import wide_dtype
@@ -230,8 +231,15 @@ def _orthogonalized(x: Tensor, plan: Plan, coefficients: Polynomials) -> Tensor:
     gram = None  # computed by the first stage
     if coefficients.row_scaling:
         x, gram = row_normalized(x)
-    products = Functional()  # allocates every result, as derivatives require
-    return newton_schulz(x, plan.stages, products, gram)
+    return newton_schulz(x, plan.stages, _functional_products(x, plan), gram)
+
+
+def _functional_products(x: Tensor, plan: Plan) -> Functional:
+    """Return products that allocate every result, as derivatives require; by quack in a compiled graph without them."""
+    is_plain = not (functorch_is_active() or is_differentiated(x))
+    if plan.products == "quack" and is_plain and torch.compiler.is_compiling():
+        return FunctionalByQuack()
+    return Functional()
 
 
 def in_place(

@@ -62,6 +62,23 @@ class Functional:
         """Release the memory of all small matrices except `live`. Does nothing here, since Python frees memory."""
 
 
+class FunctionalByQuack(Functional):
+    """Matrix products that compute only half of each symmetric product, by quack-kernels, in a compiled graph."""
+
+    def gram(self, x: Tensor, shift: float) -> Tensor:
+        """Return `x x^T + shift * I` for each matrix of a batch."""
+        identity = None
+        if shift != 0:  # quack refuses the batch stride of zero
+            identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device).repeat(x.shape[0], 1, 1)
+        return quack.traced_symmetric_matmul(x, identity, 1.0, shift)
+
+    def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
+        """Return `beta * addend + alpha * p q` for symmetric matrices that commute, so that the result is symmetric."""
+        if p is not q:  # mirroring one triangle would make its error of rounding symmetric
+            return super().symmetric(addend, p, q, beta=beta, alpha=alpha)
+        return quack.traced_symmetric_matmul(p, addend, alpha, beta)
+
+
 class Buffered(Functional):
     """Matrix products of the iteration that write into reused buffers, one of which is the batch `x` itself."""
 

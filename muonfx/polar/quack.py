@@ -124,6 +124,27 @@ def symmetric_matmul(
         return gemm_symmetric(p, p.mT, C=addend, out=out, alpha=alpha, beta=beta)
 
 
+@torch.library.custom_op(
+    "muonfx::symmetric_matmul",
+    mutates_args=(),
+    schema="(Tensor p, Tensor? addend, float alpha, float beta) -> Tensor",
+)
+def traced_symmetric_matmul(p: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """Return `alpha p p^T + beta addend` by quack, as one operator of a compiled graph. It has no derivative."""
+    return symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=_empty_square(p))
+
+
+@traced_symmetric_matmul.register_fake
+def _(p: Tensor, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """Return a tensor of the shape of the result, while a graph is traced."""
+    return _empty_square(p)
+
+
+def _empty_square(p: Tensor) -> Tensor:
+    """Return an uninitialized batch `(b, n, n)` for `p` of the shape `(b, n, k)`."""
+    return p.new_empty((p.shape[0], p.shape[1], p.shape[1]))
+
+
 def _first_error(device: torch.device, dtype: torch.dtype) -> str | None:
     """Multiply random matrices by `symmetric_matmul`. Describe the first wrong product; None if all are right."""
     generator = torch.Generator().manual_seed(0)

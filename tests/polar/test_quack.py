@@ -3,6 +3,7 @@
 tests/test_gpu.py runs the real package.
 """
 
+import functools
 import importlib
 import re
 import sys
@@ -102,6 +103,41 @@ def test_the_whole_iteration_is_that_of_torch(installed: Any, tall: bool, dtype:
     expected = newton_schulz(x, stages, Functional())
     assert ((result.mT if tall else result) - expected).norm() < 0.02 * expected.norm()
     assert len(installed.calls) > 2 * len(stages)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_a_compiled_step_uses_the_products(installed: Any, method: str) -> None:
+    run = functools.partial(orthogonalize, dtype=torch.bfloat16, method=method)
+    x = torch.randn(2, *SHAPE)
+    expected = run(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled(x)  # traces
+    before = len(installed.calls)
+    result = compiled(x)
+    assert len(installed.calls) - before >= 5
+    assert (result - expected).norm() < 0.02 * expected.norm()
+
+
+def test_compiled_derivatives_and_vmap_do_without_the_products(installed: Any) -> None:
+    run = functools.partial(orthogonalize, dtype=torch.bfloat16)
+    x = torch.randn(2, *SHAPE)
+    direction = torch.randn(2, *SHAPE)
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        return (run(x) * direction).sum()
+
+    for function in (torch.func.grad(slope), torch.func.vmap(run)):
+        expected = function(x)
+        torch._dynamo.reset()
+        result = torch.compile(function, backend="aot_eager")(x)
+        assert (result - expected).norm() < 0.05 * expected.norm()
+    leaf = x.clone().requires_grad_()
+    torch._dynamo.reset()
+    torch.compile(slope, backend="aot_eager")(leaf).backward()
+    assert leaf.grad is not None
+    expected = torch.func.grad(slope)(x)
+    assert (leaf.grad - expected).norm() < 0.05 * expected.norm()
 
 
 def slightly_wrong(exact: torch.Tensor) -> torch.Tensor:
