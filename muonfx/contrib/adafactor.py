@@ -111,12 +111,15 @@ def scale_by_factored_rms(
         old_columns = present.pick(state.v_col)
         old_v = present.pick(state.v)
         results = list(map(step, present.pick(updates), old_rows, old_columns, old_v))
-        new_updates = present.fill([result.update for result in results])
-        return new_updates, FactoredRmsState(
+        new_updates = [result.update for result in results]
+        new_rows = [result.v_row for result in results]
+        new_columns = [result.v_col for result in results]
+        new_v = [result.v for result in results]
+        return present.fill(new_updates), FactoredRmsState(
             count=count,
-            v_row=present.fill([result.v_row for result in results], state.v_row),
-            v_col=present.fill([result.v_col for result in results], state.v_col),
-            v=present.fill([result.v for result in results], state.v),
+            v_row=present.fill(new_rows, state.v_row),
+            v_col=present.fill(new_columns, state.v_col),
+            v=present.fill(new_v, state.v),
         )
 
     return init, update
@@ -179,14 +182,24 @@ def _step(
     if dims is None:  # not factored: as in RMSProp
         new_v = _average(v, square, beta)
         u = g * new_v.rsqrt()
-        return _Result(u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype))
+        return _Result(
+            update=u.to(leaf.dtype),
+            v_row=v_row.clone(),
+            v_col=v_col.clone(),
+            v=new_v.to(v.dtype),
+        )
 
     # r has all dims of the leaf except the largest, and c all except the second largest.
     second, largest = dims
     r = _average(v_row, square.mean(largest), beta)
     c = _average(v_col, square.mean(second), beta)
     u = _divided_by_root(g, r, c, second, largest)
-    return _Result(u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone())
+    return _Result(
+        update=u.to(leaf.dtype),
+        v_row=r.to(v_row.dtype),
+        v_col=c.to(v_col.dtype),
+        v=v.clone(),
+    )
 
 
 def _divided_by_root(g: Tensor, r: Tensor, c: Tensor, second: int, largest: int) -> Tensor:

@@ -95,7 +95,8 @@ def scale_by_dion(
         basis = torch.where(is_zero, s.basis, q)
 
         # m = m - (1 - decay) p r^T
-        applied = (p @ small_r.mT) / power
+        small_product = p @ small_r.mT
+        applied = small_product / power
         new_m = m - (1.0 - decay) * applied
         return p @ q.mT, DionState(trace=new_m, basis=basis)
 
@@ -106,9 +107,12 @@ def scale_by_dion(
 def _orthonormal_columns(x: Tensor) -> Tensor:
     """Return the factor Q of the QR decomposition of each matrix. For a matrix of zeros, its derivatives are zero."""
     # The decomposition of zeros has no derivative. The identity has the same Q, which is the identity.
-    largest_magnitude = x.detach().abs().amax((-2, -1), keepdim=True)
-    identity = torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
-    q, _ = torch.linalg.qr(torch.where(largest_magnitude == 0, identity, x))
+    rows, columns = x.shape[-2:]
+    magnitudes = x.detach().abs()
+    is_zero = magnitudes.amax((-2, -1), keepdim=True) == 0
+    identity = torch.eye(rows, columns, dtype=x.dtype, device=x.device)
+    decomposed = torch.where(is_zero, identity, x)
+    q, _ = torch.linalg.qr(decomposed)
     return q
 
 

@@ -139,7 +139,8 @@ def _indices_of_largest(x: Tensor, side: int, number: int) -> Tensor:
     x = x.detach()
     # Integers below 2^25, as elements times `unit_power` are below 2. In fp64, their sums are exact for up to 2^28
     # elements, so that no rounding depends on the order of the summands.
-    magnitudes = (x * unit_power(x) * _LEVELS).abs().trunc()
+    scaled = x * unit_power(x) * _LEVELS
+    magnitudes = scaled.abs().trunc()
     summed_side = -1 if side == -2 else -2
     sums = magnitudes.sum(summed_side, keepdim=True, dtype=torch.float64)
     sums = sums.nan_to_num(nan=torch.inf, posinf=torch.inf)  # select a row with NaN, so that the update shows it

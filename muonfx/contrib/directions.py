@@ -128,14 +128,17 @@ def scale_by_namo(
         m = ew.lerp(wide_m, wide_g, 1.0 - b1)
 
         # For each matrix: v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
-        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
-        v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
+        root_c2 = bias_correction(b2, count).sqrt()
+        c1 = bias_correction(b1, count)
+        v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=root_c2 / c1)
         v_and_alpha_of_stacks = ew.by_stacks(v_and_alpha, results=2)  # on lists: one call for matrices of one shape
         old_v = moments.read(state.nu, matrices)
-        v, alphas = v_and_alpha_of_stacks(matrices.stacks, matrices.split(m), old_v)
+        m_stacks = matrices.split(m)
+        v, alphas = v_and_alpha_of_stacks(matrices.stacks, m_stacks, old_v)
 
         # update = alpha D(m)
-        averages = present.fill(ew.cast_like(m, matrices.leaves))
+        m_like_g = ew.cast_like(m, matrices.leaves)
+        averages = present.fill(m_like_g)
         donation = Donation(updates=False, state=donate.state)  # the averages may share storage with the new state
         directions, inner_state = inner.run(averages, state.inner, params, donate=donation, **extras)
         _require_no_further_updates(directions, updates)
@@ -143,9 +146,10 @@ def scale_by_namo(
         scale_stacks = ew.by_stacks(_scale)
         (scaled,) = scale_stacks(direction_stacks, alphas)
 
+        stored_m = ew.cast_like(m, old_m)
         new_state = NamoState(
             count=count,
-            mu=present.fill(ew.cast_like(m, old_m), state.mu),
+            mu=present.fill(stored_m, state.mu),
             nu=moments.write(v, state.nu, matrices),
             inner=inner_state,
         )
@@ -156,7 +160,8 @@ def scale_by_namo(
 
 def _require_no_further_updates(directions: PyTree, updates: PyTree) -> None:
     """Raise an error if the inner transform has an update for a leaf without a gradient."""
-    for (name, direction), update in zip(tree.named_leaves(directions), tree.leaves(updates), strict=True):
+    update_leaves = tree.leaves(updates)
+    for (name, direction), update in zip(tree.named_leaves(directions), update_leaves, strict=True):
         if direction is not None and update is None:
             raise ValueError(
                 f"scale_by_namo: the inner transform returned an update for {name!r}, expected None as its "
@@ -175,7 +180,8 @@ def _v_and_alpha(
     wide = ew.wide_dtype(g.dtype, old_v.dtype)
     g_norm = norm(g).to(wide)
     m_norm = norm(m).to(wide)
-    square = g_norm.square().clamp(max=torch.finfo(old_v.dtype).max)  # so that a finite norm keeps v finite
+    largest = torch.finfo(old_v.dtype).max
+    square = g_norm.square().clamp(max=largest)  # so that a finite norm keeps v finite
     v = running_average(old_v.to(wide), square, b2)
     divisor = ew.safe_sqrt(v) + eps
     # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
@@ -231,7 +237,8 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
             if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 gradients[index] = torch.zeros_like(matrices.leaves[index])
         scale_stacks = ew.by_stacks(_scale_by_inner_product)  # on lists: one call for small matrices of one shape
-        (scaled,) = scale_stacks(matrices.stacks, matrices.split(gradients))
+        gradient_stacks = matrices.split(gradients)
+        (scaled,) = scale_stacks(matrices.stacks, gradient_stacks)
         return matrices.fill(scaled), state
 
     return inner.functions.init, update

@@ -63,6 +63,8 @@ def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0
         # y_t+1 - y_t = theta_t+1 + beta_t+1 m_t+1 - y_t = u + beta_t+1 m_t+1
         new_lookahead = ew.new_number(lookahead, s.lookahead.device)
         step_of_y = u.add(average, alpha=new_lookahead)
-        return step_of_y, EmaNesterovState(lookahead=new_lookahead, average=average)
+        new_state = EmaNesterovState(lookahead=new_lookahead, average=average)
+        return step_of_y, new_state
 
-    return EmaNesterovState(lookahead=Number(), average=Slot(dtype)), step
+    state = EmaNesterovState(lookahead=Number(), average=Slot(dtype))
+    return state, step

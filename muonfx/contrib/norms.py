@@ -168,8 +168,9 @@ def match_weight_norms(*, view: MatrixView = MatrixView()):
         rows, columns = p.shape[-2:]
         size = rows * columns
         rms = norm(p) * size**-0.5
-        unit = _to_unit_rms(u, (-2, -1))
-        return torch.where(rms == 0, u, unit * rms), s
+        scaled_u = _to_unit_rms(u, (-2, -1)) * rms
+        new_u = torch.where(rms == 0, u, scaled_u)
+        return new_u, s
 
     return EmptyState(), step
 
@@ -206,9 +207,11 @@ def keep_weight_norms(*, dtype: WideStateDtype = "auto", view: MatrixView = Matr
         # The new weight p + u is scaled to the norm at `init`, s.radius. A weight of zero cannot be scaled.
         new_norm = norm(p + u)
         is_free = (new_norm == 0) | (s.radius == 0)  # a weight that is or was zero
-        return _with_norm(u, p, new_norm, s.radius, is_free), s
+        new_u = _with_norm(u, p, new_norm, s.radius, is_free)
+        return new_u, s
 
-    return WeightNormsState(MatrixSlot(norm, dtype)), step
+    radius_slot = MatrixSlot(norm, dtype)
+    return WeightNormsState(radius_slot), step
 
 
 @matrixwise(reads_params=True, position="before_learning_rate")
@@ -290,7 +293,8 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
         fraction = torch.where(new_norm > old_norm, fraction_outward, fraction_inward)
         radius = old_norm + change * fraction
         is_free = (old_norm == 0) | (new_norm == 0)
-        return _with_norm(u, p, new_norm, radius, is_free), s
+        new_u = _with_norm(u, p, new_norm, radius, is_free)
+        return new_u, s
 
     return EmptyState(), step
 
@@ -308,8 +312,9 @@ def _with_norm(u: Tensor, p: Tensor, new_norm: Tensor, radius: Tensor, is_free: 
 
 def square_zeros(matrix: Tensor, side: int) -> Tensor:
     """Return zeros (..., n, n) for a stack of matrices with n rows (``side=-2``) or n columns (-1)."""
+    *batch, _, _ = matrix.shape
     n = matrix.shape[side]
-    return matrix.new_zeros((*matrix.shape[:-2], n, n))
+    return matrix.new_zeros((*batch, n, n))
 
 
 def cost_of_sides(rectangular_products: int, square_products: float, longest: float = math.inf) -> MatrixCost:
@@ -326,8 +331,11 @@ def cost_of_sides(rectangular_products: int, square_products: float, longest: fl
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
         operations = 0.0
         for side in (rows, columns):
-            if side <= longest:
-                operations += 2.0 * (rectangular_products * side * rows * columns + square_products * side**3)
+            if side > longest:
+                continue
+            multiply_adds = rectangular_products * side * rows * columns
+            multiply_adds += square_products * side**3
+            operations += 2.0 * multiply_adds
         return operations
 
     return cost
@@ -340,7 +348,8 @@ def norm(matrix: Tensor) -> Tensor:
     """
     wide = matrix.to(ew.wide_dtype(matrix.dtype))
     if matrix.numel() == 0:
-        return wide.new_zeros((*matrix.shape[:-2], 1, 1))
+        *batch, _, _ = matrix.shape
+        return wide.new_zeros((*batch, 1, 1))
     power = unit_power(wide)  # a power of two by which the squares are of usual size
     squares = (wide * power).square()
     sum_of_squares = squares.sum((-2, -1), keepdim=True)

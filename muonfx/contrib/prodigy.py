@@ -132,10 +132,12 @@ def scale_by_prodigy(
         params = params_for("scale_by_prodigy", params)
         present = Present(updates)  # the leaves that have a gradient; the state of the others does not change
         gradients = present.pick(updates)
+        old_x = present.pick(params)
+        old_x0 = present.pick(state.start)
         old_m = present.pick(state.mu)
         old_v = present.pick(state.nu)
         old_s = present.pick(state.grad_sum)
-        g, x, x0, m, v, s = ew.widest(gradients, present.pick(params), present.pick(state.start), old_m, old_v, old_s)
+        g, x, x0, m, v, s = ew.widest(gradients, old_x, old_x0, old_m, old_v, old_s)
         reuse = donate.state  # True if the new state may overwrite the old one
 
         count = state.count + 1
@@ -145,10 +147,11 @@ def scale_by_prodigy(
         step_size = _step_size(d, learning_rate, b1, b2, count)
 
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>
-        inner_products = list(map(_inner_product, g, x0, x))
-        inner_product = sum_over_leaves(present.fill(inner_products)).to(d)
+        inner_products = present.fill(list(map(_inner_product, g, x0, x)))
+        inner_product = sum_over_leaves(inner_products).to(d)
         weight_in_r = d / d0 * step_size
-        r = sqrt_b2 * state.numerator + weight_in_r * inner_product
+        decayed_r = sqrt_b2 * state.numerator
+        r = decayed_r + weight_in_r * inner_product
 
         # s = sqrt(b2) s + d / d0 * step_size * g
         weight_in_s = d * step_size / d0
@@ -157,34 +160,39 @@ def scale_by_prodigy(
         s = _decayed_sum(s, sqrt_b2, g, weight_in_s, reuse)
 
         # m = b1 m + (1 - b1) d g
-        m = _decayed_sum(m, b1, g, (1.0 - b1) * d, reuse)
+        weight_in_m = (1.0 - b1) * d
+        m = _decayed_sum(m, b1, g, weight_in_m, reuse)
 
         # v = b2 v + (1 - b2) d^2 g^2
+        weight_in_v = (1.0 - b2) * d * d
         v = ew.mul(v, b2, reuse=reuse)
-        v = ew.addcmul(v, g, g, (1.0 - b2) * d * d, reuse=True)
+        v = ew.addcmul(v, g, g, weight_in_v, reuse=True)
 
         # d = max(d, estim_lr_coef r / |s|_1). The norm is over all leaves, also those without a gradient in this step:
         # they have contributed to r.
-        grad_sum = present.fill(ew.store(s, old_s, reuse=reuse), state.grad_sum)
-        s_norm = sum_over_leaves(tree.map(_norm, grad_sum)).to(d)
-        is_undefined = ~(s_norm > 0)
-        estimate = divide_unless(is_undefined, estim_lr_coef * r, s_norm, otherwise=d)
-        new_d = torch.maximum(d, estimate)
+        new_s = ew.store(s, old_s, reuse=reuse)
+        grad_sum = present.fill(new_s, state.grad_sum)
+        norms = tree.map(_norm, grad_sum)
+        s_norm = sum_over_leaves(norms).to(d)
+        new_d = _largest_estimate(d, estim_lr_coef * r, s_norm)
 
         # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
         u = _directions(m, v, x, new_d * eps, weight_decay)
         u = ew.mul(u, step_size, reuse=True)
 
+        new_m = ew.store(m, old_m, reuse=reuse)
+        new_v = ew.store(v, old_v, reuse=reuse)
+        new_updates = ew.cast_like(u, gradients)
         new_state = ProdigyState(
             count=count,
             estim_lr=new_d,
             numerator=r,
-            mu=present.fill(ew.store(m, old_m, reuse=reuse), state.mu),
-            nu=present.fill(ew.store(v, old_v, reuse=reuse), state.nu),
+            mu=present.fill(new_m, state.mu),
+            nu=present.fill(new_v, state.nu),
             grad_sum=grad_sum,
             start=state.start,
         )
-        return present.fill(ew.cast_like(u, gradients)), new_state
+        return present.fill(new_updates), new_state
 
     return init, update
 
@@ -194,8 +202,17 @@ def _step_size(d: Tensor, learning_rate: Scalar, b1: Scalar, b2: Scalar, t: Tens
 
     ``d`` is the estimate of the learning rate, and ``learning_rate`` the factor that the user has given.
     """
-    correction = bias_correction(b2, t).sqrt() / bias_correction(b1, t)
-    return ew.new_number(d * learning_rate * correction, d.device)
+    root_c2 = bias_correction(b2, t).sqrt()
+    c1 = bias_correction(b1, t)
+    step_size = d * learning_rate * (root_c2 / c1)
+    return ew.new_number(step_size, d.device)
+
+
+def _largest_estimate(d: Tensor, numerator: Tensor, s_norm: Tensor) -> Tensor:
+    """Return the larger of d, the estimate so far, and ``numerator / s_norm``; d if the norm is not positive."""
+    is_undefined = ~(s_norm > 0)
+    estimate = divide_unless(is_undefined, numerator, s_norm, otherwise=d)
+    return torch.maximum(d, estimate)
 
 
 def _directions(m: list[Tensor], v: list[Tensor], x: list[Tensor], eps: Scalar, weight_decay: Scalar) -> list[Tensor]:

@@ -151,7 +151,8 @@ def schedule_free(
         present = Present(inner_updates)  # the leaves that the inner transform updates
         inner_leaves = present.pick(inner_updates)
         old_z = present.pick(state.z)
-        u, z, y = ew.widest(inner_leaves, old_z, present.pick(params))
+        old_y = present.pick(params)
+        u, z, y = ew.widest(inner_leaves, old_z, old_y)
         x = _average_of(y, z, state.b1)
 
         # z = z + u,  x = (1 - c) x + c z,  y = (1 - b1) z + b1 x. With `reuse`, a result overwrites the first list.
@@ -160,15 +161,17 @@ def schedule_free(
         new_y = ew.lerp(new_z, new_x, new_b1)
         step_of_y = ew.add(new_y, y, -1.0, reuse=True)
 
+        stored_z = ew.store(new_z, old_z, reuse=donate.state)
+        new_updates = ew.cast_like(step_of_y, inner_leaves)
         new_state = ScheduleFreeState(
             count=count,
             b1=new_b1,
             max_lr=max_lr,
             weight_sum=weight_sum,
-            z=present.fill(ew.store(new_z, old_z, reuse=donate.state), state.z),
+            z=present.fill(stored_z, state.z),
             inner=inner_state,
         )
-        return present.fill(ew.cast_like(step_of_y, inner_leaves)), new_state
+        return present.fill(new_updates), new_state
 
     return init, update
 
@@ -178,7 +181,8 @@ def _weights(state: ScheduleFreeState, rate: Scalar, power: Scalar) -> tuple[Ten
 
     The weight of the next iterate is ``r**power``, and c is this weight divided by the new sum of all weights.
     """
-    max_lr = torch.maximum(state.max_lr, ew.new_number(rate, state.max_lr.device))
+    lr = ew.new_number(rate, state.max_lr.device)
+    max_lr = torch.maximum(state.max_lr, lr)
     weight = max_lr**power
     weight_sum = state.weight_sum + weight
     is_undefined = ~(weight_sum > 0)
@@ -199,10 +203,13 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
     inner_rates: list[object] = []
     for tx in within(inner):  # the inner transform itself and all transforms that it contains
         if tx.position == "learning_rate":
-            inner_rates.append(_number_if_constant(tx.arguments.get("learning_rate")))
+            inner_rate = tx.arguments.get("learning_rate")
+            inner_rates.append(_number_if_constant(inner_rate))
     rate = _number_if_constant(learning_rate)
-    are_comparable = all(isinstance(value, float | Schedule) for value in (*inner_rates, rate))
-    if inner_rates and are_comparable and rate not in inner_rates:
+    for value in (*inner_rates, rate):
+        if not isinstance(value, float | Schedule):
+            return
+    if inner_rates and rate not in inner_rates:
         warn_caller(
             f"schedule_free: found learning_rate={learning_rate!r}, expected the rate of the inner transform, "
             f"{inner_rates[0]!r}, because it weights the average: give both the same"
@@ -218,7 +225,8 @@ def _warn_of_momentum(inner: Transform) -> None:
         argument = _momentum_argument(tx)  # such as "b1"
         if argument is None:
             continue
-        momentum = _number_if_constant(tx.arguments.get(argument, 0.0))
+        value = tx.arguments.get(argument, 0.0)
+        momentum = _number_if_constant(value)
         if isinstance(momentum, float | Schedule) and momentum != 0.0:
             warn_caller(
                 f"schedule_free: {tx.name} in the inner transform has a momentum, {argument}={momentum!r}, which the "
@@ -281,9 +289,10 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
     for averaging in states:
         for name, z in tree.named_leaves(averaging.z):
             y = y_of.get(name)
-            if z is not None and y is not None:
-                wide_z, wide_y = ew.widest([z], [y])
-                (x,) = _average_of(wide_y, wide_z, averaging.b1)
-                x_of[name] = x.to(y.dtype)
+            if z is None or y is None:
+                continue
+            wide_z, wide_y = ew.widest([z], [y])
+            (x,) = _average_of(wide_y, wide_z, averaging.b1)
+            x_of[name] = x.to(y.dtype)
     treedef = tree.flatten(params)[1]
     return tree.unflatten(treedef, x_of.values())  # in the order of the leaves, as `named_leaves` returns them

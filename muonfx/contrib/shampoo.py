@@ -138,16 +138,20 @@ def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
     # infinity, for which `eigh` would raise an error.
     size = norm(factor)
     is_usual = size.isfinite() & (size > 0)
-    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    n = factor.shape[-1]
+    identity = torch.eye(n, dtype=factor.dtype, device=factor.device)
     unit_factor = divide_unless(~is_usual, factor, size, otherwise=0.0)
     damped_factor = unit_factor + damping * identity
-    unit_root = _InverseRoot.apply(torch.where(is_usual, damped_factor, identity))
+    usual_factor = torch.where(is_usual, damped_factor, identity)
+    unit_root = _InverseRoot.apply(usual_factor)
 
     # (size / correction * unit_factor)^(-1/4) = (correction / size)^(1/4) * unit_root. The fourth roots precede the
     # division, because the quotient overflows for a tiny factor. For a factor of zero, the quotient is 1.
     usual_size = torch.where(is_usual, size, correction)
-    scale = correction.sqrt().sqrt() / usual_size.sqrt().sqrt()
-    return torch.where(size.isfinite(), unit_root * scale, torch.nan)
+    root_of_correction = correction.sqrt().sqrt()
+    root_of_size = usual_size.sqrt().sqrt()
+    root = unit_root * (root_of_correction / root_of_size)
+    return torch.where(size.isfinite(), root, torch.nan)
 
 
 class _InverseRoot(torch.autograd.Function):
@@ -158,7 +162,8 @@ class _InverseRoot(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(x)
-        values = values.clamp(min=torch.finfo(x.dtype).eps)  # only rounding makes them smaller
+        eps = torch.finfo(x.dtype).eps
+        values = values.clamp(min=eps)  # only rounding makes them smaller
         roots = values.unsqueeze(-2).sqrt().rsqrt()  # the rounding of a power depends on the position of the element
         return (vectors * roots) @ vectors.mT
 
@@ -182,5 +187,8 @@ def _derivative(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
     """Return the derivative of the inverse fourth root ``y`` of ``x`` in the direction ``t``."""
     # A square root S of A has S dS + dS S = dA, and the inverse Y of the fourth root R has dY = -Y dR Y.
     root = x @ y @ y
-    fourth = root @ y
-    return -y @ solve_sylvester(fourth, solve_sylvester(root, (t + t.mT) / 2)) @ y
+    fourth_root = root @ y
+    symmetric_t = (t + t.mT) / 2
+    d_root = solve_sylvester(root, symmetric_t)
+    d_fourth_root = solve_sylvester(fourth_root, d_root)
+    return -y @ d_fourth_root @ y

@@ -183,7 +183,8 @@ def _step(
     c1 = 1.0 - torch.pow(b1, t)
     c2 = 1.0 - torch.pow(b2, t)
     # Products round by the strides and the alignment of their factors, which copies have in common.
-    g = _limited(u.clone(memory_format=torch.contiguous_format))
+    g = u.clone(memory_format=torch.contiguous_format)
+    g = _limited(g)
     p = s.left_basis.clone(memory_format=torch.contiguous_format)
     q = s.right_basis.clone(memory_format=torch.contiguous_format)
 
@@ -197,8 +198,10 @@ def _step(
     # update = p (p^T (m / c1) q / (sqrt(v / c2) + eps)) q^T. For the first gradient, it is zero.
     root = ew.safe_sqrt(v / c2)
     divisor = torch.where(is_first, 1.0, root + eps)
-    rotated_update = _rotate(m, p, q) / divisor / c1
-    update = torch.where(is_first, 0.0, _rotate(rotated_update, p.mT, q.mT))
+    rotated_m = _rotate(m, p, q)
+    rotated_update = rotated_m / divisor / c1
+    update = _rotate(rotated_update, p.mT, q.mT)
+    update = torch.where(is_first, 0.0, update)
 
     # A new basis has another order of columns, and the second moment is sorted likewise.
     left, right = _averaged_factors(g, p, q, s, b2, c2, is_kl)
@@ -248,7 +251,8 @@ def _zeros(matrix: Tensor, side: int, longest: int) -> Tensor:
 def _identity(matrix: Tensor, side: int, longest: int) -> Tensor:
     """Return the first basis of a side: the identity (..., n, n), or (..., 0, 0) if n is more than ``longest``."""
     zeros = _zeros(matrix, side, longest)
-    return zeros + torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
+    identity = torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
+    return zeros + identity
 
 
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -292,7 +296,8 @@ def _whiten(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor
         return g / root_n
     # Lambda. A zero in it would make its column dominate, so the identity is added: with the missing weight, and always
     # with a small one.
-    eigenvalues = (basis * (factor @ basis)).sum(-2, keepdim=True)
+    product = factor @ basis
+    eigenvalues = (basis * product).sum(-2, keepdim=True)
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
     damped = eigenvalues + missing * mean + _SHIFT * largest
@@ -301,7 +306,8 @@ def _whiten(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor
     damped = torch.where(largest == 0, rms, damped)
     # If all gradients have been zero, g is zero too, and any divisor gives zero.
     positive = torch.where(damped <= 0, 1.0, damped)
-    return g @ basis / (positive.sqrt() * root_n)
+    size = positive.sqrt() * root_n
+    return g @ basis / size
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,14 +322,16 @@ def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) 
     # 2. Sort the columns by falling eigenvalue. The identity is not sorted: the order of its columns says nothing yet,
     # and each change of order is a jump.
     eigenvalues = (basis * product).sum(-2, keepdim=True)
-    order = _order_of(eigenvalues, is_due & ~is_first)
+    is_sorted = is_due & ~is_first
+    order = _order_of(eigenvalues, is_sorted)
     sorted_product = product.take_along_dim(order, -1)
 
     # 3. Make the columns orthonormal. A positive diagonal of R makes the decomposition unique.
     q, r = torch.linalg.qr(sorted_product)
     diagonal = r.diagonal(dim1=-2, dim2=-1)
-    signs = torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2)
-    new_basis = torch.where(is_due, q * signs, basis)
+    signs = torch.where(diagonal < 0, -1.0, 1.0)
+    unique_q = q * signs.unsqueeze(-2)
+    new_basis = torch.where(is_due, unique_q, basis)
     # The columns of `q` are contiguous; the state keeps the strides that `init` and `load` give it.
     return new_basis.contiguous(), order
 
@@ -331,7 +339,8 @@ def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) 
 def _order_of(eigenvalues: Tensor, is_sorted: Tensor) -> Tensor:
     """Return the indices of the eigenvalues (..., 1, n) in falling order; where ``is_sorted`` is False, 0 to n - 1."""
     # Eigenvalues that differ by less than the shift keep their order, which would depend on rounding.
+    n = eigenvalues.shape[-1]
     rounded = (eigenvalues / _SHIFT).round()
     falling = rounded.argsort(dim=-1, descending=True, stable=True)
-    unsorted = torch.arange(eigenvalues.shape[-1], device=eigenvalues.device).expand_as(falling)
-    return torch.where(is_sorted, falling, unsorted)
+    unsorted = torch.arange(n, device=eigenvalues.device)
+    return torch.where(is_sorted, falling, unsorted.expand_as(falling))
