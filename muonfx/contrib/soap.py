@@ -296,8 +296,8 @@ def _whiten(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor
         return g / root_n
     # Lambda. A zero in it would make its column dominate, so the identity is added: with the missing weight, and always
     # with a small one.
-    product = factor @ basis
-    eigenvalues = (basis * product).sum(-2, keepdim=True)
+    factor_times_basis = factor @ basis
+    eigenvalues = (basis * factor_times_basis).sum(-2, keepdim=True)
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
     damped = eigenvalues + missing * mean + _SHIFT * largest
@@ -317,14 +317,14 @@ def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) 
     """
     # 1. Multiply by factor + delta I. The factor is scaled to a maximum in [1, 2), so that delta is a constant.
     scaled_factor = factor * unit_power(factor)
-    product = scaled_factor @ basis + _SHIFT * basis
+    shifted_product = scaled_factor @ basis + _SHIFT * basis
 
     # 2. Sort the columns by falling eigenvalue. The identity is not sorted: the order of its columns says nothing yet,
     # and each change of order is a jump.
-    eigenvalues = (basis * product).sum(-2, keepdim=True)
+    eigenvalues = (basis * shifted_product).sum(-2, keepdim=True)
     is_sorted = is_due & ~is_first
     order = _order_of(eigenvalues, is_sorted)
-    sorted_product = product.take_along_dim(order, -1)
+    sorted_product = shifted_product.take_along_dim(order, -1)
 
     # 3. Make the columns orthonormal. A positive diagonal of R makes the decomposition unique.
     q, r = torch.linalg.qr(sorted_product)
