@@ -181,12 +181,13 @@ class _Accumulation:
         wait = functools.partial(_wait, updates)
         if torch.compiler.is_compiling():
             return _cond(is_last, step, wait, accumulated, updates)
+
+        def choose(after_step: Tensor, after_wait: Tensor) -> Tensor:
+            condition = is_last.to(after_step.device)
+            return torch.where(condition, after_step, after_wait)
+
         # Both are computed. Under `vmap` over several states, the choice differs between them.
-        return tree.map(
-            lambda after_step, after_wait: torch.where(is_last.to(after_step.device), after_step, after_wait),
-            step(accumulated),
-            wait(accumulated),
-        )
+        return tree.map(choose, step(accumulated), wait(accumulated))
 
     def _step(
         self,
@@ -208,7 +209,8 @@ class _Accumulation:
             wide_gradients = [total / _scalar_for(number, total) for total in sums]
         else:
             wide_gradients = ew.clone(sums)  # copies, which the inner transform may overwrite
-        gradients = present.fill(ew.cast_like(wide_gradients, present.pick(updated_leaves)))
+        last_gradients = present.pick(updated_leaves)
+        gradients = present.fill(ew.cast_like(wide_gradients, last_gradients))
         new_updates, inner_state = self._inner.run(gradients, accumulated.inner, params, donate=donation, **extras)
         zero_sums = list(map(torch.zeros_like, sums))
         return new_updates, AccumulateState(
@@ -253,7 +255,8 @@ def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) ->
 
     # One more gradient for each leaf that has one, in the order of ``seen``: [1, 0].
     leaves = tree.leaves(updates)
-    has_gradient = [leaves[index] is not None for index in _indices_by_path(updates)]
+    indices = _indices_by_path(updates)
+    has_gradient = [leaves[index] is not None for index in indices]
     seen_now = torch.tensor(has_gradient, dtype=torch.int64, device=state.seen.device)
     return AccumulateState(
         count=state.count + 1,
@@ -320,14 +323,17 @@ def _cond(
     leaves, treedef = tree.flatten(accumulated)
 
     def step_on_tensors(*leaves: Tensor) -> tuple[Tensor, ...]:
-        return _copies(step(tree.unflatten(treedef, leaves)))
+        state = tree.unflatten(treedef, leaves)
+        return _copies(step(state))
 
     def wait_on_tensors(*leaves: Tensor) -> tuple[Tensor, ...]:
-        return _copies(wait(tree.unflatten(treedef, leaves)))
+        state = tree.unflatten(treedef, leaves)
+        return _copies(wait(state))
 
     tensors = torch.cond(is_last, step_on_tensors, wait_on_tensors, tuple(leaves))
     # They are the tensors of a pair (updates, state) like this one. Build it again, with None where it has None.
-    return Present((updates, accumulated)).fill(tensors)
+    like = Present((updates, accumulated))
+    return like.fill(tensors)
 
 
 def _copies(outcome: _Outcome) -> tuple[Tensor, ...]:

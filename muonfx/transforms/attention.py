@@ -74,22 +74,24 @@ def max_logits(
     query = _plain(query).to(product_dtype)
     key = _plain(key).to(product_dtype)
     heads, queries, features = query.shape[-3:]
-    if not enable_gqa and key.shape[-3] not in (1, heads) and heads != 1:
+    key_heads, keys, _ = key.shape[-3:]
+    if not enable_gqa and key_heads not in (1, heads) and heads != 1:
         raise ValueError(
-            f"max_logits: key has {key.shape[-3]} heads, expected {heads} as in query; if query heads share a key, "
+            f"max_logits: key has {key_heads} heads, expected {heads} as in query; if query heads share a key, "
             "pass enable_gqa=True"
         )
     if scale is None:
         scale = 1.0 / math.sqrt(features)
-    if enable_gqa and key.shape[-3] != heads:
-        key = key.repeat_interleave(heads // key.shape[-3], dim=-3)
-    keys = key.shape[-2]
+    if enable_gqa and key_heads != heads:
+        key = key.repeat_interleave(heads // key_heads, dim=-3)
     mask = None
     if attn_mask is not None:
         mask = _unmasked(_plain(attn_mask), queries, keys)
 
-    largest = query.new_full((heads,), -math.inf, dtype=torch.promote_types(dtype, torch.float32))
-    batch = math.prod(torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]))
+    wide = torch.promote_types(dtype, torch.float32)
+    largest = query.new_full((heads,), -math.inf, dtype=wide)
+    batch_shape = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    batch = math.prod(batch_shape)
     if batch * keys == 0:
         return largest
     queries_at_once = max(1, chunk // (batch * keys))
@@ -99,16 +101,17 @@ def max_logits(
         if is_causal:
             visible_keys = min(end, keys)  # all later keys are masked for these queries
         scaled_query = query[..., start:end, :] * scale
+        visible_key = key[..., :visible_keys, :]
         with torch.autocast(query.device.type, enabled=False):
-            logits = scaled_query @ key[..., :visible_keys, :].mT
+            logits = scaled_query @ visible_key.mT
         if is_causal:
             logits = _without_later_keys(logits, start)
         if mask is not None:
             is_visible = mask[..., start:end, :visible_keys]
             logits = torch.where(is_visible, logits, -math.inf)
         logits_of_heads = logits.movedim(-3, 0).flatten(1)
-        largest_of_chunk = logits_of_heads.amax(dim=1)
-        largest = torch.maximum(largest, largest_of_chunk.to(largest.dtype))
+        largest_of_chunk = logits_of_heads.amax(dim=1).to(wide)
+        largest = torch.maximum(largest, largest_of_chunk)
     return largest
 
 
@@ -117,7 +120,8 @@ def _without_later_keys(logits: Tensor, first_query: int) -> Tensor:
 
     The queries are a part of a sequence that begins at position ``first_query``, and the keys begin at position 0.
     """
-    all_pairs = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
+    queries_and_keys = logits.shape[-2:]
+    all_pairs = torch.ones(queries_and_keys, dtype=torch.bool, device=logits.device)
     is_later = all_pairs.triu(first_query + 1)
     return logits.masked_fill(is_later, -math.inf)
 
@@ -126,7 +130,8 @@ def _unmasked(mask: Tensor, queries: int, keys: int) -> Tensor:
     """Return bools (..., queries, keys), True for pairs that are not masked, from bools or from numbers to be added."""
     if mask.dtype != torch.bool:
         mask = mask > _EXCLUDED
-    return mask.expand(torch.broadcast_shapes(mask.shape, (queries, keys)))
+    shape = torch.broadcast_shapes(mask.shape, (queries, keys))
+    return mask.expand(shape)
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -285,7 +290,8 @@ def collect_max_logits(
     collector = _Collector(rank, size)
     with ExitStack() as stack:
         for name, observed in _modules_of(model, module).items():
-            stack.enter_context(observed.register_forward_pre_hook(functools.partial(collector.enter_module, name)))
+            enter_module = functools.partial(collector.enter_module, name)
+            stack.enter_context(observed.register_forward_pre_hook(enter_module))
             stack.enter_context(observed.register_forward_hook(collector.leave_module, always_call=True))
         token = _COLLECTOR.set(collector)  # for `record_max_logits`
         stack.callback(_COLLECTOR.reset, token)
@@ -405,8 +411,9 @@ def reduce_max_logits(logits: Mapping[str, Tensor], group: dist.ProcessGroup | N
     names = sorted(logits)  # the same order on all ranks
     # Concatenate the vectors of all modules, so that one all-reduce is enough, and split the result again.
     logits_of_modules = [logits[name] for name in names]
-    dtype = wide_dtype(*[most.dtype for most in logits_of_modules])
+    dtypes = [most.dtype for most in logits_of_modules]
     sizes = list(map(len, logits_of_modules))
-    largest = torch.cat(logits_of_modules).to(dtype)
+    largest = torch.cat(logits_of_modules).to(wide_dtype(*dtypes))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(names, largest.split(sizes), strict=True))
+    largest_of_modules = largest.split(sizes)
+    return dict(zip(names, largest_of_modules, strict=True))

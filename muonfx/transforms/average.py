@@ -53,9 +53,11 @@ def ema_params(decay: ScalarOrSchedule = 0.999, *, dtype: StateDtype = "auto"):
     decay = checks.in_unit_interval("decay", decay)
 
     def step(u: Leaf, s: EmaParamsState, p: Leaf):
-        return u, EmaParamsState(s.average.lerp(p, 1.0 - decay))
+        average = s.average.lerp(p, 1.0 - decay)
+        return u, EmaParamsState(average)
 
-    return EmaParamsState(Slot(dtype, start="params")), step
+    slot = Slot(dtype, start="params")
+    return EmaParamsState(slot), step
 
 
 def _corrected(copy: Tensor, param: Tensor, *, reuse: bool) -> Tensor:
@@ -137,20 +139,17 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
         present = Present(updates)  # the leaves that have a gradient
         # Where a parameter was changed elsewhere, for example by loading weights, its copy starts again from it.
         correct = functools.partial(_corrected, reuse=donate.state)
-        corrected_copies = list(map(correct, present.pick(state.master), present.pick(params)))
+        copies_so_far = present.pick(state.master)
+        corrected_copies = list(map(correct, copies_so_far, present.pick(params)))
         master = present.fill(corrected_copies, state.master)
 
         gradients = present.pick(updates)
         wide_gradients = ew.cast_like(gradients, corrected_copies)
         # A gradient that has the dtype of its copy is not cast. If all are cast, the new tensors may be overwritten.
         are_new = all(map(is_not, wide_gradients, gradients))
-        inner_updates, inner_state = inner.run(
-            present.fill(wide_gradients),
-            state.inner,
-            master,
-            donate=Donation(donate.updates or are_new, donate.state),
-            **extras,
-        )
+        wide_updates = present.fill(wide_gradients)
+        donation = Donation(updates=donate.updates or are_new, state=donate.state)
+        inner_updates, inner_state = inner.run(wide_updates, state.inner, master, donate=donation, **extras)
         new_master = apply_updates(master, inner_updates, donate=donate.state)
         # Each parameter plus its step is exactly the rounded copy.
         out = tree.map(_step_to_rounded, inner_updates, new_master, params)

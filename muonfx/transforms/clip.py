@@ -73,8 +73,10 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
         # threshold). The mean is over the last dim, which holds the elements of a leaf also in a stack of leaves.
         power = unit_power(u, (-1,))
         scaled_u = u * power
-        scaled_rms = ew.safe_sqrt(scaled_u.square().mean(-1, keepdim=True))
-        divisor = torch.maximum(power, scaled_rms / ew.scalar_like(threshold, scaled_rms))
+        mean_square = scaled_u.square().mean(-1, keepdim=True)
+        scaled_rms = ew.safe_sqrt(mean_square)
+        ratio = scaled_rms / ew.scalar_like(threshold, scaled_rms)
+        divisor = torch.maximum(power, ratio)
         clipped = scaled_u / divisor
         return clipped.to(leaf.dtype)
 
@@ -111,7 +113,8 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
         present = Present(updates)  # the leaves that have a gradient
         leaves = present.pick(updates)
         # A rank without leaves takes part too: the sum is a collective of all ranks.
-        norm = norm_of_sum(sum_over_leaves(squares_of_leaves(updates)))
+        total = sum_over_leaves(squares_of_leaves(updates))
+        norm = norm_of_sum(total)
         bound = ew.scalar_like(max_norm, norm)
         is_within = norm <= max_norm
         factor = divide_unless(is_within, bound, norm, otherwise=1.0)
@@ -143,7 +146,8 @@ def norm_of_squares(total: Tensor) -> Tensor:
     # The two items are the sum of n^2 and the sum of (small n)^2 over the norms n of all leaves. The first root is the
     # norm. If a square overflows, the second root divided by small is the norm.
     norm, small_norm = ew.safe_sqrt(total).unbind()
-    return torch.where(norm.isfinite(), norm, small_norm / _small(total))
+    norm_if_overflown = small_norm / _small(total)
+    return torch.where(norm.isfinite(), norm, norm_if_overflown)
 
 
 def squares_of_leaves(updates: PyTree) -> PyTree:
@@ -166,7 +170,8 @@ def _squares(norms: Tensor) -> Tensor:
     """Return the squares of norms n and of small multiples of them: pairs (n^2, (small n)^2) in a new last dim."""
     # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
     small_norms = norms * _small(norms)
-    return torch.stack([norms, small_norms], dim=-1).square()
+    pairs = torch.stack([norms, small_norms], dim=-1)
+    return pairs.square()
 
 
 def _small(like: Tensor) -> float:

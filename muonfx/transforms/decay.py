@@ -26,8 +26,10 @@ def _resolve_decay(tx: Transform, params: PyTree) -> Transform:
     mask = tx.arguments["mask"]
     if mask is None:
         return tx
-    does_decay = resolve_mask(f"{tx.name}: mask", mask)(params)
-    return tx.replace(mask=dict(zip(tree.names(params), does_decay, strict=True)))
+    which_decay = resolve_mask(f"{tx.name}: mask", mask)
+    does_decay = which_decay(params)
+    mask_by_name = dict(zip(tree.names(params), does_decay, strict=True))
+    return tx.replace(mask=mask_by_name)
 
 
 Mask = PyTree | Mapping[str, bool] | Condition | Callable[[PyTree], PyTree] | None
@@ -68,10 +70,12 @@ def _init_and_update(
         does_decay = which_decay(params)
         indices = [index for index, leaf in enumerate(leaves) if does_decay[index] and leaf is not None]
         u = [leaves[index] for index in indices]
-        w = ew.cast_like([weights[index] for index in indices], u)
+        w = [weights[index] for index in indices]
+        w = ew.cast_like(w, u)
 
         if caution:
-            w = [_where_decay_agrees(u_i, w_i, sign) for u_i, w_i in zip(u, w, strict=True)]
+            agreeing = functools.partial(_where_decay_agrees, sign=sign)
+            w = list(map(agreeing, u, w))
         decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
         decayed = ew.cast_like(decayed, u)  # a factor that is a tensor may widen the dtype
         for index, decayed_leaf in zip(indices, decayed, strict=True):
@@ -84,7 +88,8 @@ def _init_and_update(
 def _where_decay_agrees(update: Tensor, weight: Tensor, sign: float) -> Tensor:
     """Return the weight, but zero where its decay opposes the update."""
     # Compare signs: the product of the values may underflow to zero.
-    return torch.where(update.sign() * weight.sign() * sign >= 0, weight, 0.0)
+    agrees = update.sign() * weight.sign() * sign >= 0
+    return torch.where(agrees, weight, 0.0)
 
 
 @transform(
@@ -130,7 +135,14 @@ def add_decayed_weights(
         >>> rate, decay = (mfx.cosine_decay_schedule(peak, steps=100) for peak in (0.02, 0.1))
         >>> muon = mfx.chain(mfx.orthogonalize(), mfx.add_decayed_weights(decay), mfx.scale_by_learning_rate(rate))
     """
-    return _init_and_update("add_decayed_weights", weight_decay, mask, sign=1.0, caution=cautious, memory=_memory)
+    return _init_and_update(
+        "add_decayed_weights",
+        weight_decay,
+        mask,
+        sign=1.0,
+        caution=cautious,
+        memory=_memory,
+    )
 
 
 @transform(
@@ -164,7 +176,14 @@ def subtract_decayed_weights(
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000])}
     """
-    return _init_and_update("subtract_decayed_weights", weight_decay, mask, sign=-1.0, caution=cautious, memory=_memory)
+    return _init_and_update(
+        "subtract_decayed_weights",
+        weight_decay,
+        mask,
+        sign=-1.0,
+        caution=cautious,
+        memory=_memory,
+    )
 
 
 @transform(
@@ -210,7 +229,8 @@ def cautious(inner: Transform, min_share: ScalarOrSchedule = 1e-3):
         out, state = inner.run(updates, state, params, donate=donation, **extras)
 
         keep_agreeing = functools.partial(_keep_agreeing, min_share=min_share)
-        return tree.map(keep_agreeing, out, updates), state
+        new_updates = tree.map(keep_agreeing, out, updates)
+        return new_updates, state
 
     return inner.functions.init, update
 
@@ -228,6 +248,8 @@ def _keep_agreeing(update: Tensor, gradient: Tensor | None, min_share: Scalar) -
     # Compare signs: the product of the values may underflow to zero.
     agrees = update.sign() * gradient.sign() > 0
     is_kept = agrees.to(update.dtype)  # 1 for each element that is kept, and else 0
-    share = is_kept.to(ew.wide_dtype(update.dtype)).mean()
-    scaled = update * is_kept / share.clamp(min=min_share)
+    wide = ew.wide_dtype(update.dtype)
+    share = is_kept.to(wide).mean()
+    divisor = share.clamp(min=min_share)
+    scaled = update * is_kept / divisor
     return scaled.to(update.dtype)

@@ -45,5 +45,6 @@ def divide_unless(undefined: Tensor, numerator: Tensor, denominator: Tensor, oth
     tensor([1.0000, 0.5000])
     """
     safe_denominator = torch.where(undefined, 1.0, denominator)
+    quotient = numerator / safe_denominator
     # The quotients at these places are finite, and are replaced now.
-    return torch.where(undefined, otherwise, numerator / safe_denominator)
+    return torch.where(undefined, otherwise, quotient)

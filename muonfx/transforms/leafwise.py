@@ -61,7 +61,12 @@ def state_dtype(pinned: WideStateDtype, param_dtype: torch.dtype) -> torch.dtype
 
 def zeros(params: PyTree, dtype: WideStateDtype) -> PyTree:
     """Return a tree of zeros with the shapes of the parameters, in the storage dtype that ``dtype`` selects."""
-    return tree.map(lambda p: torch.zeros_like(p, dtype=state_dtype(dtype, p.dtype), requires_grad=False), params)
+
+    def zeros_of(param: Tensor) -> Tensor:
+        stored_dtype = state_dtype(dtype, param.dtype)
+        return torch.zeros_like(param, dtype=stored_dtype, requires_grad=False)
+
+    return tree.map(zeros_of, params)
 
 
 def copies(params: PyTree, dtype: WideStateDtype = None) -> PyTree:
@@ -79,7 +84,12 @@ def copies(params: PyTree, dtype: WideStateDtype = None) -> PyTree:
     >>> mfx.transforms.copies({"w": torch.nn.Parameter(torch.ones(2))})
     {'w': tensor([1., 1.])}
     """
-    return tree.map(lambda param: as_start(param).to(state_dtype(dtype, param.dtype), copy=True), params)
+
+    def copy_of(param: Tensor) -> Tensor:
+        stored_dtype = state_dtype(dtype, param.dtype)
+        return as_start(param).to(stored_dtype, copy=True)
+
+    return tree.map(copy_of, params)
 
 
 @plain_fields
@@ -421,9 +431,9 @@ def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_ste
         locality_of_step: the locality that the author of the transform has declared.
     """
     locality = locality_of_step
-    slots = [item for item in tree.leaves(state) if isinstance(item, Slot)]
-    if any(isinstance(slot.dtype, QuantizedDtype) for slot in slots):  # the elements of a block share a scale
-        locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
+    for item in tree.leaves(state):
+        if isinstance(item, Slot) and isinstance(item.dtype, QuantizedDtype):  # the elements of a block share a scale
+            locality = max(locality, Locality.LEAF)  # the larger one depends on more elements
     if "sum_over_leaves" not in _extra_names(step):
         return locality
     if locality is not Locality.ELEMENT:
@@ -498,14 +508,16 @@ class _Formula:
             signature = inspect.signature(update)
             # All parameters but the last one, ``**extras``, and then a keyword-only parameter for each name.
             *parameters, _extras = signature.parameters.values()
-            parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._extra_names]
+            for name in self._extra_names:
+                parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
             update.__signature__ = signature.replace(parameters=parameters)
         return self.init, update
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state."""
         containers = tree.flatten(self._declared)[1]
-        return tree.unflatten(containers, [store.init(params) for store in self._stores])
+        trees = [store.init(params) for store in self._stores]
+        return tree.unflatten(containers, trees)
 
     def _run(
         self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
@@ -520,7 +532,8 @@ class _Formula:
         old_trees = tree.subtrees(containers, state)
         values = self._operand_values(updates, old_trees, params, donate)
         if "sum_over_leaves" in extras:
-            extras = extras | {"sum_over_leaves": values.sum_with(extras["sum_over_leaves"])}
+            sum_of_placeholder = values.sum_with(extras["sum_over_leaves"])
+            extras = extras | {"sum_over_leaves": sum_of_placeholder}
 
         # 2. Call the step with placeholders. They record its operations, which are the plan: ``[mul, add]``.
         recorded = self._recorded_step(containers, old_trees, extras)
@@ -583,8 +596,11 @@ class _Formula:
 
         The step may have read a step count, an extra argument, or a scalar tensor, which its owner may change.
         """
-        if extras or any(isinstance(store, SharedNumber) for store in self._stores):
+        if extras:
             return True
+        for store in self._stores:
+            if isinstance(store, SharedNumber):  # such as a step count
+                return True
         return any(isinstance(scalar, Tensor) for scalar in plan.scalars)
 
     def _call_step(self, containers: Structure, old_trees: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
@@ -619,7 +635,8 @@ class _Formula:
         # The plan has only the operations that these outputs need, since a step may compute more than it returns.
         outputs = [new_update, *state_outputs]
         placeholders = [output for output in outputs if isinstance(output, Leaf)]
-        return RecordedStep([update, *state_operands], outputs, Plan.of(record, placeholders))
+        plan = Plan.of(record, placeholders)
+        return RecordedStep([update, *state_operands], outputs, plan)
 
     def _state_outputs(self, containers: Structure, new_state: object) -> list[Any]:
         """Return the items of a state that a step returned: ``[m]`` for ``MomentumState(m)``.
@@ -678,7 +695,8 @@ class _Formula:
             return updates
         values.check(operand, output, f"{self._name}: the step returns an update")
         new_tensors = values.take(output.index, copy_into=operand.index)
-        return values.present.fill(ew.cast_like(new_tensors, values.operands[operand.index]))
+        old_tensors = values.operands[operand.index]
+        return values.present.fill(ew.cast_like(new_tensors, old_tensors))
 
 
 def params_for(name: str, params: PyTree) -> PyTree:

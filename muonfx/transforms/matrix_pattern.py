@@ -132,13 +132,15 @@ class Pattern:
         axes = _Axes(sized_axes)
         # 1. Give each axis a dim of its own, and cut the axis that is divided by "+" into its parts, here q and k.
         lengths_of_parts = list(axes.part_sizes.values())
-        parts = tensor.reshape(axes.sizes).split(lengths_of_parts, dim=axes.divided)
+        tensor = tensor.reshape(axes.sizes)
+        parts = tensor.split(lengths_of_parts, dim=axes.divided)
         part_of_name = dict(zip(axes.part_sizes, parts, strict=True))  # {"q": rows 0 to 1, "k": rows 2 to 4}
         # 2. Bring the axes of each part into the order of its result, and merge those in parentheses, as in "(h d)".
         stacks: list[Tensor] = []
         for result in results:
             part = part_of_name[axes.part_of(result)]  # the result ``in k`` needs the part k
-            stacks.append(part.permute(axes.order_of(result)).reshape(axes.shape_of(result)))
+            part = part.permute(axes.order_of(result))
+            stacks.append(part.reshape(axes.shape_of(result)))
         return stacks
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
@@ -154,8 +156,8 @@ class Pattern:
             order = axes.order_of(result)  # [1, 0] for ``in k``: dim 0 of the stack is the axis 1 of the tensor
             # The permutation that undoes it: for each axis of the tensor, the dim of the stack that holds it.
             inverse_order = sorted(range(len(order)), key=order.__getitem__)
-            part = stack.reshape(axes.sizes_of(result)).permute(inverse_order)
-            part_of_name[axes.part_of(result)] = part
+            part = stack.reshape(axes.sizes_of(result))
+            part_of_name[axes.part_of(result)] = part.permute(inverse_order)
         # 2. Concatenate the parts in their order left of the arrow, here q and k.
         parts = [part_of_name[name] for name in axes.part_sizes]
         if len(parts) == 1:  # the whole tensor, which is not copied
@@ -203,8 +205,10 @@ class Pattern:
 
         It is True for ``"in out -> out in"``.
         """
-        rows, columns = self.results[0][-2:]  # the names ("out",) and ("in",), which are in the dims 1 and 0
-        return self._first_dim_of(rows) > self._first_dim_of(columns)
+        rows, columns = self.results[0][-2:]  # the names ("out",) and ("in",)
+        dim_of_rows = self._first_dim_of(rows)  # 1
+        dim_of_columns = self._first_dim_of(columns)  # 0
+        return dim_of_rows > dim_of_columns
 
     def _first_dim_of(self, group: Group) -> int:
         """Return the index of the first dim left of the arrow that contains one of these names.
@@ -256,8 +260,10 @@ class Pattern:
 
         is_one_matrix = len(unit_results) == 1 and len(unit_results[0]) == 2  # one result, without batch dims
         begins_a_dim = counting_axes[-1].dim < row_dim  # not here: heads and (k + v) are in one dim
+        rows = _size(row_axes)
+        columns = _size(column_axes)
         return Units(
-            shape=(_size(row_axes), _size(column_axes)),
+            shape=(rows, columns),
             pattern=_pattern_of_units(row_axes, column_axes, unit_results),
             are_matrices=is_one_matrix and begins_a_dim,
         )
@@ -292,7 +298,8 @@ class Pattern:
         axes: list[_SizedAxis] = []
         for index, dim in enumerate(dims):
             axes += self._sized_axes(dim, index, shape[index])
-        return axes, [_with_dots(result, dot_names) for result in self.results]
+        results = [_with_dots(result, dot_names) for result in self.results]
+        return axes, results
 
     def _sized_axes(self, dim: Dim, index: int, size: int) -> list[_SizedAxis]:
         """Return the axes in one dim of the tensor with their sizes, of which the pattern may leave one out.
@@ -386,8 +393,12 @@ def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Gro
 
 def _pattern_of_units(rows: list[_SizedAxis], columns: list[_SizedAxis], results: list[list[Group]]) -> str:
     """Return the pattern for units of these axes: ``"units (k=3 + v=5) in=16 -> units k in, units v in"``."""
-    result_texts = [" ".join(["units", *map(_group_text, result)]) for result in results]
-    return f"units {_text_of_axes(rows)} {_text_of_axes(columns)} -> {', '.join(result_texts)}"
+    row_text = _text_of_axes(rows)
+    column_text = _text_of_axes(columns)
+    result_texts: list[str] = []
+    for result in results:
+        result_texts.append(" ".join(["units", *map(_group_text, result)]))
+    return f"units {row_text} {column_text} -> {', '.join(result_texts)}"
 
 
 def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
@@ -644,4 +655,5 @@ def _dim_text(dim: Sequence[Axis]) -> str:
     if len(dim) == 1:
         text = " + ".join(map(str, dim[0]))
         return f"({text})" if len(dim[0]) > 1 else text
-    return f"({' '.join(_dim_text([axis]) for axis in dim)})"
+    axis_texts = [_dim_text([axis]) for axis in dim]
+    return f"({' '.join(axis_texts)})"

@@ -174,11 +174,12 @@ class MatrixSlot:
         shapes = [self._shape_of_state(stack) for stack in matrices]
         lengths = [prod(shape[batch_dims:]) for shape in shapes]  # [9, 4]: all dims after the batch dims were flattened
         flat_states = stored.split(lengths, dim=-1)
-        return [flat_state.reshape(shape) for flat_state, shape in zip(flat_states, shapes, strict=True)]
+        return list(map(torch.reshape, flat_states, shapes))
 
     def _shape_of_state(self, stack: Tensor) -> torch.Size:
         """Return the shape of the state of a stack of matrices, computed on the meta device."""
-        return self.start(stack.new_empty(stack.shape, device="meta")).shape
+        meta_stack = stack.new_empty(stack.shape, device="meta")
+        return self.start(meta_stack).shape
 
     def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
         """Convert a state to its storage dtype. If the slot ``saturates``, clamp it to the dtype's range first."""
@@ -192,7 +193,8 @@ class MatrixSlot:
         if len(states) == 1:
             return states[0]
         batch_dims = _shared_dims(matrices)
-        return torch.cat([state.flatten(batch_dims) for state in states], dim=-1)
+        flat_states = [state.flatten(batch_dims) for state in states]
+        return torch.cat(flat_states, dim=-1)
 
 
 @overload
@@ -336,8 +338,11 @@ def _on_stacks(
     parameter by name.
     """
     state, _ = constructor(**arguments_at(tx, 0))
+    has_matrix_state = False
+    for slot in tree.leaves(state):
+        if isinstance(slot, MatrixSlot):
+            has_matrix_state = True
     # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
-    has_matrix_state = any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
     return on_stacks(tx, shapes, only_matrices=has_matrix_state)
 
 
@@ -454,7 +459,8 @@ class _MatrixFormula:
         """Return the initial state. Raise an error if a parameter does not fit the view."""
         matrices = Matrices(self._view, params, named=True)
         containers = tree.flatten(self._declared)[1]
-        return tree.unflatten(containers, [store.init(matrices) for store in self._stores])
+        trees = [store.init(matrices) for store in self._stores]
+        return tree.unflatten(containers, trees)
 
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING
@@ -484,7 +490,8 @@ class _MatrixFormula:
         new_trees: list[PyTree] = []
         for store, output, old_tree in zip(self._stores, state_outputs, old_trees, strict=True):
             new_trees.append(store.write(output, old_tree, matrices))
-        return matrices.fill(new_updates), tree.unflatten(containers, new_trees)
+        new_state = tree.unflatten(containers, new_trees)
+        return matrices.fill(new_updates), new_state
 
     def _run_on_stack(self, containers: Structure, *operands: Tensor) -> list[Tensor]:
         """Run the step on one stack of matrices. Return the new update and the new states.
@@ -498,8 +505,8 @@ class _MatrixFormula:
         if old_update.numel() == 0:  # a matrix without elements has nothing to compute
             return ew.clone(old_values)
         # The step receives all operands in one dtype: the widest of them, at least fp32.
-        wide = ew.wide_dtype(*[operand.dtype for operand in operands])
-        wide_operands = ew.cast(operands, wide)
+        dtypes = [operand.dtype for operand in operands]
+        wide_operands = ew.cast(operands, ew.wide_dtype(*dtypes))
         outputs = self._call_step(containers, wide_operands)
         for output, old_value in zip(outputs, old_values, strict=True):
             if output.shape != old_value.shape:
@@ -519,8 +526,10 @@ class _MatrixFormula:
         number_of_states = len(self._stores)
         state = tree.unflatten(containers, states_and_params[:number_of_states])
         params = states_and_params[number_of_states:]  # empty, or one stack
-        new_update, new_state = update_and_state(self._name, self._step(update, state, *params))
-        return [new_update, *tree.subtrees(containers, new_state)]
+        returned = self._step(update, state, *params)
+        new_update, new_state = update_and_state(self._name, returned)
+        new_states = tree.subtrees(containers, new_state)
+        return [new_update, *new_states]
 
 
 def _separate(outputs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
@@ -531,7 +540,8 @@ def _separate(outputs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
     """
     separate_outputs: list[Tensor] = []
     for index, output in enumerate(outputs):
-        if any(output is tensor for tensor in (*operands, *outputs[:index])):
+        earlier_tensors = [*operands, *outputs[:index]]
+        if any(output is tensor for tensor in earlier_tensors):
             output = output.clone()
         separate_outputs.append(output)
     return separate_outputs

@@ -341,6 +341,8 @@ def scale_by_lion(b1: ScalarOrSchedule = 0.9, b2: ScalarOrSchedule = 0.99, *, mu
     def step(u: Leaf, s: LionState):
         mean = s.mu.lerp(u, 1.0 - b1)
         out = mean.sign().add(mean, alpha=0.0)  # the sign of NaN would be 0; zero times NaN or infinity is NaN
-        return out, LionState(s.mu.lerp(u, 1.0 - b2))
+        m = s.mu.lerp(u, 1.0 - b2)
+        return out, LionState(m)
 
-    return LionState(Slot(mu_dtype, "mu_dtype")), step
+    slot = Slot(mu_dtype, "mu_dtype")
+    return LionState(slot), step

@@ -142,10 +142,12 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
 
     def init(params: PyTree) -> LeafMonitorState:
         zero = torch.zeros((), dtype=torch.float32, device=device_of(params))
+        leaf_names = tree.names(params)
         values: dict[str, dict[str, Tensor]] = {}
         for metric in metrics:
             # The keys are the names of parameters and nothing else, so each value belongs to its parameter.
-            values[f"{name}/{metric}"] = {leaf_name: zero.clone() for leaf_name in tree.names(params)}
+            key = f"{name}/{metric}"
+            values[key] = {leaf_name: zero.clone() for leaf_name in leaf_names}
         return LeafMonitorState(values)
 
     def update(
@@ -158,7 +160,8 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
     ):
         """Measure the updates, which are this rank's shards if ``sum_over_shards`` adds up over ranks."""
         # The sum of each leaf over its shards on all ranks, by name of the leaf.
-        sums_of = dict(tree.named_leaves(sum_over_shards(_sums_of_leaves(updates))))
+        sums = sum_over_shards(_sums_of_leaves(updates))
+        sums_of = dict(tree.named_leaves(sums))
         leaves = {leaf_name: leaf for leaf_name, leaf in tree.named_leaves(updates) if leaf is not None}
         values: dict[str, dict[str, Tensor]] = {}
         for metric in metrics:
@@ -186,7 +189,8 @@ def _sums_of_leaves(updates: PyTree) -> PyTree:
         size = squares.new_full((1,), float(u.numel()))
         return torch.cat([squares, size])
 
-    return tree.map(with_size, updates, squares_of_leaves(updates))
+    squares = squares_of_leaves(updates)
+    return tree.map(with_size, updates, squares)
 
 
 def _measured(metric: Metric, updates: PyTree, sums: Tensor) -> Tensor:
@@ -202,7 +206,8 @@ def _measured(metric: Metric, updates: PyTree, sums: Tensor) -> Tensor:
     if metric == "norm":
         return norm
     number_of_elements = sums[2].float()
-    return norm / number_of_elements.clamp(min=1.0).sqrt()  # clamped, so that an empty leaf gives 0, not NaN
+    divisor = number_of_elements.clamp(min=1.0)  # so that an empty leaf gives 0, not NaN
+    return norm / divisor.sqrt()
 
 
 def _orthogonality_error(updates: PyTree) -> Tensor:
@@ -226,9 +231,10 @@ def _distance_from_orthonormal(u: Tensor) -> Tensor:
     It measures how far the rows are from orthonormal: 0 for an identity matrix I, and 3 for 2 I.
     """
     # Copy: a product rounds in another way for other strides and addresses of its factors, and those of copies agree.
-    copy = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    matrix = copy.to(ew.wide_dtype(u.dtype))
-    if matrix.shape[0] > matrix.shape[1]:
+    matrix = u.reshape(u.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    matrix = matrix.to(ew.wide_dtype(u.dtype))
+    rows, columns = matrix.shape
+    if rows > columns:
         matrix = matrix.mT
     gram = matrix @ matrix.mT  # the products of all pairs of rows
     r = len(gram)

@@ -89,11 +89,12 @@ def normalize_neurons(
         """
         if is_by_columns(u):
             normalized, v = _normalize(u.mT, s.nu.mT, decay, eps)
-            return normalized.mT, NeuronsState(v.mT)
+            return normalized.mT, NeuronsState(nu=v.mT)
         normalized, v = _normalize(u, s.nu, decay, eps)
-        return normalized, NeuronsState(v)
+        return normalized, NeuronsState(nu=v)
 
-    return NeuronsState(MatrixSlot(start, dtype, saturates=True)), step
+    slot = MatrixSlot(start, dtype, saturates=True)
+    return NeuronsState(slot), step
 
 
 def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +108,10 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
     # by its square is in two steps, because the square itself may overflow.
     power = unit_power(u)
     small_square = (u * power).square()
-    mean_square = small_square.mean(dim=-1, keepdim=True) / power / power
-    mean_square = mean_square.clamp(max=torch.finfo(u.dtype).max)
+    small_mean_square = small_square.mean(dim=-1, keepdim=True)
+    mean_square = small_mean_square / power / power
+    largest = torch.finfo(u.dtype).max
+    mean_square = mean_square.clamp(max=largest)
 
     # v = decay v + (1 - decay) mean_square,  u / (sqrt(v) + eps). A row that has always been zero stays zero. A divisor
     # of NaN is not equal to 0, so that it stays visible.
@@ -118,7 +121,8 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
 
     # Scale the matrix to the norm of u.
     squared_norm = small_square.sum(dim=(-2, -1), keepdim=True)  # of u times the power
-    return _with_norm(normalized, squared_norm, power), v
+    new_u = _with_norm(normalized, squared_norm, power)
+    return new_u, v
 
 
 def _with_norm(x: Tensor, squared_norm: Tensor, power: Tensor) -> Tensor:

@@ -53,7 +53,11 @@ def skip_nonfinite(inner: Transform):
 
     def init(params: PyTree) -> SkipNonfiniteState:
         device = device_of(params)
-        return SkipNonfiniteState(ew.new_count(device), ew.new_count(device), inner.functions.init(params))
+        return SkipNonfiniteState(
+            skipped=ew.new_count(device),
+            in_a_row=ew.new_count(device),
+            inner=inner.functions.init(params),
+        )
 
     def update(
         updates: PyTree,
@@ -68,7 +72,8 @@ def skip_nonfinite(inner: Transform):
 
         No branch depends on a value: both outcomes are computed, and ``torch.where`` selects.
         """
-        is_finite = _are_finite(updates, sum_over_leaves).to(state.skipped.device)
+        is_finite = _are_finite(updates, sum_over_leaves)
+        is_finite = is_finite.to(state.skipped.device)
         zero_unless_finite = functools.partial(_zero_unless, is_finite)
         finite_gradients = tree.map(zero_unless_finite, updates)
 
@@ -86,7 +91,8 @@ def skip_nonfinite(inner: Transform):
             state_leaves, treedef = tree.flatten(inner_state)
             old_leaves = tree.subtrees(treedef, state.inner)
             del inner_state  # only the list has its leaves now, so that each is freed when it is replaced
-            _replace_each(functools.partial(_select, is_finite), state_leaves, old_leaves)
+            select = functools.partial(_select, is_finite)
+            _replace_each(select, state_leaves, old_leaves)
             inner_state = tree.unflatten(treedef, state_leaves)
 
         is_skipped = (~is_finite).to(torch.int64)  # 1 or 0; times 0, the count of skipped steps in a row starts again
@@ -108,14 +114,16 @@ def _are_finite(gradients: PyTree, sum_over_leaves: Sum) -> Tensor:
     present = Present(gradients)
     # Detached, because the answer has no derivative, and torch 2.10 has no forward mode of the largest magnitude.
     values = [gradient.detach() for gradient in present.pick(gradients)]
-    flags = [_infinity_unless_finite(peak) for peak in ew.peaks(values)]
+    peaks = ew.peaks(values)  # the largest magnitude of each leaf
+    flags = present.fill(list(map(_infinity_unless_finite, peaks)))
     # A collective: every rank sees the infinity of any rank in the sum.
-    return sum_over_leaves(present.fill(flags)) == 0
+    return sum_over_leaves(flags) == 0
 
 
 def _infinity_unless_finite(peak: Tensor) -> Tensor:
     """Return 0 if the largest magnitude of a leaf is finite, else infinity, as a 0-d fp32 tensor."""
-    return torch.where(peak.isfinite(), 0.0, torch.inf).to(peak.device, torch.float32)
+    flag = torch.where(peak.isfinite(), 0.0, torch.inf)
+    return flag.to(peak.device, torch.float32)
 
 
 def _select(is_finite: Tensor, new: Any, old: Any) -> Any:
@@ -132,8 +140,10 @@ def _replace_each(function: Callable[..., Any], leaves: list[Any], *others: list
     Unlike with `tree.map`, a leaf is freed before the result for the next one exists.
     """
     for index in range(len(leaves)):
-        if leaves[index] is not None:
-            leaves[index] = function(leaves[index], *[other[index] for other in others])
+        if leaves[index] is None:
+            continue
+        other_leaves = [other[index] for other in others]
+        leaves[index] = function(leaves[index], *other_leaves)
 
 
 def _zero_unless(is_finite: Tensor, leaf: Tensor) -> Tensor:

@@ -32,9 +32,11 @@ _ENDINGS = ("", ".weight", ".bias", "_weight", "_bias")
 
 def _is_span(rows: object) -> bool:
     """Return True for a range of rows: a tuple (first, end) of ints with 0 <= first < end, such as (0, 64)."""
-    if not isinstance(rows, tuple) or len(rows) != 2 or not all(isinstance(row, int) for row in rows):
+    if not isinstance(rows, tuple) or len(rows) != 2:
         return False
     first, end = rows
+    if not isinstance(first, int) or not isinstance(end, int):
+        return False
     return 0 <= first < end
 
 
@@ -202,9 +204,11 @@ class AttentionHeads:
         if has_separate_blocks:
             number_of_blocks = self.heads + self.keys + self.keys  # of queries, of keys, and as many of values
         block_size = len(rows) // number_of_blocks  # not divmod, which a tracer cannot apply to a symbolic size
-        ends = [span[1] for span in spans if span is not None]  # a range of rows must end within a block
-        if len(rows) % number_of_blocks or any(end > block_size for end in ends):
+        if len(rows) % number_of_blocks:
             raise self._unequal_blocks(name, len(rows))
+        for span in spans:
+            if span is not None and span[1] > block_size:  # a range of rows must end within a block
+                raise self._unequal_blocks(name, len(rows))
         blocks = rows.view(number_of_blocks, block_size)
         if has_separate_blocks:
             blocks = blocks[first : first + heads]
@@ -276,8 +280,10 @@ class _Member(NamedTuple):
 
         ``factors`` is the vector that `_factors` returns for the module.
         """
-        factors_of_rows = factors.to(device)[self.factor_indices(device)]
-        return (1.0 - factors_of_rows).expand(self.shape)
+        indices = self.factor_indices(device)
+        factors_of_rows = factors.to(device)[indices]
+        one_minus_factors = 1.0 - factors_of_rows
+        return one_minus_factors.expand(self.shape)
 
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
@@ -300,10 +306,14 @@ def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> lis
 
     ``heads`` are the found parameters, as `_Member`, or `AttentionHeads` with globs by which they are found.
     """
-    members = [item for item in heads if isinstance(item, _Member)]
-    if members:
-        return members
-    return _find_members([item for item in heads if isinstance(item, AttentionHeads)], params)
+    members: list[_Member] = []
+    attentions: list[AttentionHeads] = []
+    for item in heads:
+        if isinstance(item, _Member):
+            members.append(item)
+        else:
+            attentions.append(item)
+    return members or _find_members(attentions, params)
 
 
 def _find_members(attentions: list[AttentionHeads], params: PyTree) -> list[_Member]:
@@ -318,7 +328,8 @@ def _find_members(attentions: list[AttentionHeads], params: PyTree) -> list[_Mem
         if leaves[name] is None:  # it is not updated, as a frozen quantized weight
             continue
         # None for a parameter that holds neither queries nor keys, such as "attn.o_proj.weight".
-        member = _first_member(attentions, name, plain_name, tuple(leaves[name].shape))
+        shape = tuple(leaves[name].shape)
+        member = _first_member(attentions, name, plain_name, shape)
         if member is not None:
             members.append(member)
     _require_biases(members, plain_names)
@@ -477,17 +488,21 @@ def qk_clip(
         """
         if not all_heads:
             return updates, state
-        weights = dict(tree.named_leaves(params_for("qk_clip", params)))
+        params = params_for("qk_clip", params)
+        weights = dict(tree.named_leaves(params))
         members = [member for member in _members(all_heads, params) if weights[member.name] is not None]
         if not members:
             return updates, state
-        wide = ew.wide_dtype(*[weights[member.name].dtype for member in members])
+        dtypes = [weights[member.name].dtype for member in members]
+        wide = ew.wide_dtype(*dtypes)
         device = tree.device_of(params)
         local_logits = [logits.to(device, wide) for logits in _logits(members, max_logits)]
         largest_logits = max_over_ranks(torch.cat(local_logits))
-        factors = _factors_by_module(members, _gamma(largest_logits, tau), alpha)
-        local_one_minus_factors = shard(_one_minus_factors(members, factors, weights))
-        return _scaled_updates(updates, weights, local_one_minus_factors), state
+        gamma = _gamma(largest_logits, tau)
+        factors = _factors_by_module(members, gamma, alpha)
+        one_minus_factors = _one_minus_factors(members, factors, weights)
+        new_updates = _scaled_updates(updates, weights, shard(one_minus_factors))
+        return new_updates, state
 
     if not all_heads:
         return init, functools.partial(update, max_logits=None)  # the logits are no longer required
@@ -509,7 +524,8 @@ def _one_minus_factors(
     one_minus_factors: dict[str, Tensor] = {}
     for member in members:
         device = weights[member.name].device
-        one_minus_factors[member.name] = member.one_minus_factor(factors[member.module], device)
+        factors_of_module = factors[member.module]
+        one_minus_factors[member.name] = member.one_minus_factor(factors_of_module, device)
     return one_minus_factors
 
 
@@ -521,8 +537,10 @@ def _scaled_updates(updates: PyTree, weights: Mapping[str, Tensor], one_minus_fa
     """
     leaves, treedef = tree.flatten(updates)
     for index, (name, weight) in enumerate(weights.items()):
-        if leaves[index] is not None and name in one_minus_factors:
-            leaves[index] = _scaled(leaves[index], weight, one_minus_factors[name])
+        update = leaves[index]
+        one_minus_factor = one_minus_factors.get(name)
+        if update is not None and one_minus_factor is not None:
+            leaves[index] = _scaled(update, weight, one_minus_factor)
     return tree.unflatten(treedef, leaves)
 
 
@@ -535,8 +553,9 @@ def _check_pairs(members: list[_Member]) -> None:
     for member in members:
         roles_of_module.setdefault(member.module, set()).update(member.roles)
     for member in members:
+        roles = roles_of_module[member.module]
         for role in ("query", "key"):
-            if role not in roles_of_module[member.module]:
+            if role not in roles:
                 raise _missing_role(member, role)
 
 
@@ -597,7 +616,8 @@ def _logits_error(module: str, size: int, all_logits: Mapping[str, object]) -> V
 def _gamma(s: Tensor, tau: float | Tensor) -> Tensor:
     """Return ``min(1, tau / s)`` for the largest logit s of each head; 1 if it is not finite."""
     is_clipped = s.isfinite() & (s > tau)
-    return divide_unless(~is_clipped, ew.scalar_like(tau, s), s, otherwise=1.0)
+    bound = ew.scalar_like(tau, s)
+    return divide_unless(~is_clipped, bound, s, otherwise=1.0)
 
 
 def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Tensor) -> dict[str, Tensor]:

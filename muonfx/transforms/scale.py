@@ -29,7 +29,9 @@ def of_lists(function: Callable[[list[Tensor], bool], list[Tensor]]) -> InitAndU
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None, *, donate: Donation = NOTHING):
         present = Present(updates)  # the leaves that have a gradient
-        return present.fill(function(present.pick(updates), donate.updates)), state
+        leaves = present.pick(updates)
+        new_leaves = function(leaves, donate.updates)
+        return present.fill(new_leaves), state
 
     return no_state, update
 
@@ -45,7 +47,10 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
         # Equal sizes are enough, because the leaves are flattened: leaves of (2, 3) and (6,) form a stack of (2, 6).
         apply_to_stacks = ew.by_stacks(function)  # stacks small leaves of one size, for fewer calls
         (flat_results,) = apply_to_stacks(flat_leaves)  # one list, since the function has one result
-        return [result.reshape(leaf.shape) for result, leaf in zip(flat_results, leaves, strict=True)]
+        results: list[Tensor] = []
+        for flat_result, leaf in zip(flat_results, leaves, strict=True):
+            results.append(flat_result.reshape(leaf.shape))
+        return results
 
     return of_lists(apply_to_leaves)
 
@@ -76,8 +81,8 @@ def _position_of_factor(factor: object) -> Position | None:
     if isinstance(factor, Schedule):  # its arguments, such as 1.0, -1.0 and 10
         numbers = [number for _, number in parts_of(factor)]
     floats = [number for number in numbers if isinstance(number, float)]
-    has_negative = any(number < 0 for number in floats)
-    has_positive = any(number > 0 for number in floats)
+    has_negative = min(floats, default=0.0) < 0.0
+    has_positive = max(floats, default=0.0) > 0.0
     has_unknown = len(floats) < len(numbers)  # a tensor or a function
     if has_negative and not has_positive:
         return "turns"
@@ -100,7 +105,8 @@ def scale(factor: ScalarOrSchedule):
     >>> mfx.scale(-0.5).update({"w": torch.ones(2)}, mfx.core.EmptyState())[0]
     {'w': tensor([-0.5000, -0.5000])}
     """
-    return _multiply_by(checks.finite("factor", factor))
+    factor = checks.finite("factor", factor)
+    return _multiply_by(factor)
 
 
 @transform(locality=Locality.ELEMENT, position="sets_size")
@@ -137,7 +143,8 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule):
     >>> mfx.scale_by_learning_rate(0.1).update({"w": torch.ones(1)}, mfx.core.EmptyState())[0]
     {'w': tensor([-0.1000])}
     """
-    return _multiply_by(checks.at_least("learning_rate", learning_rate, 0.0), -1.0)
+    learning_rate = checks.at_least("learning_rate", learning_rate, 0.0)
+    return _multiply_by(learning_rate, sign=-1.0)
 
 
 ShapeRule = Literal["original", "match_rms_adamw", "spectral", "fan_in"]
