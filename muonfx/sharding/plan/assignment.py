@@ -223,13 +223,17 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     shapes = {name: spec.shape for name, spec in specs.items()}
     # 1. The whole matrices of each parameter, with their costs and the ranks that may compute them.
     matrices = matrices_of(run, shapes)
-    run_on_stacks = on_stacks(run, {name: shapes[name] for name in matrices})
+    shapes_of_stacks = {name: shapes[name] for name in matrices}
+    run_on_stacks = on_stacks(run, shapes_of_stacks)
     compute = _assumed_dtype(device)
     cost_of = cost_of_run(run_on_stacks, device.type, compute)
     unassigned = _unassigned_shards(specs, matrices, layout, cost_of)
     # 2. One of these ranks, or every rank.
-    owner_of = _owners(unassigned, layout.size, Machine.of(device.type, compute), settings)
-    shards = [replace(shard, owner=owner_of.get(index)) for index, shard in enumerate(unassigned)]
+    machine = Machine.of(device.type, compute)
+    owner_of = _owners(unassigned, layout.size, machine, settings)
+    shards: list[MatrixShard] = []
+    for index, shard in enumerate(unassigned):
+        shards.append(replace(shard, owner=owner_of.get(index)))
     # 3. The matrices that are sent together.
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
     return RunPlan(
@@ -263,9 +267,11 @@ def _unassigned_shards(
     """
     shards: list[MatrixShard] = []
     for name, spec in specs.items():
-        for shard in shards_of_parameter(matrices.get(name), name, layout):
+        rows_and_columns = matrices.get(name)
+        for shard in shards_of_parameter(rows_and_columns, name, layout):
             cost = cost_of(name, shard.shape, spec.dtype)
-            shards.append(replace(shard, cost=cost, nbytes=shard.numel * spec.dtype.itemsize))
+            nbytes = shard.numel * spec.dtype.itemsize
+            shards.append(replace(shard, cost=cost, nbytes=nbytes))
     return with_ranks_of_their_own(shards, layout.size)
 
 
@@ -285,8 +291,11 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
                 items[index] = Item(shard.cost, shard.numel, shard.candidates)
         owners = assign(list(items.values()), size)
         assignments.append(dict(zip(items, owners, strict=True)))
-    # Of equal times, `min` returns the first: splitting less is preferred.
-    return min(assignments, key=lambda owner_of: _seconds_of_step(shards, owner_of, size, machine, settings))
+
+    def seconds_of(owner_of: dict[int, int]) -> float:
+        return _seconds_of_step(shards, owner_of, size, machine, settings)
+
+    return min(assignments, key=seconds_of)  # of equal times, the first: splitting less is preferred
 
 
 def _sets_to_split(shards: Sequence[MatrixShard], machine: Machine, replicas: Replicas) -> list[set[int]]:
@@ -313,7 +322,8 @@ def _is_slower_to_compute(shard: MatrixShard, machine: Machine) -> bool:
 
 
 def _seconds_to_compute(shard: MatrixShard, machine: Machine) -> float:
-    return machine.computing(shard.cost, prod(shard.shape[:-2]))
+    number_of_matrices = prod(shard.shape[:-2])
+    return machine.computing(shard.cost, number_of_matrices)
 
 
 def _seconds_of_step(
@@ -332,8 +342,12 @@ def _seconds_of_step(
             seconds_of_rank[owner_of[index]] += seconds
         else:
             seconds_of_every_rank += seconds
-    results = [(owner, shards[index].nbytes) for index, owner in owner_of.items() if shards[index].is_on_all_ranks]
-    return max(seconds_of_rank) + seconds_of_every_rank + _seconds_to_send(results, size, machine, settings)
+    results: list[tuple[int, int]] = []
+    for index, owner in owner_of.items():
+        if shards[index].is_on_all_ranks:
+            results.append((owner, shards[index].nbytes))
+    seconds_to_send = _seconds_to_send(results, size, machine, settings)
+    return max(seconds_of_rank) + seconds_of_every_rank + seconds_to_send
 
 
 def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Machine, settings: Settings) -> float:
@@ -361,7 +375,11 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
     The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another, so that
     a rank can compute them in batches. The groups ``[(0, 2), (1,)]`` send shards 0 and 2 first, and then shard 1.
     """
-    by_shape = sorted(range(len(shards)), key=lambda index: sorted(shards[index].shape[-2:]))
+
+    def short_and_long_side(index: int) -> list[int]:
+        return sorted(shards[index].shape[-2:])
+
+    by_shape = sorted(range(len(shards)), key=short_and_long_side)
     dtypes = [specs[shard.name].dtype for shard in shards]
     buckets: list[tuple[int, ...]] = []
     for dtype in dict.fromkeys(dtypes):  # each once, in the order of the shards
@@ -377,9 +395,9 @@ def _buckets_of_dtype(shards: Mapping[int, MatrixShard], limit: int) -> list[tup
         nbytes_on.setdefault(shard.owner, {})[index] = shard.nbytes
     # Shards that every rank computes have their own buckets: in a batch with others the last bit could differ.
     nbytes_on_every_rank = nbytes_on.pop(None, {})
-    buckets = list(map(tuple, split_into_buckets(nbytes_on_every_rank, limit)))
+    buckets_of_every_rank = split_into_buckets(nbytes_on_every_rank, limit)
     buckets_of_owners = [split_into_buckets(nbytes, limit) for nbytes in nbytes_on.values()]
-    return buckets + _one_of_each_owner(buckets_of_owners)
+    return [*map(tuple, buckets_of_every_rank), *_one_of_each_owner(buckets_of_owners)]
 
 
 def _one_of_each_owner(buckets_of_owners: Sequence[list[list[int]]]) -> list[tuple[int, ...]]:
@@ -448,7 +466,9 @@ class Plan:
         tables_of_runs = map(_table_of_run, self.runs)
         rows: list[tuple[str, ...]] = []
         for rank, (flops, sent) in enumerate(zip(self.flops, self.sent, strict=True)):
-            rows.append((str(rank), f"{flops / 1e9:.4g}", f"{sent / 1024:.4g}"))
+            gflop = f"{flops / 1e9:.4g}"
+            kib_sent = f"{sent / 1024:.4g}"
+            rows.append((str(rank), gflop, kib_sent))
         table_of_ranks = Table(("rank", "GFLOP", "KiB sent"), rows, right=(0, 1, 2))
         balance = f"balance: the busiest rank computes {self.balance:.3f} times the mean"
         return Report((*tables_of_runs, table_of_ranks, balance))
@@ -479,13 +499,15 @@ def _table_of_run(run: RunPlan) -> Table:
         shape = " x ".join(map(str, shard.shape))
         owner = "all" if shard.owner is None else str(shard.owner)
         gflop = f"{shard.cost / 1e9:.4g}"
-        kib_sent = f"{sum(run.sent_for([shard])) / 1024:.4g}"
+        sent = sum(run.sent_for([shard]))
+        kib_sent = f"{sent / 1024:.4g}"
         rows.append((shard.name, shape, owner, shard.route, gflop, kib_sent, shard.reason))
     columns = ("parameter", "matrices", "owner", "route", "GFLOP", "KiB sent", "why")
     # The title is, for example, "run of orthogonalize in 2 buckets" (sets of matrices that are sent together).
-    names = ", ".join(name for name, _ in run.run)
+    names = [name for name, _ in run.run]
     buckets = "bucket" if len(run.buckets) == 1 else "buckets"
-    return Table(columns, rows, right=(2, 4, 5), title=f"run of {names} in {len(run.buckets)} {buckets}")
+    title = f"run of {', '.join(names)} in {len(run.buckets)} {buckets}"
+    return Table(columns, rows, right=(2, 4, 5), title=title)
 
 
 @plain_arguments

@@ -61,7 +61,8 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     if len(candidates_of_items) == 1:
         (candidates,) = candidates_of_items
         largest_cost = max([loads[rank].cost for rank in candidates])
-        owner_of |= _packed(by_cost, {rank: costs_before[rank] for rank in candidates}, largest_cost)
+        costs_of_candidates = {rank: costs_before[rank] for rank in candidates}
+        owner_of |= _packed(by_cost, costs_of_candidates, largest_cost)
     return [owner_of[index] for index in range(len(items))]
 
 
@@ -74,9 +75,10 @@ def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> di
     queue_of: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
     owner_of: dict[int, int] = {}
     for index, item in items.items():
-        if item.candidates not in queue_of:
-            queue_of[item.candidates] = _Queue(loads, item.candidates)
-        owner_of[index] = queue_of[item.candidates].assign(item)
+        candidates = item.candidates
+        if candidates not in queue_of:
+            queue_of[candidates] = _Queue(loads, candidates)
+        owner_of[index] = queue_of[candidates].assign(item)
     return owner_of
 
 
@@ -91,14 +93,16 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     """
     with_cost: dict[int, Item] = {}
     without_cost: dict[int, Item] = {}
-    for index, item in _descending(dict(enumerate(items))).items():
+    items_by_index = dict(enumerate(items))
+    for index, item in _descending(items_by_index).items():
         if item.cost > 0:
             with_cost[index] = item
         else:
             without_cost[index] = item
     # The items with a cost, such as matrices, are assigned first: their cost is the time of a step.
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
-    mean_size = sum(item.size for item in items) // ranks  # sizes are integers, so rounding down changes nothing
+    sizes = [item.size for item in items]
+    mean_size = sum(sizes) // ranks  # sizes are integers, so rounding down changes nothing
     owner_of = _assign_by_cost(with_cost, loads, mean_size)
     # The items without a cost, such as biases, go where the memory is least full. They take no time to compute.
     owner_of |= _assign_by_size(without_cost, loads)
@@ -117,8 +121,8 @@ def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: in
     are added to `loads`. If the mean is 10 and the largest item is 6, a rank with 12 so far may get an item of 4, and
     none of 5.
     """
-    largest_size = max([item.size for item in items.values()], default=0)
-    limit = mean_size + largest_size
+    sizes = [item.size for item in items.values()]
+    limit = mean_size + max(sizes, default=0)
     queue = _Queue(loads, range(len(loads)))
     owner_of: dict[int, int] = {}
     for index, item in items.items():
@@ -135,7 +139,10 @@ def _assign_by_size(items: Mapping[int, Item], loads: Sequence[_Load]) -> dict[i
     # A queue orders loads by their first field, the cost. Here size and cost are exchanged, so it orders them by size.
     by_size = [_Load(load.size, load.cost, load.rank) for load in loads]
     queue = _Queue(by_size, range(len(by_size)))
-    return {index: queue.assign(Item(item.size, 0)) for index, item in items.items()}
+    owner_of: dict[int, int] = {}
+    for index, item in items.items():
+        owner_of[index] = queue.assign(Item(cost=item.size, size=0))
+    return owner_of
 
 
 class _Queue:
@@ -192,12 +199,13 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     >>> _packed(items, {0: 0.0, 1: 0.0}, largest_cost=7.0)
     {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
     """
+    ranks = len(costs_before)
     costs = [item.cost for item in items.values()]
-    mean = (sum(costs) + sum(costs_before.values())) / len(costs_before)
-    lower = max(mean, *costs_before.values(), *costs)
+    total = sum(costs) + sum(costs_before.values())
+    lower = max(total / ranks, *costs_before.values(), *costs)  # no assignment is below the mean
     upper = largest_cost
     is_balanced = upper <= _BALANCED * lower
-    takes_too_long = len(items) * len(costs_before) > _MOST_TRIALS
+    takes_too_long = len(items) * ranks > _MOST_TRIALS
     if is_balanced or takes_too_long:
         return {}
     # Halve the interval between these limits: if the items fit below the middle, that is a new upper limit, else a

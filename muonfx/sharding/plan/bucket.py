@@ -72,9 +72,11 @@ class Bucket:
         """For each rank, the boxes to send to it: the name of a parameter, and where the box is in its local shard."""
         outgoing: list[list[tuple[str, ShardView]]] = [[] for _ in range(self.size)]
         for local in self.gathered:
-            if local.sends:
-                for view in local.local_views:
-                    outgoing[local.shard.the_owner].append((local.shard.name, view))
+            if not local.sends:
+                continue
+            boxes_to_owner = outgoing[local.shard.the_owner]
+            for view in local.local_views:
+                boxes_to_owner.append((local.shard.name, view))
         return outgoing
 
     @cached_property

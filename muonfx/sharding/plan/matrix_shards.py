@@ -302,7 +302,8 @@ def _whole_parameter(name: str, cut: Cut) -> MatrixShard:
         candidates = cut.complete
     elif cut.taking_part:
         candidates = cut.taking_part
-    return MatrixShard(name, 0, prod(cut.shape), cut.shape, cut, candidates, complete=bool(cut.complete))
+    numel = prod(cut.shape)
+    return MatrixShard(name, 0, numel, cut.shape, cut, candidates, complete=bool(cut.complete))
 
 
 def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[MatrixShard]:
@@ -318,7 +319,8 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
             loads[shard.candidates[0]] += shard.cost
     assigned = list(shards)
     for indices in _stacks_by_cost(shards):
-        owners = _least_loaded(shards[indices[0]].candidates, loads, len(indices))
+        candidates = shards[indices[0]].candidates
+        owners = _least_loaded(candidates, loads, len(indices))
         for index, owner in zip(indices, owners, strict=True):
             assigned[index] = replace(shards[index], candidates=(owner,))
             loads[owner] += shards[index].cost
@@ -332,16 +334,23 @@ def _least_loaded(candidates: Sequence[int], loads: Sequence[float], count: int)
     [1, 2]
     """
     by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
-    return sorted(by_load[:count])
+    least_loaded = by_load[:count]
+    return sorted(least_loaded)
 
 
 def _stacks_by_cost(shards: Sequence[MatrixShard]) -> list[list[int]]:
     """Return, for each stack, the indices of its shards with the flag ``one_each``. The highest cost comes first."""
     indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, shard in enumerate(shards):
-        if shard.one_each:
-            indices_of_stack.setdefault((shard.name, shard.candidates), []).append(index)
-    return sorted(indices_of_stack.values(), key=lambda indices: -shards[indices[0]].cost)
+        if not shard.one_each:
+            continue
+        stack = (shard.name, shard.candidates)
+        indices_of_stack.setdefault(stack, []).append(index)
+
+    def descending_cost(indices: list[int]) -> float:
+        return -shards[indices[0]].cost
+
+    return sorted(indices_of_stack.values(), key=descending_cost)
 
 
 class _Range(NamedTuple):
@@ -388,12 +397,16 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     >>> [(matrices.first, matrices.stop, matrices.candidates) for matrices in ranges]
     [(0, 3, (0,)), (3, 6, (1,))]
     """
-    matrices = [_matrix(cut, number, numel) for number in range(prod(cut.shape) // numel)]
+    number_of_matrices = prod(cut.shape) // numel
+    matrices = [_matrix(cut, number, numel) for number in range(number_of_matrices)]
     ranges = _joined(_divided(matrices))
-    if _have_same_owner(ranges):  # not possible: a single rank computes the whole stack
-        candidates = set(itertools.chain.from_iterable([matrices.candidates for matrices in ranges]))
-        return [_Range(0, len(matrices), tuple(sorted(candidates)), complete=False)]
-    return ranges
+    if not _have_same_owner(ranges):
+        return ranges
+    # A rank cannot compute two ranges, so a single rank computes the whole stack.
+    candidates: set[int] = set()
+    for range_of_matrices in ranges:
+        candidates.update(range_of_matrices.candidates)
+    return [_Range(0, number_of_matrices, tuple(sorted(candidates)), complete=False)]
 
 
 def _divided(matrices: Sequence[_Matrix]) -> list[_Range]:
@@ -503,7 +516,8 @@ def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
     holds most.
     """
     # 1. The number of elements on each rank that holds any.
-    boxes = boxes_of_interval(cut.shape, number * numel, (number + 1) * numel)
+    first_element = number * numel
+    boxes = boxes_of_interval(cut.shape, first_element, first_element + numel)
     numel_of_rank: dict[int, int] = {}
     for position, ranks in cut.holders.items():
         overlap = numel_of(position.overlaps(boxes))
@@ -511,7 +525,8 @@ def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
             numel_of_rank.update(dict.fromkeys(ranks, overlap))
     # 2. The ranks with the most, perhaps with all of them.
     largest = max(numel_of_rank.values())
-    most = tuple([rank for rank in sorted(numel_of_rank) if numel_of_rank[rank] == largest])
+    all_ranks = tuple(sorted(numel_of_rank))
+    most = tuple([rank for rank in all_ranks if numel_of_rank[rank] == largest])
     if largest == numel:
         return _Matrix(number, ranks=most, complete=True, most=most)
-    return _Matrix(number, ranks=tuple(sorted(numel_of_rank)), complete=False, most=most)
+    return _Matrix(number, ranks=all_ranks, complete=False, most=most)

@@ -27,7 +27,12 @@ class Box(NamedTuple):
     @classmethod
     def of_spans(cls, spans: Sequence[Span]) -> Box:
         """Return the box with these ranges of indices (start, exclusive end), one for each dim."""
-        return cls(tuple([start for start, _ in spans]), tuple([stop - start for start, stop in spans]))
+        offsets: list[int] = []
+        sizes: list[int] = []
+        for start, stop in spans:
+            offsets.append(start)
+            sizes.append(stop - start)
+        return cls(tuple(offsets), tuple(sizes))
 
     @property
     def numel(self) -> int:
@@ -61,9 +66,11 @@ def intersection(a: Box, b: Box) -> Box | None:
     """Return the box in which two boxes overlap, or None if they do not overlap."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     ends = tuple(map(min, a.ends, b.ends))
-    if any(map(int.__ge__, offsets, ends)):
+    is_empty = any(map(int.__ge__, offsets, ends))
+    if is_empty:
         return None
-    return Box.of_spans(list(zip(offsets, ends, strict=True)))
+    spans = list(zip(offsets, ends, strict=True))
+    return Box.of_spans(spans)
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -94,14 +101,16 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         first_row += 1
     if first_row < last_row:  # all whole rows are one box
         zeros = (0,) * (len(shape) - 1)
-        boxes.append(Box((first_row, *zeros), (last_row - first_row, *shape[1:])))
+        rows = last_row - first_row
+        boxes.append(Box((first_row, *zeros), (rows, *shape[1:])))
     boxes += _boxes_in_row(shape, last_row, 0, tail)  # no box if the interval ends with a whole row
     return boxes
 
 
 def _boxes_in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     """Return the elements ``start:stop`` of ``tensor[row]``, flattened, as boxes of the tensor with this shape."""
-    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes_of_interval(shape[1:], start, stop)]
+    boxes_of_row = boxes_of_interval(shape[1:], start, stop)
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes_of_row]
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
@@ -141,13 +150,14 @@ def _do_overlap(boxes: list[Box]) -> bool:
     if len(boxes) < 2:
         return False
     # 1. Sweep along the dim in which boxes begin at the most different indices: few of them are open at a time there.
-    dims = range(len(boxes[0].offsets))
-    dim = max(dims, key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    offsets_by_dim = list(zip(*[box.offsets for box in boxes], strict=True))
+    dim = max(range(len(offsets_by_dim)), key=lambda dim: len(set(offsets_by_dim[dim])))
     # 2. Visit the boxes in the order in which they begin along this dim.
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        start = box.offsets[dim]
         # A box that ends where this one begins, or before, overlaps neither this one nor any later one.
-        open_boxes = [earlier for earlier in open_boxes if earlier.ends[dim] > box.offsets[dim]]
+        open_boxes = [earlier for earlier in open_boxes if earlier.ends[dim] > start]
         if any(intersection(box, earlier) for earlier in open_boxes):
             return True
         open_boxes.append(box)

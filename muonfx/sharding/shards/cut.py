@@ -133,7 +133,9 @@ class Intervals(Cut):
         self.borders = borders
 
     def _at(self, rank: int) -> ShardPosition:
-        return ShardPosition.interval(self.shape, self._index(self.borders[rank]), self._index(self.borders[rank + 1]))
+        start = self._index(self.borders[rank])
+        stop = self._index(self.borders[rank + 1])
+        return ShardPosition.interval(self.shape, start, stop)
 
     def _index(self, position: int) -> int:
         """Convert a position in the buffer to an index in the flattened tensor, or to the nearer end of the tensor."""
@@ -143,7 +145,8 @@ class Intervals(Cut):
         first, stop = self._first_and_stop
         # The borders inside the tensor, counted from its first element. So two parameters that are split in the same
         # way have equal keys, wherever they are in their buffers.
-        ends = tuple([border - self.start for border in self.borders[first + 1 : stop]])
+        borders_inside = self.borders[first + 1 : stop]
+        ends = tuple([border - self.start for border in borders_inside])
         return "intervals", self.shape, self.size, first, stop, ends
 
     @cached_property
@@ -194,7 +197,8 @@ class MeshCoordinates:
         ranks_on_mesh = mesh.mesh.flatten().tolist()
         coordinates = itertools.product(*map(range, shape))  # of these ranks, since the last dim varies fastest in both
         coordinates_of = dict(zip(ranks_on_mesh, coordinates, strict=True))
-        return cls(shape, [coordinates_of.get(rank) for rank in ranks])
+        coordinates_of_ranks = [coordinates_of.get(rank) for rank in ranks]
+        return cls(shape, coordinates_of_ranks)
 
     @cached_property
     def digest(self) -> str:
@@ -234,7 +238,8 @@ class OnMesh(Cut):
         # rank at (3, 1) has [(1,), ()].
         coordinates_of_dims: list[tuple[int, ...]] = []
         for mesh_dims in self._mesh_dims_of:
-            coordinates_of_dims.append(tuple([coordinates[mesh_dim] for mesh_dim in mesh_dims]))
+            along_mesh_dims = [coordinates[mesh_dim] for mesh_dim in mesh_dims]
+            coordinates_of_dims.append(tuple(along_mesh_dims))
         return self._position_at(tuple(coordinates_of_dims))
 
     @remembered
@@ -278,9 +283,11 @@ class OnMesh(Cut):
         a mesh dim of size 2 splits these into ``[((4, 6),), ((6, 8),)]``.
         """
         mesh_dim = self._mesh_dims_of[dim][len(outer)]  # the first mesh dim after the outer ones
+        placement = self.placements[mesh_dim]
         # A placement such as `_StridedShard` may put indices with gaps in one part, so it splits all single indices.
-        indices = _indices_in(self._spans_of(dim, outer))
-        parts_of_indices = _split(self.placements[mesh_dim], indices, self.mesh.shape[mesh_dim])
+        spans = self._spans_of(dim, outer)
+        indices = _indices_in(spans)
+        parts_of_indices = _split(placement, indices, self.mesh.shape[mesh_dim])
         return list(map(_spans, parts_of_indices))
 
     def _key(self) -> tuple[object, ...]:
@@ -308,7 +315,8 @@ def _split(placement: Placement, indices: torch.Tensor, count: int) -> list[torc
     # A `_StridedShard`, built again for dim 0, because the indices have one dim. A part may have indices with gaps.
     strided: Any = type(placement)
     along_first_dim = strided(0, split_factor=split_factor)
-    return list(along_first_dim._split_tensor(indices, count, with_padding=False, contiguous=True)[0])
+    parts, _ = along_first_dim._split_tensor(indices, count, with_padding=False, contiguous=True)
+    return list(parts)
 
 
 def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
@@ -318,9 +326,10 @@ def _spans(indices: torch.Tensor) -> tuple[Span, ...]:
     # The positions in the list after which an index is left out: for 0, 1, 4 this is position 1.
     before_gap = torch.nonzero(indices.diff() != 1).flatten()
     # A range starts at the first index and after each gap. It ends before each gap and at the last index.
-    starts = [indices[:1], indices[before_gap + 1]]
-    ends = [indices[before_gap] + 1, indices[-1:] + 1]
-    return tuple(zip(torch.cat(starts).tolist(), torch.cat(ends).tolist(), strict=True))
+    starts = torch.cat([indices[:1], indices[before_gap + 1]])
+    last_indices = torch.cat([indices[before_gap], indices[-1:]])
+    ends = last_indices + 1  # exclusive
+    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
 def cuts_of_dtensors(
@@ -377,7 +386,9 @@ def equal_intervals(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
     cut_of: dict[str, Cut] = {}
     for names in names_of.values():
         starts = one_behind_another(specs, names)
-        numel_of_buffer = sum(prod(specs[name].shape) for name in names)
+        numel_of_buffer = 0
+        for name in names:
+            numel_of_buffer += prod(specs[name].shape)
         borders = _equal_borders(numel_of_buffer, size)
         for name in names:
             cut_of[name] = Intervals(specs[name].shape, starts[name], borders)
@@ -389,7 +400,8 @@ def equal_parts(specs: Mapping[str, Spec], size: int) -> dict[str, Cut]:
 
     @functools.cache  # parameters of one shape share a partition, with its remembered values
     def intervals(shape: tuple[int, ...]) -> Cut:
-        return Intervals(shape, 0, _equal_borders(prod(shape), size))
+        borders = _equal_borders(prod(shape), size)
+        return Intervals(shape, 0, borders)
 
     return {name: intervals(spec.shape) for name, spec in specs.items()}
 

@@ -194,7 +194,8 @@ def dtensor_of(
 
     # `DTensor.from_local` would copy an offloaded tensor to the mesh's devices.
     tensor_meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    return _with_spec(local, DTensorSpec(mesh, tuple(placements), tensor_meta=tensor_meta))
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=tensor_meta)
+    return _with_spec(local, spec)
 
 
 def _with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -217,7 +218,8 @@ def parameter_like(layout: ShardTable, name: str, leaf: Tensor, old: object = No
         return leaf
     if is_dtensor(old) and old._local_tensor is leaf:
         return old
-    return _with_spec(leaf, _spec_of(layout, name, leaf.dtype))
+    spec = _spec_of(layout, name, leaf.dtype)
+    return _with_spec(leaf, spec)
 
 
 @remembered
@@ -226,7 +228,8 @@ def _spec_of(layout: ShardTable, name: str, dtype: torch.dtype) -> DTensorSpec:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     parameter = layout.dtensors[name]
-    return DTensorSpec(parameter.mesh, parameter.placements, TensorMeta(parameter.shape, parameter.stride, dtype))
+    tensor_meta = TensorMeta(parameter.shape, parameter.stride, dtype)
+    return DTensorSpec(parameter.mesh, parameter.placements, tensor_meta)
 
 
 def to_dtensors(layout: ShardTable, local: PyTree, old: PyTree = None) -> PyTree:
@@ -250,5 +253,7 @@ def global_shard(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatSh
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:
-        return FlatShard(layout.specs[name].shape, layout.position(name).start or 0, leaf.reshape(-1))
+        shape = layout.specs[name].shape
+        start = layout.position(name).start or 0
+        return FlatShard(shape, start, leaf.reshape(-1))
     return leaf

@@ -103,7 +103,9 @@ class ShardPosition(NamedTuple):
     @classmethod
     def interval(cls, shape: Sequence[int], start: int, stop: int) -> ShardPosition:
         """Return the position of elements ``start:stop`` of a tensor of this shape, flattened. The shard is 1-d."""
-        return cls((max(0, stop - start),), tuple(boxes_of_interval(tuple(shape), start, stop)), start)
+        numel = max(0, stop - start)
+        boxes = boxes_of_interval(tuple(shape), start, stop)
+        return cls((numel,), tuple(boxes), start)
 
     @classmethod
     def grid(cls, spans: Sequence[Sequence[Span]]) -> ShardPosition:
@@ -114,11 +116,11 @@ class ShardPosition(NamedTuple):
         >>> ShardPosition.grid([[(0, 1), (2, 3)], [(0, 4)]]).shape  # rows 0 and 2, columns 0 to 3
         (2, 4)
         """
-        spans_by_dim = tuple([_nonempty(spans_of_dim) for spans_of_dim in spans])
-        shape = tuple([_count(spans_of_dim) for spans_of_dim in spans_by_dim])
+        spans_by_dim = tuple(map(_nonempty, spans))
+        shape = tuple(map(_count, spans_by_dim))
         # Each combination of one span for each dim is one box: here two spans of rows with one of columns, two boxes.
         combinations = product(*spans_by_dim)
-        boxes = tuple([Box.of_spans(spans_of_box) for spans_of_box in combinations])
+        boxes = tuple(map(Box.of_spans, combinations))
         return cls(shape, boxes, spans=spans_by_dim)
 
     def interval_of_shard(self, start: int, stop: int) -> ShardPosition:
@@ -134,7 +136,8 @@ class ShardPosition(NamedTuple):
         boxes: list[Box] = []
         for local_box in boxes_of_interval(self.shape, start, stop):
             boxes += self._boxes_of_whole(local_box)
-        return ShardPosition((max(0, stop - start),), tuple(boxes))
+        numel = max(0, stop - start)
+        return ShardPosition((numel,), tuple(boxes))
 
     def _boxes_of_whole(self, local_box: Box) -> list[Box]:
         """Return the boxes of the whole tensor with the elements of a box of the shard, in the order of the shard.
@@ -149,10 +152,14 @@ class ShardPosition(NamedTuple):
         spans_by_dim = list(map(_spans_within, self.spans, local_box.offsets, local_box.sizes))
         # A box of both rows and columns 0 and 1 would skip elements of the shard: its row 0 continues with column 4.
         # Before a dim with several spans, each index (here each row) therefore has boxes of its own.
-        dims_with_gaps = [dim for dim, spans in enumerate(spans_by_dim) if len(spans) > 1]
-        for dim in range(max(dims_with_gaps, default=0)):
+        last_dim_with_gaps = 0
+        for dim, spans in enumerate(spans_by_dim):
+            if len(spans) > 1:
+                last_dim_with_gaps = dim
+        for dim in range(last_dim_with_gaps):
             spans_by_dim[dim] = _one_by_one(spans_by_dim[dim])
-        return list(map(Box.of_spans, product(*spans_by_dim)))
+        combinations = product(*spans_by_dim)
+        return list(map(Box.of_spans, combinations))
 
     @property
     def numel(self) -> int:
@@ -218,7 +225,8 @@ class ShardPosition(NamedTuple):
 def _view_in_grid(box: Box, spans: Sequence[Sequence[Span]], shape: tuple[int, ...]) -> ShardView:
     """Return the place of a box in an n-d shard: in each dim, behind the indices of the shard that are lower."""
     offsets = list(map(_count_before, spans, box.offsets))
-    return ShardView(None, shape, _narrowed(offsets, box.sizes, shape))
+    narrowed = _narrowed(offsets, box.sizes, shape)
+    return ShardView(None, shape, narrowed)
 
 
 def _view_in_interval(box: Box, shard_box: Box, start: int) -> ShardView:
@@ -226,9 +234,11 @@ def _view_in_interval(box: Box, shard_box: Box, start: int) -> ShardView:
 
     These elements are viewed in the shape of the `shard_box`, and narrowed to the box.
     """
+    interval = (start, shard_box.numel)
+    shape = shard_box.sizes
     offsets = list(map(int.__sub__, box.offsets, shard_box.offsets))
-    narrowed = _narrowed(offsets, box.sizes, shard_box.sizes)
-    return ShardView((start, shard_box.numel), shard_box.sizes, narrowed)
+    narrowed = _narrowed(offsets, box.sizes, shape)
+    return ShardView(interval, shape, narrowed)
 
 
 def _nonempty(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -283,5 +293,8 @@ def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
 
 def _narrowed(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Return arguments (dim, start, length) of `torch.narrow`, for each dim in which a box is smaller than `shape`."""
-    arguments = zip(range(len(shape)), offsets, sizes, strict=True)
-    return tuple([(dim, start, length) for dim, start, length in arguments if length != shape[dim]])
+    arguments: list[tuple[int, int, int]] = []
+    for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+        if length != shape[dim]:
+            arguments.append((dim, start, length))
+    return tuple(arguments)
