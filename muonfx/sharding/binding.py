@@ -135,7 +135,9 @@ class Binding:
     @remembered
     def holds_all(self) -> bool:
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
-        return self.layout.size == 1 and all(cut[0].shape == cut.shape for cut in self.layout.cuts.values())
+        if self.layout.size > 1:
+            return False
+        return all(cut[0].shape == cut.shape for cut in self.layout.cuts.values())
 
     @cached_property
     def placed(self) -> PlacedTransforms:
@@ -143,7 +145,8 @@ class Binding:
 
         It calls methods of this binding where a transform needs other ranks, and loads the state from the `store`.
         """
-        return PlacedTransforms(Where(self, self.store, self.settings.bucket_bytes), self.global_like)
+        where = Where(self, self.store, self.settings.bucket_bytes)
+        return PlacedTransforms(where, self.global_like)
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -196,11 +199,11 @@ class Binding:
         device = tree.device_of(params)
         if device.type == "meta":  # the speed of a device is estimated, and meta has none
             device = torch.device("cpu")
-        members = [(name, _without_groups(tx)) for name, tx in run]
-        structures = [(name, tx.treedef) for name, tx in members]
-        key = tuple(names), tuple(structures), str(device)
+        members = tuple([(name, _without_groups(tx)) for name, tx in run])
+        structures = tuple([(name, tx.treedef) for name, tx in members])
+        key = tuple(names), structures, str(device)
         if key not in self.plans:
-            self.plans[key] = plan_run(tuple(members), names, self.layout, device, self.settings)
+            self.plans[key] = plan_run(members, names, self.layout, device, self.settings)
         return self.plans[key]
 
     def global_like(self, params: PyTree) -> PyTree:
@@ -212,12 +215,17 @@ class Binding:
         leaves, treedef = tree.flatten(params)
         for index, name in enumerate(tree.names(params)):
             if name in self.layout.specs or leaves[index] is not None:  # else there is nothing to describe
-                leaves[index] = self.layout.meta([name])[name]
+                meta_params = self.layout.meta([name])
+                leaves[index] = meta_params[name]
         return tree.unflatten(treedef, leaves)
 
     def local_like(self, params: PyTree) -> PyTree:
         """Return a tree like `params`, with a meta tensor in the shape of this rank's shard for each parameter."""
-        return map_named(lambda name, leaf: self.layout.position(name).blank(leaf), self.global_like(params))
+
+        def blank_shard(name: str, leaf: Tensor) -> Tensor:
+            return self.layout.position(name).blank(leaf)
+
+        return map_named(blank_shard, self.global_like(params))
 
     def sum_over_leaves(self, scalars: PyTree) -> Tensor:
         """Return the sum of a tree of scalars over all ranks. The scalar of a replicated shard counts once."""
@@ -233,9 +241,10 @@ class Binding:
         into the numbers of elements of the whole parameters. The value of a replicated shard counts once. None stays
         None.
         """
-        totals = self._totals(values)  # by name, without the leaves that are None
+        total_of = self._totals(values)  # by name, without the leaves that are None
+        totals = list(map(total_of.get, tree.names(values)))
         _, treedef = tree.flatten(values)
-        return tree.unflatten(treedef, [totals.get(name) for name in tree.names(values)])
+        return tree.unflatten(treedef, totals)
 
     def _totals(self, values: PyTree) -> dict[str, Tensor]:
         """Return by name the sum over ranks of each leaf of a tree that is not None. The leaves have one shape.
@@ -283,11 +292,12 @@ class Binding:
         if self.layout.size == 1 or self.layout.group is None:
             return
         # Once for a transform and its parameters, which are the same on all ranks.
-        key = (tx.name, tuple(tree.names(params)))
+        names = tree.names(params)
+        key = (tx.name, tuple(names))
         if key in self._warned:
             return
         self._warned.add(key)
-        nbytes = sum(self.layout.specs[name].nbytes for name in tree.names(params))
+        nbytes = sum([self.layout.specs[name].nbytes for name in names])
         warn_together(
             f"{tx.name} has the locality TREE, so at every step every rank gathers all updates and parameters, "
             f"{nbytes / 2**20:.1f} MiB each, and repeats the same computation. Of muonfx.monitor, leave "
@@ -358,7 +368,8 @@ def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
     # An owner may compute some matrices of a stack, so the transforms must accept any number of them. `plan.run` does
     # too, but it may have the numbers of another transform of the same structure.
     if plan.stacks:
-        run = on_stacks(run, {name: plan.specs[name].shape for name in plan.stacks})
+        shapes = {name: plan.specs[name].shape for name in plan.stacks}
+        run = on_stacks(run, shapes)
         tx = _with_members(tx, run)
     reads_params = any(member.reads_params for _, member in run)
     return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)

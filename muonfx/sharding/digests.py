@@ -16,7 +16,8 @@ K = TypeVar("K", bound=Hashable)
 
 def digest(value: object) -> str:
     """Hash the ``repr`` of a value to 32 hex digits. Ranks compare these instead of the value."""
-    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+    text = repr(value)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def octets(tensor: Tensor) -> Tensor:
@@ -91,6 +92,6 @@ def checksums(tensors: Mapping[K, object]) -> dict[K, int]:
             sums_on.setdefault(tensor.device, {})[key] = checksum(tensor)
     # 2. Read the tensors of one device together.
     for sum_of in sums_on.values():
-        numbers = torch.stack(list(sum_of.values())).tolist()
-        checksum_of.update(zip(sum_of, numbers, strict=True))
+        sums = torch.stack(list(sum_of.values()))
+        checksum_of.update(zip(sum_of, sums.tolist(), strict=True))
     return checksum_of

@@ -100,8 +100,8 @@ def _step_of(counters: Mapping[str, Any], progress: Progress) -> int:
 
     Without counters, it is the number of completed steps.
     """
-    steps = [int(leaf) for leaf in counters.values() if _is_host_counter(leaf)]
-    return max(steps, default=progress.completed)
+    host_counters = filter(_is_host_counter, counters.values())
+    return max(map(int, host_counters), default=progress.completed)
 
 
 def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Facts) -> Facts:
@@ -149,7 +149,11 @@ def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
     if "schedules" not in tx.derived:
         tx.derived["schedules"] = _find_schedules(tx)
     count = torch.tensor(float(step), dtype=torch.float64)
-    return _map_values(lambda schedule: float(schedule(count)), tx.derived["schedules"])
+
+    def value_of(schedule: Callable[[Tensor], Any]) -> float:
+        return float(schedule(count))
+
+    return _map_values(value_of, tx.derived["schedules"])
 
 
 def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
@@ -164,7 +168,8 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
             # A function is a schedule if its argument may be one: ``learning_rate=lambda step: 0.1 / (1 + step)``.
             is_function_as_schedule = callable(value) and "Schedule" in types_of[name]
             if isinstance(value, Schedule) or is_function_as_schedule:
-                schedules[f"{index}.{inner.name}.{name}"] = value
+                full_name = f"{index}.{inner.name}.{name}"
+                schedules[full_name] = value
     return schedules
 
 

@@ -101,8 +101,12 @@ class Layout(ShardTable):
         """
         if len(locals_) != self.size:
             raise ValueError(f"locals_: found {len(locals_)} trees, expected one for each of {self.size} ranks")
+
+        def zeros(name: str, shard: Tensor) -> Tensor:
+            return shard.new_zeros(self.specs[name].shape)
+
         # Each shard is copied to its place in zeros of the whole shape.
-        wholes = map_named(lambda name, leaf: leaf.new_zeros(self.specs[name].shape), locals_[0])
+        wholes = map_named(zeros, locals_[0])
         whole_leaves = tree.named_leaves(wholes)
         for rank in reversed(range(self.size)):  # the lowest rank that holds a shard is last, as in `broadcast`
             shards = tree.leaves(locals_[rank])

@@ -231,7 +231,8 @@ def _ranks_of_meshes(dtensors: Mapping[str, DTensorSpec]) -> dict[DeviceMesh, tu
     ranks_of: dict[DeviceMesh, tuple[int, ...]] = {}
     for spec in dtensors.values():
         if spec.mesh not in ranks_of:
-            ranks_of[spec.mesh] = tuple(sorted(spec.mesh.mesh.flatten().tolist()))
+            ranks = spec.mesh.mesh.flatten().tolist()
+            ranks_of[spec.mesh] = tuple(sorted(ranks))
     return ranks_of
 
 

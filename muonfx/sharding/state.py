@@ -138,11 +138,13 @@ def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[
     param_names: Sequence[str | None] = [None] * len(leaves)  # for each leaf, the parameter to which it belongs
     if not _is_equal_on_all_ranks(binding, visited, state):
         param_names = parameters_of(state, visited.params)
-    shape_of = {name: leaf.shape for name, leaf in tree.named_leaves(visited.params) if leaf is not None}
+    named_params = tree.named_leaves(visited.params)
+    shape_of = {name: param.shape for name, param in named_params if param is not None}
     placements: dict[Path, LeafPlacement] = {}
-    for path, name, leaf in zip(tree.paths(state), param_names, leaves, strict=True):
+    for path_in_state, name, leaf in zip(tree.paths(state), param_names, leaves, strict=True):
         if isinstance(leaf, Tensor):
-            placements[*visited.state, *path] = _placement_of_leaf(leaf, name, shape_of, plan)
+            path = (*visited.state, *path_in_state)
+            placements[path] = _placement_of_leaf(leaf, name, shape_of, plan)
     return placements
 
 
@@ -202,12 +204,14 @@ def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *,
     if key not in binding.expected_states:
         meta_state = binding.init(tx, meta_like(like))
         binding.expected_states[key] = checks.ExpectedState.of(meta_state)
-    checks.check_state_like(tx.name, state, binding.expected_states[key], with_dtypes=with_dtypes)
+    expected_state = binding.expected_states[key]
+    checks.check_state_like(tx.name, state, expected_state, with_dtypes=with_dtypes)
 
 
 def _lacks_shapes(binding: Binding, like: PyTree) -> bool:
     """Return True if a parameter of the layout is None in a tree, as a missing gradient is, so its shape is unknown."""
-    return any(leaf is None and name in binding.layout.specs for name, leaf in tree.named_leaves(like))
+    specs = binding.layout.specs
+    return any(leaf is None and name in specs for name, leaf in tree.named_leaves(like))
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:
@@ -291,7 +295,8 @@ def global_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree)
     """Convert a state to its form for checkpoints, in which each leaf stores its position in the whole tensor."""
     leaves, treedef = tree.flatten(state)
     device = tree.device_of(state)
-    for index, placement in enumerate(describe_state(binding, tx, params)):
+    placements = describe_state(binding, tx, params)
+    for index, placement in enumerate(placements):
         leaves[index] = global_leaf(binding, device, placement, leaves[index])
     return tree.unflatten(treedef, leaves)
 
@@ -352,7 +357,8 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
     # In the examples, "w" is a stack of four matrices on a mesh of two ranks, and the leaf has one number for each.
     # 1. Every rank computes all matrices and has the whole leaf, of shape (4,): it is replicated on the mesh.
     if all(shard.owner is None for shard in placement.shards):
-        return _global_dtensor(placement, local, mesh, [Replicate()] * mesh.ndim)
+        everywhere = [Replicate()] * mesh.ndim
+        return _global_dtensor(placement, local, mesh, everywhere)
     # 2. One rank computes all matrices and has the whole leaf, of shape (4,): it is on a mesh of this rank alone.
     if len(placement.shards) == 1:
         mesh_of_owner = _mesh_of_owner(layout, mesh.device_type, placement.shards[0].the_owner)
@@ -364,7 +370,8 @@ def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local
     if own_what_they_hold(layout, name, placement.shards, placement.shape):
         if local is None:
             local = _empty_on(mesh, placement.dtype)
-        return _global_dtensor(placement, local.reshape(-1, *placement.shape[1:]), mesh, parameter.placements)
+        local = local.reshape(-1, *placement.shape[1:])
+        return _global_dtensor(placement, local, mesh, parameter.placements)
     # 4. The ranks compute other ranges of matrices, such as one and three: no placements express them.
     return local
 
@@ -396,13 +403,16 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
     A leaf of the state with this `shape`, such as (4,), can have the same placement.
     """
     spec = layout.dtensors[name]
-    placements = cast("Sequence[Any]", spec.placements)
-    is_split_along_dim_0 = all(placement.is_replicate() or placement.dim == 0 for placement in placements)
+    for placement in cast("Sequence[Any]", spec.placements):
+        is_along_dim_0 = placement.is_replicate() or placement.dim == 0
+        if not is_along_dim_0:
+            return False
     has_entry_for_each_matrix = tuple(shape[:1]) == tuple(spec.shape[:1])
     owners = {shard.owner for shard in shards}
     computes_one_range = len(owners) == len(shards)  # each owner
-    are_held_by_owner_alone = all(shard.route == "local" for shard in shards)  # nothing is sent
-    return is_split_along_dim_0 and has_entry_for_each_matrix and computes_one_range and are_held_by_owner_alone
+    routes = {shard.route for shard in shards}
+    are_held_by_owner_alone = routes <= {"local"}  # nothing is sent
+    return has_entry_for_each_matrix and computes_one_range and are_held_by_owner_alone
 
 
 def _empty_on(mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:

@@ -151,7 +151,8 @@ def sharded(
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's updates and its next state."""
         binding = bind(layout, settings, store)
-        call = Arguments(updates, state, without_left_out(tx, params), donate, extras)
+        params = without_left_out(tx, params)
+        call = Arguments(updates, state, params, donate, extras)
         return _update(_memory, binding, inner, call, check=check)
 
     return init, update
@@ -163,8 +164,8 @@ def sharded(
 
 def _are_all_meta(params: PyTree) -> bool:
     """Return True if there are parameters, and all of them are meta tensors: they have shapes, but no values."""
-    are_meta = [tensor.is_meta for tensor in tree.tensors(local_tree(params))]
-    return bool(are_meta) and all(are_meta)
+    tensors = list(tree.tensors(local_tree(params)))
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
 
 
 def _init_on_meta(binding: Binding, inner: Transform, params: PyTree) -> PyTree:
@@ -207,7 +208,8 @@ def _update(
     # 1. For a model with DTensors, the state as local tensors. The step converts the other arguments.
     local_call = call
     if layout.dtensors:
-        local_call = call._replace(state=local_state(binding, inner, call.like, call.state))
+        state = local_state(binding, inner, call.like, call.state)
+        local_call = call._replace(state=state)
     # 2. The step on local tensors.
     problem = error_in_transform("update of a sharded transform", local_call)
     with without_transforms():
@@ -223,7 +225,8 @@ def _update(
     if is_plain_call:
         return out, new_state
     out_as_dtensors = to_dtensors(layout, out, call.updates)
-    return out_as_dtensors, state_to_dtensors(binding, inner, call.updates, new_state, call.state)
+    state_as_dtensors = state_to_dtensors(binding, inner, call.updates, new_state, call.state)
+    return out_as_dtensors, state_as_dtensors
 
 
 _PROGRESS = "progress"

@@ -115,8 +115,14 @@ def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, op
     message = torch.tensor(numbers, dtype=torch.int32, device=host_device(group))
     with collective(operation):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    maxima = iter(message.cpu().tolist())
-    return [list(itertools.islice(maxima, len(numbers_of_value))) for numbers_of_value in values]
+    maxima = message.tolist()
+    maxima_of_values: list[list[int]] = []
+    start = 0
+    for numbers_of_value in values:
+        end = start + len(numbers_of_value)
+        maxima_of_values.append(maxima[start:end])
+        start = end
+    return maxima_of_values
 
 
 def _signed_hash(value: object, count: int) -> list[int]:
@@ -128,7 +134,8 @@ def _signed_hash(value: object, count: int) -> list[int]:
     """
     if value is NO_VALUE:
         return [_BELOW_ALL_WORDS] * (2 * count)  # changes no maximum, so only the values of the other ranks count
-    hashed = hashlib.blake2b(repr(value).encode(), digest_size=4 * count).digest()
+    text = repr(value)
+    hashed = hashlib.blake2b(text.encode(), digest_size=4 * count).digest()
     numbers = struct.unpack(f">{count}I", hashed)  # of 32 bits each
     words = [number & _LARGEST_WORD for number in numbers]
     negative_words = [-word for word in words]
@@ -138,8 +145,9 @@ def _signed_hash(value: object, count: int) -> list[int]:
 def _are_equal(maxima: list[int]) -> bool:
     """Return True if all ranks have the same value, from the maxima over ranks of its `_signed_hash`."""
     count = len(maxima) // 2
+    largest_words = maxima[:count]
     least_words = [-maximum for maximum in maxima[count:]]
-    return maxima[:count] == least_words
+    return largest_words == least_words
 
 
 def _raise_errors(operation: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
@@ -326,7 +334,8 @@ def require_group(layout: ShardTable) -> dist.ProcessGroup:
 def _codes_of_all_ranks(codes: bytearray, rank: int, group: dist.ProcessGroup) -> list[list[int]]:
     """Send the codes of the leaves of this rank to all ranks. Return the codes of each rank."""
     # Each rank fills its own row, and all others have zeros there: the maximum over ranks is the filled table.
-    table = torch.zeros(group.size(), len(codes), dtype=torch.uint8, device=host_device(group))
+    shape = (group.size(), len(codes))
+    table = torch.zeros(shape, dtype=torch.uint8, device=host_device(group))
     table[rank] = torch.tensor(list(codes), dtype=torch.uint8)
     with collective("comparing leaves"):
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)

@@ -163,7 +163,8 @@ def _check_arguments(binding: Binding, tx: Transform, call: Arguments, local: Ar
     if check:
         _check_trees(binding, tx, call, local)
     if call.extras:
-        check_values_of_extras([visited.tx for visited in binding.visits(tx, local.like)], call.extras)
+        transforms = [visited.tx for visited in binding.visits(tx, local.like)]
+        check_values_of_extras(transforms, call.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
     return unplaced
@@ -184,8 +185,8 @@ def _check_trees(binding: Binding, tx: Transform, call: Arguments, local: Argume
     if call.params is not None:
         require_shards(binding.layout, call.params)
         checks.check_updates_fit(local.params, local.updates)
-    # Without parameters, the dtypes of the state are unknown.
-    check_state(binding, tx, local.like, local.state, with_dtypes=local.params is not None)
+    with_dtypes = local.params is not None  # without parameters, the dtypes of the state are unknown
+    check_state(binding, tx, local.like, local.state, with_dtypes=with_dtypes)
 
 
 _serials: Counter[str] = Counter()

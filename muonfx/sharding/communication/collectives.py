@@ -57,7 +57,8 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     for name in names:  # they are now the same on all ranks, so all of them raise
         if name not in leaf_of:
             raise ShardingError(f"names: {name!r} is not a leaf of the tree")
-    shard_of = _local_shards({name: leaf_of[name] for name in names})
+    chosen_leaves = {name: leaf_of[name] for name in names}
+    shard_of = _local_shards(chosen_leaves)
     # The backward pass of `_gather` is `_reduce`, and the other way round.
     wholes = _Linear.apply(_gather, _reduce, layout, list(shard_of), *shard_of.values())
     leaf_of.update(zip(shard_of, wholes, strict=True))
@@ -145,7 +146,8 @@ def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) 
                 incoming[sender] += boxes
         # If every rank has every element, or there is one rank, this rank only copies its own. This follows from the
         # layout, so it is the same on all ranks: one rank alone must not skip an exchange for which others wait.
-        needs_no_message = _are_on_all_ranks(layout, [names[index] for index in indices])
+        names_in_bucket = [names[index] for index in indices]
+        needs_no_message = _are_on_all_ranks(layout, names_in_bucket)
         if layout.group is None or needs_no_message:
             copied(outgoing[layout.rank], incoming[layout.rank])
         else:
@@ -165,7 +167,8 @@ def _sent_boxes(layout: ShardTable, name: str, shard: Tensor) -> Iterator[tuple[
             continue
         yield layout.rank, boxes
         # Holder number i sends it to the ranks i, i + n, i + 2n, ..., for n holders.
-        for receiver in range(holders.index(layout.rank), layout.size, len(holders)):
+        number = holders.index(layout.rank)
+        for receiver in range(number, layout.size, len(holders)):
             if receiver not in holders:
                 yield receiver, boxes
 
@@ -179,7 +182,8 @@ def _received_boxes(layout: ShardTable, name: str, whole: Tensor) -> Iterator[tu
         sender = holders[layout.rank % len(holders)]
         if layout.rank in holders:  # it copies its own shard
             sender = layout.rank
-        yield sender, [box.of(whole) for box in position.boxes]
+        boxes = [box.of(whole) for box in position.boxes]
+        yield sender, boxes
 
 
 class _Linear(torch.autograd.Function):
@@ -229,7 +233,8 @@ class _Linear(torch.autograd.Function):
         # 3. The results of each tensor in one stack.
         stacks: list[Tensor] = []
         for start in range(0, len(results), info.batch_size):
-            stacks.append(torch.stack(results[start : start + info.batch_size]))
+            results_of_tensor = results[start : start + info.batch_size]
+            stacks.append(torch.stack(results_of_tensor))
         return tuple(stacks), (0,) * len(stacks)
 
 
@@ -252,11 +257,13 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
         # 2. The ranks find out which gradients only some of them have. The others take part in the mean with zeros.
         agreement = agree_on_leaves("reducing gradients", grads, layout, problem)
         gradient_of = _with_missing_gradients(layout, grads, agreement)
-        shards = _reduce(layout, list(gradient_of), list(gradient_of.values()))
+        gradients = list(gradient_of.values())
+        shards = _reduce(layout, list(gradient_of), gradients)
     # 3. The shards in a tree like the gradients. A gradient that no rank has is still None.
     shard_of = dict(zip(gradient_of, shards, strict=True))
+    leaves = map(shard_of.get, names)
     _, treedef = tree.flatten(grads)
-    return tree.unflatten(treedef, [shard_of.get(name) for name in names])
+    return tree.unflatten(treedef, leaves)
 
 
 def _with_missing_gradients(layout: ShardTable, grads: PyTree, agreement: LeafAgreement) -> dict[str, Tensor]:

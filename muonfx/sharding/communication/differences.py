@@ -18,7 +18,8 @@ def listed(ranks: Sequence[int]) -> str:
     ('rank 1', 'ranks 1, 2')
     """
     noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {format_list(ranks, str)}"
+    numbers = format_list(ranks, str)
+    return f"{noun} {numbers}"
 
 
 def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
@@ -31,7 +32,8 @@ def errors_by_rank(error_of_rank: Sequence[str | None]) -> str:
     for rank, error in enumerate(error_of_rank):
         if error is not None:
             ranks_with.setdefault(error, []).append(rank)
-    return "\n".join([f"{listed(ranks)}: {error}" for error, ranks in ranks_with.items()])
+    lines = [f"{listed(ranks)}: {error}" for error, ranks in ranks_with.items()]
+    return "\n".join(lines)
 
 
 def first_difference(values_of_rank: Sequence[Mapping[str, object]]) -> tuple[str, list[int]] | None:

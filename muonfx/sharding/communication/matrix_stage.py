@@ -95,7 +95,8 @@ class MatrixStage:
         names_of_buckets: list[list[str]] = []
         for indices in self.plan.buckets:
             names = {self.plan.shards[index].name for index in indices}
-            names_of_buckets.append(sorted(names - earlier_names))
+            new_names = names - earlier_names
+            names_of_buckets.append(sorted(new_names))
             earlier_names |= names
         return names_of_buckets or [[]]  # the transforms are initialized once, also without a matrix
 
@@ -105,8 +106,8 @@ class MatrixStage:
         matrices = self._params_to_init(local_params, tree.device_of(params))
         # The matrices replace the parameters in the tree, as the transforms expect.
         _, treedef = tree.flatten(params)
-        gathered = tree.unflatten(treedef, [matrices.get(name) for name in local_params])
-        state = self.tx.functions.init(gathered)
+        leaves = map(matrices.get, local_params)
+        state = self.tx.functions.init(tree.unflatten(treedef, leaves))
         return self._with_missing_leaves(state, params)
 
     def _params_to_init(self, local_params: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
@@ -129,8 +130,9 @@ class MatrixStage:
         """
         leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
         full_state = self._init_on_meta(params)
+        all_leaves = map(leaf_at.get, tree.paths(full_state))
         _, full_treedef = tree.flatten(full_state)
-        return tree.unflatten(full_treedef, map(leaf_at.get, tree.paths(full_state)))
+        return tree.unflatten(full_treedef, all_leaves)
 
     def _init_on_meta(self, params: PyTree) -> PyTree:
         """Return the initial state for all matrices of all ranks, as meta tensors: shapes without values."""
@@ -141,9 +143,10 @@ class MatrixStage:
         def meta_tensor(name: str, leaf: Tensor) -> Tensor:
             return torch.empty(shapes[name], dtype=leaf.dtype, device="meta")
 
+        meta_params = map_named(meta_tensor, params)
         with warnings.catch_warnings():  # the `init` of this rank's matrices has already warned
             warnings.simplefilter("ignore")
-            return self.tx.functions.init(map_named(meta_tensor, params))
+            return self.tx.functions.init(meta_params)
 
     def _params_of_nan(self, local_params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return NaN in the shapes of the matrices that this rank computes, by parameter name. Nothing is sent.
@@ -236,7 +239,12 @@ class Step:
                 if scatter is not None:
                     scatter.wait()
                 scatter = _Scatter(
-                    self._stage, bucket, results, self._local_updates, updated_shards, self._names_to_overwrite
+                    self._stage,
+                    bucket,
+                    results,
+                    self._local_updates,
+                    updated_shards,
+                    self._names_to_overwrite,
                 )
                 del results
         if scatter is not None:
@@ -252,7 +260,8 @@ class Step:
 
     def _as_tree(self, values: Mapping[str, Tensor]) -> PyTree:
         """Return a tree like the updates, with None for each name that is not in `values`."""
-        return tree.unflatten(self._treedef, map(values.get, self._local_updates))
+        leaves = map(values.get, self._local_updates)
+        return tree.unflatten(self._treedef, leaves)
 
     def _compute(
         self, index: int, updates: PyTree, params: PyTree = None, *, may_write: bool
@@ -263,8 +272,10 @@ class Step:
         transforms may overwrite the updates.
         """
         update = self._stage.tx.run
-        out = self._state.run(index, update, updates, params, self._call.extras, may_write=may_write)
-        return dict(zip(self._local_updates, tree.leaves(out), strict=True))
+        extras = self._call.extras
+        out = self._state.run(index, update, updates, params, extras, may_write=may_write)
+        results = tree.leaves(out)
+        return dict(zip(self._local_updates, results, strict=True))
 
 
 class _WholeState:
@@ -377,7 +388,8 @@ class _Gather:
         for index, group in enumerate(self._bucket.received_groups):
             for local in group:
                 dtype = self._local_shards[local.shard.name].dtype
-                members_of.setdefault((index, dtype), []).append(local)
+                key = (index, dtype)
+                members_of.setdefault(key, []).append(local)
         return list(members_of.values())
 
     def _allocate_stack(self, members: Sequence[LocalTransfers]) -> Tensor:
@@ -388,7 +400,8 @@ class _Gather:
         if len(self._stage.plan.run) == 1:
             # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
             dtype = self._wire_dtype(dtype)
-        return torch.empty((len(members), *first.shape), dtype=dtype, device=like.device)
+        shape = (len(members), *first.shape)
+        return torch.empty(shape, dtype=dtype, device=like.device)
 
     def _incoming(self, boxes_of: Mapping[str, Sequence[Tensor]]) -> list[list[Tensor]]:
         """Return, for each rank, the boxes that it sends, of all boxes of the received matrices by parameter name.
@@ -399,7 +412,8 @@ class _Gather:
         # A rank sends the boxes in the order of the matrices and, for each matrix, in the order of `owner_boxes`.
         incoming = lists_by_rank(self._stage.layout)
         for local in self._bucket.received:
-            for owner_box, box in zip(local.owner_boxes, boxes_of[local.shard.name], strict=True):
+            boxes = boxes_of[local.shard.name]
+            for owner_box, box in zip(local.owner_boxes, boxes, strict=True):
                 incoming[owner_box.sender].append(box)
         return incoming
 
@@ -493,7 +507,9 @@ class _Scatter:
         if local.is_same_shard:  # the shard has exactly these elements: the result replaces it
             self._updated_shards[name] = _like_input(result, self._local_updates[name])
         else:  # the shard has further elements, or others in another order: copy box by box
-            copied(boxes_in(local.shard.as_shard(result), local.matrix_views), self._boxes_to_fill(local))
+            result_as_shard = local.shard.as_shard(result)
+            boxes = boxes_in(result_as_shard, local.matrix_views)
+            copied(boxes, self._boxes_to_fill(local))
 
     def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
         """Send the boxes of the results of this rank to all ranks that hold them. A box is a rectangular part.
@@ -568,7 +584,8 @@ def _like_input(result: Tensor, local_update: Tensor) -> Tensor:
     If a transform returns its input, a caller that compares it with its input must not take it for a new one.
     """
     updated = result.reshape(local_update.shape).to(local_update.dtype)
-    has_same_memory = updated.data_ptr() == local_update.data_ptr() and updated.stride() == local_update.stride()
+    has_same_address = updated.data_ptr() == local_update.data_ptr()
+    has_same_memory = has_same_address and updated.stride() == local_update.stride()
     if has_same_memory and local_update.numel():
         return local_update
     return updated

@@ -66,7 +66,8 @@ def cuts_on_meshes(
     have_different_ranks = len(set(ranks_of.values())) > 1
     if have_different_ranks:  # another rank may have a mesh that this rank does not have
         messages = _messages_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
-        if len({message.description for message in messages}) == 1:  # at most the ranks on the meshes differ
+        descriptions = {message.description for message in messages}
+        if len(descriptions) == 1:  # at most the ranks on the meshes differ
             different_meshes = _different_meshes(list(ranks_of), messages)
             coordinates_on = _coordinates_of_all_ranks(coordinates_on, messages)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
@@ -109,9 +110,11 @@ def _messages_of_all_ranks(
     description = digest(_description(specs, dtensors, coordinates_on))
     meshes: list[_MeshOfRank] = []
     for mesh, ranks in ranks_of.items():
-        meshes.append(_MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
+        coordinates = coordinates_on[mesh].coordinates[rank]
+        meshes.append(_MeshOfRank(digest(ranks), coordinates))
+    message = _Message(description, meshes)
     wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
-    return all_objects(_Message(description, meshes), group, "finding out who holds what")
+    return all_objects(message, group, "finding out who holds what")
 
 
 def _coordinates_of_all_ranks(
@@ -133,7 +136,8 @@ def _different_meshes(meshes: Sequence[DeviceMesh], messages: Sequence[_Message]
     """Return the meshes of this rank that have other ranks on another rank."""
     different: list[DeviceMesh] = []
     for index, mesh in enumerate(meshes):
-        if len({message.meshes[index].ranks for message in messages}) > 1:
+        digests = {message.meshes[index].ranks for message in messages}
+        if len(digests) > 1:
             different.append(mesh)
     return different
 

@@ -345,7 +345,8 @@ def _broadcast_from_first_rank(tensors: Sequence[Tensor], group: dist.ProcessGro
         packed = torch.cat([target.flatten() for target in targets])  # on rank 0, the values to send
         with collective("broadcasting parameters"):
             dist.broadcast(packed, first_rank, group=group)
-        copied(split_buffer(packed, [target.shape for target in targets]), targets)
+        shapes = [target.shape for target in targets]
+        copied(split_buffer(packed, shapes), targets)
 
 
 class Send(NamedTuple):
@@ -376,12 +377,16 @@ def _names_in_buckets(local: Mapping[str, Tensor], layout: Layout) -> list[list[
     names = list(local)
     # A rank sends a tensor to all other ranks of a group, so together these copies have the size of a bucket.
     largest_group = 1
+    wholes: list[Tensor] = []
     for name in names:
         largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
-    # Shards may have different sizes on different ranks, so the sizes of whole tensors are used.
-    wholes = [torch.empty(layout.specs[name].shape, dtype=local[name].dtype, device="meta") for name in names]
-    buckets = in_buckets(wholes, BUCKET // largest_group)
-    return [[names[index] for index in indices] for indices in buckets]
+        # Shards may have different sizes on different ranks, so the sizes of whole tensors are used.
+        shape = layout.specs[name].shape
+        wholes.append(torch.empty(shape, dtype=local[name].dtype, device="meta"))
+    names_of_buckets: list[list[str]] = []
+    for indices in in_buckets(wholes, BUCKET // largest_group):
+        names_of_buckets.append([names[index] for index in indices])
+    return names_of_buckets
 
 
 def send_copies(sends: Sequence[Send], layout: Layout, operation: str) -> None:

@@ -39,8 +39,10 @@ def _keys_of_barrier(group: dist.ProcessGroup, purpose: str) -> tuple[list[str],
     After two barriers for the purpose, they are ``["muonfx/checkpoint.save/2/0", "muonfx/checkpoint.save/2/1"]`` and
     "muonfx/checkpoint.save/2/failed" on two ranks.
     """
-    prefix = f"muonfx/{purpose}/{_barriers_passed[group.group_name, purpose]}"
-    keys_of_ranks = [f"{prefix}/{rank}" for rank in range(dist.get_world_size(group))]
+    number = _barriers_passed[group.group_name, purpose]
+    prefix = f"muonfx/{purpose}/{number}"
+    size = dist.get_world_size(group)
+    keys_of_ranks = [f"{prefix}/{rank}" for rank in range(size)]
     return keys_of_ranks, f"{prefix}/failed"
 
 
@@ -89,8 +91,10 @@ def ranks_that_claimed(name: str, group: dist.ProcessGroup) -> list[int]:
     # the first group, such as "0 1".
     text = " ".join(map(str, ranks))
     with collective(f"claiming {name}"):
-        claimed = world.get_group_store().compare_set(f"muonfx/claims/{name}", "", text)
-    return list(map(int, claimed.decode().split()))
+        store = world.get_group_store()
+        claimed = store.compare_set(f"muonfx/claims/{name}", "", text)
+    ranks_as_texts = claimed.decode().split()
+    return list(map(int, ranks_as_texts))
 
 
 def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseException) -> None:
@@ -102,7 +106,8 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
         return
     store = group.get_group_store()
     keys, key_of_failure = _keys_of_barrier(group, purpose)
-    store.set(key_of_failure, f"rank {dist.get_rank(group)}: {type(problem).__name__}: {problem}")
+    rank = dist.get_rank(group)
+    store.set(key_of_failure, f"rank {rank}: {type(problem).__name__}: {problem}")
     # The other ranks wait for the keys of all ranks before they look for an error. All keys are set here, so that they
     # do not wait for a rank that is late.
     for key in keys:
