@@ -34,7 +34,6 @@ from muonfx.sharding.state import (
     interval_of,
     leaf_to_dtensor,
     own_what_they_hold,
-    state_to_dtensors,
 )
 from muonfx.sharding.transform import bind, init_sharded, sharded_with, step_sharded
 from muonfx.tree import PyTree
@@ -260,12 +259,6 @@ class SteppingOverRanks(Stepping):
         if isinstance(piece, FlatShard):
             return FlatShardTensor.of(piece)
         return piece
-
-    def shown(self, state: PyTree) -> PyTree:
-        """Return the state in the form that the sharded ``update`` takes: DTensors if the parameters are DTensors."""
-        if not self.layout.dtensors:
-            return state
-        return state_to_dtensors(self.binding, self.inner, self._meta_params, state)
 
     # ------------------------------------------------------------------------------------------------- persistence
 

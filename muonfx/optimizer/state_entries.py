@@ -92,11 +92,23 @@ class StateEntries:
                 entries[self.named[name]][slot.key] = self.shown[index]
         self._leaves = leaves
 
+    def with_dtensors(self, state: PyTree) -> PyTree:
+        """Return a state with the DTensors that ``optimizer.state`` has for its leaves, if it has any.
+
+        They are the same objects there, so that `count_writes` finds all writes into them.
+        """
+        leaves, treedef = tree.flatten(state)
+        for index, shown in enumerate(self.shown):
+            if is_dtensor(shown):
+                leaves[index] = shown
+        return tree.unflatten(treedef, leaves)
+
     def count_writes(self) -> None:
         """Count writes of a caller through DTensors as writes into the state, by which `InitialState` finds them.
 
-        For example, ``optimizer.state[param]["momentum.trace"].zero_()``: torch counts it for the DTensor, but not for
-        the tensor of the state, which is its local tensor. A tensor may be counted again at each call.
+        For example, ``optimizer.state[param]["momentum.trace"].zero_()``, or the same through ``transform_state``.
+        Torch counts it for the DTensor, but not for the tensor of the state, which is its local tensor. A tensor may be
+        counted again at each call.
         """
         for leaf, shown in zip(self._leaves, self.shown, strict=True):
             is_wrapper = is_dtensor(shown) or isinstance(shown, FlatShardTensor)

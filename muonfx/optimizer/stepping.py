@@ -232,10 +232,6 @@ class Stepping:
         """Convert a leaf of the state to its form in ``optimizer.state``, such as a DTensor."""
         return leaf
 
-    def shown(self, state: PyTree) -> PyTree:
-        """Return the state in the form that ``update`` of `transform` takes: DTensors if the parameters are."""
-        return state
-
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the leaves, by index, that ``state_dict`` needs in another form than ``optimizer.state``."""
         return {}

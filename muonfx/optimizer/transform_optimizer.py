@@ -521,7 +521,7 @@ class TransformOptimizer(Optimizer):
         """The current state, in the form that `transform` accepts. The next step overwrites the tensors."""
         self._adopt_state()
         self._update_initial_state_alone()
-        return self._stepping.shown(self._current["state"])
+        return self._current["entries"].with_dtensors(self._current["state"])
 
     def snapshot(self) -> tuple[Transform, PyTree, dict[str, Tensor], dict[str, Tensor | None]]:
         """Return ``(transform, state, params, grads)`` for a pure update with the current hyperparameters.

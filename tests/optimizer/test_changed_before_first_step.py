@@ -334,9 +334,10 @@ def test_a_loaded_state_is_kept_over_ranks(here: Here):
     assert all(map(torch.equal, results, trained_over_ranks(source, source_optimizer)))
 
 
+@pytest.mark.parametrize("attribute", ["state", "transform_state"])
 @pytest.mark.parametrize("kind", ["fsdp", "zero"])
 @on_ranks(2)
-def test_a_write_through_a_sharded_tensor_of_the_state_is_kept(here: Here, kind: str):
+def test_a_write_through_a_sharded_tensor_of_the_state_is_kept(here: Here, kind: str, attribute: str):
     """Also if the values do not change: the distance of Prodigy starts at the zeros that were written."""
     model = nn.Linear(6, 6, bias=False)
     nn.init.zeros_(model.weight)
@@ -350,7 +351,10 @@ def test_a_write_through_a_sharded_tensor_of_the_state_is_kept(here: Here, kind:
         weight = nn.Parameter(layout.shard({"weight": weight.detach()})["weight"].clone())
     optimizer = mfx.TransformOptimizer({"weight": weight}, CHAINS["prodigy"](), layout=layout)
     start = optimizer.state[weight]["scale_by_prodigy.start"]
-    start.copy_(start.clone())
+    written = start
+    if attribute == "transform_state":
+        written = optimizer.transform_state["scale_by_prodigy"].start["weight"]
+    written.copy_(written.clone())
     with torch.no_grad():
         weight.add_(1.0)
     weight.grad = torch.ones_like(weight)
