@@ -61,9 +61,10 @@ def verify_params(layout: Layout, local: PyTree) -> None:
 
 
 def verify_params_after_init(layout: Layout, local: PyTree, problem: Exception | None) -> None:
-    """Do the same after the `init` of a transform. If it failed on any rank (`problem`), raise its error on all ranks.
+    """Raise on all ranks if the `init` of a transform failed on one, or if replicas of a parameter differ in any bit.
 
-    The ranks send one message for both. They send it even if there are no replicas.
+    ``problem`` is the error of this rank, or None. Each rank sends one message, with the checksums of its replicas or
+    the fact that it failed, even if there are no replicas.
     """
     if layout.group is None or layout.size == 1:
         if problem is not None:
