@@ -77,12 +77,10 @@ class TestReal:
         assert said.startswith("'")
         assert "round_robin_gradients" in said
 
-    def test_weights_that_any_step_would_overwrite_are_refused_until_a_refresh(self, found: Found) -> None:
+    def test_weights_that_a_first_step_would_overwrite_are_refused_until_a_refresh(self, found: Found) -> None:
         case = result_of(found["ranks_2"], "loaded into the model alone")
-        for error in case["refused"]:
-            assert "engine.optimizer.refresh_fp32_params()" in error
+        assert "engine.optimizer.refresh_fp32_params()" in case["refused"]
         assert case["from loaded"]
-        assert case["kept"]
 
     @pytest.mark.parametrize("name", OVERFLOWS)
     def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_by_all(self, found: Found, name: str) -> None:

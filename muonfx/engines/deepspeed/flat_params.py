@@ -56,30 +56,6 @@ class FlatInterval(NamedTuple):
     """Number of elements of the shard; 0 if the rank holds nothing of the parameter."""
 
 
-class Copies:
-    """The parameters of stage 0 that DeepSpeed overwrites at each step by copies in fp32, if the model has bf16.
-
-    A copy has the values from before if weights were loaded into the parameters alone.
-    """
-
-    def __init__(self, stepped_tensors: NamedTensors, params: NamedTensors) -> None:
-        self._pair_of: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, tensor in stepped_tensors.items():
-            if tensor is not params[name]:  # else DeepSpeed steps on the parameter itself
-                self._pair_of[name] = (tensor, params[name])
-        self._version_of: dict[str, int] = {}
-        """The number of writes into each parameter when it was compared. DeepSpeed's own writes are not counted."""
-
-    def require_current(self) -> None:
-        """Raise if a parameter differs from its copy. Only those that were written since the last call are compared."""
-        for name, (copy, param) in self._pair_of.items():
-            if param._version == self._version_of.get(name):
-                continue
-            if not _is_copy(copy.detach(), param.detach()):
-                raise _stale(name)
-            self._version_of[name] = param._version
-
-
 class FlatParams(NamedTuple):
     """The parameters in one flat tensor that DeepSpeed steps on, with the positions of this rank's shards."""
 
@@ -93,8 +69,6 @@ class FlatParams(NamedTuple):
     """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
     saved_elsewhere: frozenset[str] = frozenset()
     """The parameters that AutoTP has not split, if this is not the first tensor-parallel rank, which saves them."""
-    copies: Copies | None = None
-    """At stage 0, the copies of parameters on which DeepSpeed steps."""
 
     @property
     def is_flat(self) -> bool:
@@ -210,17 +184,18 @@ def locate_at_stage_0(
         whole_params: all parameters of the model by name, as meta tensors of their whole shapes.
         tensor_group: the tensor-parallel group; None without one.
     """
-    copies = Copies(stepped_tensors, params)
-    copies.require_current()
+    stale_name = _name_of_stale_copy(stepped_tensors, params)
+    if stale_name is not None:
+        raise _stale(stale_name)
     if tensor_group is None:
-        return FlatParams(stepped_tensors, copies=copies)
+        return FlatParams(stepped_tensors)
     cuts: dict[str, Cut] = {}
     for name, param in params.items():
         shards = tensor_shards_of(name, param, dist.get_world_size(tensor_group))
         if shards is not None:  # else each rank has the whole parameter
             cuts[name] = Listed(whole_shape_of(param), shards)
     layout = _layout(cuts, whole_params, stepped_tensors, tensor_group, stage=None)
-    return FlatParams(stepped_tensors, layout, copies=copies)
+    return FlatParams(stepped_tensors, layout)
 
 
 def _layout(
@@ -465,6 +440,18 @@ def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
             _warn_of_unknown_values(name)
             continue
         if not _is_copy(view.reshape(-1), shard):
+            return name
+    return None
+
+
+def _name_of_stale_copy(stepped_tensors: NamedTensors, params: NamedTensors) -> str | None:
+    """Return the name of the first parameter of stage 0 that differs from its copy in fp32; None if there is none.
+
+    DeepSpeed steps on copies if the model has bf16, and overwrites the parameters by them. A copy has the values from
+    before if weights were loaded into the parameters alone.
+    """
+    for name, tensor in stepped_tensors.items():
+        if not _is_copy(tensor.detach(), params[name].detach()):
             return name
     return None
 

@@ -185,8 +185,6 @@ class ZeroOptimizer(Optimizer):
         # A state that DeepSpeed has loaded may be of another transform.
         for optimizer, _ in prepared:
             optimizer.check_and_cast(self.state)
-            if optimizer.flat.copies is not None:
-                optimizer.flat.copies.require_current()  # weights may have been loaded since the last step
         return prepared
 
     def _has_zero_gradients(self) -> bool:
