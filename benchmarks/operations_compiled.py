@@ -191,8 +191,9 @@ def scheduled(step: Step) -> list[Kernel]:
         with V.set_graph_handler(graph), V.set_real_inputs(fake_inputs), V.set_debug_handler(DebugContext()):
             graph.run(*fake_inputs)
             graph._update_scheduler()
-            nodes = [node for node in graph.scheduler.nodes if not isinstance(node.node, MultiOutput)]  # no kernels
-            kernels.extend(map(kernel_of, nodes))
+            for node in graph.scheduler.nodes:
+                if not isinstance(node.node, MultiOutput):  # the result of the node before it, which has no kernel
+                    kernels.append(kernel_of(node))
         return lambda *_: [None] * len(graph.graph_outputs)
 
     with mock.patch("torch.compiler.is_compiling", return_value=True):

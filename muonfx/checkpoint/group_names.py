@@ -32,7 +32,7 @@ def renamed_groups(
     """
     new_param_of = _new_params(leaf_names, rename or {})
     new_params = set(new_param_of.values())
-    params = plain_params_of(groups)
+    params = _plain_params_of(groups)
     plain_param_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
     renamed: list[Group] = []
     for saved_group in saved_groups:
@@ -51,14 +51,14 @@ def renamed_groups(
 def without_removed_params(saved_groups: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
     """Leave out the saved parameters that an optimizer no longer has, and the groups of which none remains.
 
-    ``saved_groups`` have names without the prefixes of wrappers, and ``groups`` are the optimizer's. If one of these is
-    empty, as when all of its parameters are frozen, groups without parameters stay, because it continues one of them.
+    ``saved_groups`` have names without the prefixes of wrappers, and ``groups`` are the optimizer's. If the optimizer
+    has a group without parameters, because all are frozen, saved groups without parameters stay: it continues one.
 
     >>> saved_groups = [{"param_names": ["a", "b"]}, {"param_names": ["c"]}]
     >>> without_removed_params(saved_groups, [{"param_names": ["a", "d"]}])
     [{'param_names': ['a']}]
     """
-    params = plain_params_of(groups)
+    params = _plain_params_of(groups)
     has_empty_group = not all(group["param_names"] for group in groups)
     remaining: list[Group] = []
     for saved_group in saved_groups:
@@ -68,7 +68,7 @@ def without_removed_params(saved_groups: Sequence[Group], groups: Sequence[Group
     return remaining
 
 
-def plain_params_of(groups: Iterable[Group]) -> set[str]:
+def _plain_params_of(groups: Iterable[Group]) -> set[str]:
     """Return the names of all parameters of param groups, without the prefixes of wrappers."""
     return set(unwrapped(name for group in groups for name in group["param_names"]).values())
 

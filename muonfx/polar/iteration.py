@@ -4,7 +4,8 @@ The iteration requires singular values of at most about 1. A matrix is scaled in
 once* to the compute dtype (the dtype of the matrix products), so that a matrix that is given in this dtype has the same
 result as a wider one; to bf16 if "auto" chose fp16 (`Plan.rounded_to`). *Scale by a power of two*: exact, so the result
 is bitwise the same for `x` and `2^k x`, and no later square under- or overflows. *Normalize* by the Frobenius norm, in
-fp32 at least. On a device with fp64, large matrices take the last two steps at once: a norm in fp64 needs no power.
+fp32 at least. On a device with fp64, large matrices, and all matrices in a compiled step, take the last two steps at
+once: a norm in fp64 needs no power.
 
 The iteration is `X <- a X + (b R + c R^2) X` with the Gram matrix `R = X X^T`. A *stage* is a number of steps on one
 `R`. A stage of k steps takes one product for `R`, one product to apply the result, and 4 k - 3 small products. The
@@ -110,9 +111,9 @@ def can_sum_in_fp64(device: torch.device, compute: torch.dtype) -> bool:
 
 
 def normalized_in_fp64(x: Tensor, compute: torch.dtype, safety: float) -> Tensor:
-    """Normalize matrices as `frobenius_normalized` does, without scaling by powers of two.
+    """Divide matrices by `safety` times their norm, as `frobenius_normalized` does, without powers of two.
 
-    A compiled kernel reads them twice and writes them once. Uncompiled, the copy in fp64 would take much memory.
+    The compiler keeps the wide values in registers. Uncompiled, they would be copies with 8 bytes for each element.
     """
     if same_range(x.dtype, compute):
         x = x.to(compute)

@@ -3,7 +3,7 @@
 `Functional` allocates every result and works under autograd, `torch.func` and the compiler. Its subclass `Buffered`
 overwrites buffers, because fresh memory is slow on a CPU and because its scratch memory is small and known. It also
 computes only half of each large symmetric product and mirrors it, by blocks (`"blocks"`) or by quack-kernels
-(`"quack"`).
+(`"quack"`). In a compiled graph, `FunctionalByQuack` does the latter.
 
 A batch is `(b, n, m)` with n <= m. A `tall` batch is the transpose `(b, m, n)`: large matrices are never transposed in
 memory. The small matrices, such as Gram matrices, are `(b, n, n)`, symmetric, and commute with each other.
