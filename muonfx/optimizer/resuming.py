@@ -153,7 +153,7 @@ def numbers_warning(source: str, lines: Sequence[str]) -> str:
     ``source`` begins it, such as "load_state_dict: the state dict".
     """
     return (
-        f"{source} was saved with other numbers: {first_lines(lines)}. To use the code's numbers, write them into "
+        f"{source} was saved with other numbers: {first_lines(lines)}. To use the other numbers, write them into "
         "param_groups after loading, and rates also into base_lrs of a scheduler, which sets the rates from there"
     )
 
