@@ -76,7 +76,8 @@ def load(
         like: a state, or a `StateSpec` from `muonfx.spec` to load into host memory. If leaves
             are shards (`DTensor`, or `FlatShard`, an interval of a flattened tensor), each rank reads its own, and
             ``group`` is required. Or a `muonfx.Muon` or `muonfx.TransformOptimizer`, such as `save` has stored:
-            its state is overwritten, and its groups get the numbers in the checkpoint; schedules come from the code.
+            its state is overwritten, and its groups get the numbers in the checkpoint; changed schedules come from the
+            code.
             The checkpoint may also have the state dict of this optimizer, written by ``dcp.save`` with `Writer`. Then
             another chain is a warning, and the other values are ignored.
         tx: the transform that will use the state. Its fingerprint, a hash of its structure, is compared with the
@@ -121,7 +122,7 @@ def load(
     Warns:
         UserWarning: the transform's matrix products were computed in another dtype than they are now; its numbers
             differ from those of the saved transform (those of ``tx`` are used; of an optimizer, those of the groups in
-            the checkpoint, and the schedules of the optimizer); or
+            the checkpoint, and the changed schedules of the optimizer); or
             ``allow_other_chain`` has found moved states, which the message lists.
 
     Example:

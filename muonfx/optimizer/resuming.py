@@ -1,14 +1,14 @@
 """The numbers that a resumed run takes from a state dict, and those from the code that created the optimizer.
 
-The numbers of schedules come from the code, like their step counts, warmup lengths and kinds. All other entries of the
-groups come from the state dict, as in ``torch.optim``. Differences are reported.
+A schedule that has changed in the code comes whole from there: its kind, its numbers and its count of steps. All other
+entries of the groups come from the state dict, as in ``torch.optim``. Differences are reported.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 
 from torch import Tensor
@@ -21,9 +21,15 @@ from muonfx.core.value import walk
 from muonfx.optimizer.group_numbers import Group, Hyperparam, TrackedGroup, fitted
 
 SCHEDULES = "schedules"
-"""The key in a saved group with a dict from the name of each schedule to the code that creates it."""
+"""The key in a saved group with a dict from the name of each schedule to its code with the group's numbers."""
 
-_NOT_TAKEN = ("params", "param_names", SCHEDULES, CHAINS)
+SCHEDULES_IN_CODE = "schedules_in_code"
+"""The key in a saved group with a dict from the name of each schedule to the code that created it.
+
+Its numbers differ from those of the group if the user wrote others into ``param_groups``.
+"""
+
+_NOT_TAKEN = ("params", "param_names", SCHEDULES, SCHEDULES_IN_CODE, CHAINS)
 """The keys of a saved group that are not copied into the optimizer's group."""
 
 
@@ -40,7 +46,21 @@ def schedules_in(tx: Transform) -> dict[str, Schedule]:
     return schedules
 
 
-def schedule_texts(tx: Transform, tracked: TrackedGroup) -> dict[str, str]:
+def schedule_entries(tx: Transform, tracked: TrackedGroup) -> Group:
+    """Return the entries of a saved group that describe its schedules, or no entries if it has no schedule."""
+    texts = _schedule_texts(tx, tracked)
+    if not texts:
+        return {}
+    return {SCHEDULES: texts, SCHEDULES_IN_CODE: _texts_in_code(tx, texts)}
+
+
+def _texts_in_code(tx: Transform, names: Iterable[str]) -> dict[str, str]:
+    """Return the code that created each of the schedules with these dotted names."""
+    schedules = schedules_in(tx)
+    return {name: repr(schedules[name]) for name in names}
+
+
+def _schedule_texts(tx: Transform, tracked: TrackedGroup) -> dict[str, str]:
     """Return the code of each schedule of a group with the group's current numbers, by dotted name.
 
     An example is ``{"scale_by_learning_rate.learning_rate": "cosine(peak=0.1, steps=100)"}``.
@@ -67,14 +87,24 @@ def schedules_of(tx: Transform, tracked: TrackedGroup) -> list[str]:
     return names
 
 
-def keys_of_schedules(tx: Transform, tracked: TrackedGroup) -> tuple[str, ...]:
-    """Return the beginnings of the keys of a group that are numbers of schedules.
+def _changed_schedules(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
+    """Return the dotted names of a group's schedules that the code created otherwise when the group was saved.
+
+    A schedule whose code was not saved counts as changed.
+    """
+    saved_texts: Mapping[str, str] = saved.get(SCHEDULES_IN_CODE, {})
+    texts = _texts_in_code(tx, schedules_of(tx, tracked))
+    return [name for name, text in texts.items() if saved_texts.get(name) != text]
+
+
+def keys_of_schedules(tracked: TrackedGroup, schedules: Iterable[str]) -> tuple[str, ...]:
+    """Return the beginnings of the keys of a group that are numbers of schedules with these dotted names.
 
     For example, "scale_by_learning_rate.learning_rate." is the beginning of
     "scale_by_learning_rate.learning_rate.peak", a number of the schedule of the learning rate.
     """
     beginnings: list[str] = []
-    for schedule in schedules_of(tx, tracked):
+    for schedule in schedules:
         for hyperparam in tracked.numbers.hyperparams:
             if hyperparam.names[0].startswith(f"{schedule}."):
                 beginnings.append(_beginning_of_key(hyperparam, schedule))
@@ -97,13 +127,14 @@ def _beginning_of_key(hyperparam: Hyperparam, schedule: str) -> str:
 def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group:
     """Return copies of the entries of a saved group that a resumed run takes, such as "lr" and keys of the user.
 
-    Numbers of schedules stay as in the code: a run may be resumed with a longer schedule.
+    Numbers of schedules that have changed stay as in the code: a run may be resumed with a longer schedule. Numbers of
+    other schedules are taken, because they may have been written into ``param_groups``.
     """
-    beginnings = keys_of_schedules(tx, tracked)
+    from_code = keys_of_schedules(tracked, _changed_schedules(tx, tracked, saved))
     entries: Group = {}
     for key, value in saved.items():
-        is_of_schedule = isinstance(key, str) and key.startswith(beginnings)  # False for all if there is no schedule
-        if key not in _NOT_TAKEN and not is_of_schedule:
+        is_from_code = isinstance(key, str) and key.startswith(from_code)  # False for all if no schedule has changed
+        if key not in _NOT_TAKEN and not is_from_code:
             entries[key] = value
     return copy.deepcopy(entries)  # no tensor or list in common with the state dict
 
@@ -121,28 +152,29 @@ def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]
 def _differences_of_schedules(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return a line for each schedule whose code, such as "cosine(peak=0.1, steps=100)", differs from the saved one."""
     label = tracked.group.get("label")
-    saved_schedules: Mapping[str, str] = saved.get(SCHEDULES, {})
+    saved_texts: Mapping[str, str] = saved.get(SCHEDULES, {})
+    changed = _changed_schedules(tx, tracked, saved)
     lines: list[str] = []
-    for name, code in schedule_texts(tx, tracked).items():
-        if name in saved_schedules and saved_schedules[name] != code:
-            lines.append(_difference(f"group {label!r}, {name}", saved_schedules[name], code, "code"))
+    for name, text in _schedule_texts(tx, tracked).items():
+        if name in saved_texts and saved_texts[name] != text:
+            source = "code" if name in changed else "file"
+            lines.append(_difference(f"group {label!r}, {name}", saved_texts[name], text, source))
     return lines
 
 
 def _differences_of_numbers(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
-    """Return a line for each number of a group that differs, without numbers of schedules if their code was saved."""
+    """Return a line for each number of a group that differs, without numbers of schedules whose code was saved."""
     label = tracked.group.get("label")
-    has_schedule_code = bool(saved.get(SCHEDULES))
-    schedule_keys = keys_of_schedules(tx, tracked)  # the beginnings of the keys of their numbers
+    compared_as_a_whole = keys_of_schedules(tracked, saved.get(SCHEDULES, {}))
+    from_code = keys_of_schedules(tracked, _changed_schedules(tx, tracked, saved))
     lines: list[str] = []
     for key in _comparable_keys(tracked, saved):
-        is_of_schedule = key.startswith(schedule_keys)
-        if is_of_schedule and has_schedule_code:
+        if key.startswith(compared_as_a_whole):
             continue
         file_value = _before_schedulers(key, saved)  # such as "initial_lr" for "lr"
         code_value = _before_schedulers(key, tracked.group)
         if not _are_close(file_value, code_value):
-            source = "code" if is_of_schedule else "file"
+            source = "code" if key.startswith(from_code) else "file"
             lines.append(_difference(f"group {label!r}, {key}", repr(file_value), repr(code_value), source))
     return lines
 

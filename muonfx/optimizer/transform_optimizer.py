@@ -54,7 +54,7 @@ from muonfx.optimizer.param_groups import (
     new_groups,
     own_groups,
 )
-from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, numbers_warning, schedule_texts
+from muonfx.optimizer.resuming import differences, entries_to_load, numbers_warning, schedule_entries
 from muonfx.optimizer.saved_chains import chain_warning, record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
@@ -978,10 +978,7 @@ class TransformOptimizer(Optimizer):
         """Return the entries of a group to save: all but its parameters, and the code of its schedules, if any."""
         entries = {key: value for key, value in tracked.group.items() if key != "params"}
         saved_group = {key: with_python_numbers(value) for key, value in entries.items()}
-        schedules = schedule_texts(self.tx, tracked)
-        if schedules:
-            saved_group[SCHEDULES] = schedules
-        return saved_group
+        return saved_group | schedule_entries(self.tx, tracked)
 
     def _add_exported(self, saved_state: dict[int, Group]) -> None:
         """Put the tensors that ``optimizer.state`` has on one rank only into the state of a state dict, for all ranks.
@@ -1024,8 +1021,8 @@ class TransformOptimizer(Optimizer):
 
         Warns:
             UserWarning: state was saved for parameters that are not trained now, and is not loaded; or parameters have
-                no saved state, because they were frozen; or numbers of the groups or schedules differ: the schedules
-                of this optimizer and the other numbers of the state dict are used; or another chain has saved it.
+                no saved state, because they were frozen; or numbers of the groups or schedules differ: the changed
+                schedules of this optimizer and the other numbers of the state dict are used; or another chain has saved it.
         """
         self._use_replacements()
         check_real(self._named_params())

@@ -109,6 +109,31 @@ def test_a_schedule_comes_whole_from_the_code(name: str, how: str):
         assert messages_of(how, old, optimizer_for(mfx.scale_by_learning_rate(before))) == []
 
 
+def by_optimizer_checkpoint(old: Any, new: Any) -> None:
+    mfx.checkpoint.load(mfx.checkpoint.save(tempfile.mkdtemp(), old), new)
+
+
+@pytest.mark.parametrize("resume", [by_torch_save, by_torch_dcp, by_optimizer_checkpoint])
+def test_a_number_of_a_schedule_that_was_written_into_the_groups_comes_from_the_file(resume: Callable[..., None]):
+    old = optimizer_for(mfx.adamw(cosine(1.0, 100), weight_decay=0.0), steps=1)
+    old.param_groups[0][f"{RATE}.peak"] = 0.5
+    step(old)
+    new = optimizer_for(mfx.adamw(cosine(1.0, 100), weight_decay=0.0))
+    with pytest.warns(UserWarning, match="peak=0.5.*in the file, .*peak=1.0.*in the code; the file's is"):
+        resume(old, new)
+    assert new.param_groups[0][f"{RATE}.peak"] == 0.5
+    assert step(new) == pytest.approx(step(old))
+
+
+def test_a_written_number_of_a_schedule_that_has_changed_comes_from_the_code():
+    old = optimizer_for(mfx.adamw(cosine(1.0, 100), weight_decay=0.0), steps=1)
+    old.param_groups[0][f"{RATE}.peak"] = 0.5
+    new = optimizer_for(mfx.adamw(cosine(1.0, 200)))
+    with pytest.warns(UserWarning, match="peak=0.5.*in the file, .*peak=1.0.*in the code; the code's is"):
+        new.load_state_dict(old.state_dict())
+    assert new.param_groups[0][f"{RATE}.peak"] == 1.0
+
+
 def test_a_difference_of_schedules_is_reported_by_name_with_both_values():
     old = optimizer_for(mfx.adamw(cosine(1.0, 100)), steps=2)
     new = optimizer_for(mfx.adamw(cosine(0.1, 10)))

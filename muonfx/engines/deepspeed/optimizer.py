@@ -36,7 +36,7 @@ from muonfx.engines.deepspeed.parallel import (
 from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
-from muonfx.optimizer.resuming import SCHEDULES, differences, entries_to_load, numbers_warning, schedule_texts
+from muonfx.optimizer.resuming import differences, entries_to_load, numbers_warning, schedule_entries
 from muonfx.optimizer.saved_chains import VisitedTransform, chain_warning, record_of_group
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
 
@@ -319,7 +319,7 @@ class ZeroOptimizer(Optimizer):
         visited = self._visited()
         for tracked, saved_group in zip(self._tracked_groups(), state_dict["param_groups"], strict=True):
             names = tracked.names
-            saved_group[SCHEDULES] = schedule_texts(self.tx, tracked)
+            saved_group.update(schedule_entries(self.tx, tracked))
             saved_group[CHAINS] = record_of_group(visited, names, {name: name for name in names})
             saved_group[_REQUESTED_RATE] = self._requested_rates[tuple(names)]
         return state_dict
@@ -337,8 +337,8 @@ class ZeroOptimizer(Optimizer):
                 state belongs to another transform, the next step raises an error.
 
         Warns:
-            UserWarning: numbers of the groups or schedules differ: the schedules of this optimizer and the other
-                numbers of the state dict are used; or another chain has saved it.
+            UserWarning: numbers of the groups or schedules differ: the changed schedules of this optimizer and the
+                other numbers of the state dict are used; or another chain has saved it.
         """
         saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
         self._require_same_groups(saved_groups)
