@@ -371,6 +371,23 @@ def drawn(strategy, number: int = 25):
     return found
 
 
+def test_a_local_function_that_cannot_be_pickled_is_reported_with_advice():
+    violation = first_broken_law(broken.a_closure(), laws=["pickle_gives_an_equal_transform"], max_examples=2)
+    assert "at the top level of a module" in violation.found
+
+
+@pytest.mark.slow
+def test_a_state_whose_strides_change_is_named_where_it_is_compiled_twice():
+    @broken.of_traces()
+    def transposes_its_trace(u, trace):
+        return u, trace.mT.contiguous().mT if trace.ndim == 2 else trace
+
+    params, steps = kit.Example.of({"w": (2, 3)}, steps=3)
+    with pytest.raises(kit.LawViolation) as caught:
+        kit.laws.compiled_update_equals_eager(transposes_its_trace(), params, steps)
+    assert "'trace.w' has the strides (1, 2), expected (3, 1)" in caught.value.found
+
+
 def test_drawn_trees_have_every_kind_of_leaf_and_node():
     examples = drawn(kit.params_and_grads(), 300)
     leaves = [leaf for example in examples for leaf in mfx.tree.leaves(example.params)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -62,26 +63,42 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
     def compiled_step(tx: Transform, grads: PyTree, state: PyTree, params: PyTree) -> Any:
         return tx.update(grads, state, params)
 
-    state = eager_state = tx.init(params)
+    first_state = state = eager_state = tx.init(params)
     for step, (step_tx, grads) in enumerate(zip(tx_of_step, steps, strict=True)):
         results = compiled_step(step_tx, grads, state, params)
         expected = step_tx.update(grads, eager_state, params)
         tolerance = tolerance_of(tx, expected)
         require_close(f"step {step}, compiled (updates, state)", results, expected, "in eager mode", tolerance)
-        _require_one_graph(step, counter.graphs)
         _, state = results
         _, eager_state = expected
+        _require_one_graph(step, counter.graphs, _other_strides(first_state, state))
 
 
-def _require_one_graph(step: int, graphs: int) -> None:
-    """Raise `Breach` (a failed law) unless dynamo has compiled one graph by the end of a step, without a break."""
+def _other_strides(first_state: PyTree, state: PyTree) -> str:
+    """Return a text on a leaf of a new state that has other strides than the one of `init`, or "" if there is none.
+
+    Other strides are a reason to compile again.
+    """
+    for name, first_leaf, leaf in zip(tree.names(state), tree.leaves(first_state), tree.leaves(state), strict=True):
+        if isinstance(leaf, Tensor) and leaf.stride() != first_leaf.stride():
+            return (
+                f"; the new state {name!r} has the strides {leaf.stride()}, expected {first_leaf.stride()} as in init"
+            )
+    return ""
+
+
+def _require_one_graph(step: int, graphs: int, other_strides: str) -> None:
+    """Raise `Breach` (a failed law) unless dynamo has compiled one graph by the end of a step, without a break.
+
+    ``other_strides`` is the text of `_other_strides`, a possible reason.
+    """
     text = f"compiled {graphs} graphs until step {step}, expected one for all steps"
     breaks = list(torch._dynamo.utils.counters["graph_break"])  # the reasons, as texts
     if breaks:
         reason = " ".join(str(breaks[0]).split())
         raise Breach(None, f"{text}; the graph breaks: {reason}")
     if graphs > 1:  # there is none if the update computes nothing
-        raise Breach(None, text)
+        raise Breach(None, text + other_strides)
 
 
 def _steady(example: Example) -> Example:
