@@ -1022,7 +1022,8 @@ class TransformOptimizer(Optimizer):
         Warns:
             UserWarning: state was saved for parameters that are not trained now, and is not loaded; or parameters have
                 no saved state, because they were frozen; or numbers of the groups or schedules differ: the changed
-                schedules of this optimizer and the other numbers of the state dict are used; or another chain has saved it.
+                schedules of this optimizer and the other numbers of the state dict are used; or another chain has saved
+                it.
         """
         self._use_replacements()
         check_real(self._named_params())

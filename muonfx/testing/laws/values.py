@@ -88,7 +88,7 @@ def pickle_gives_an_equal_transform(tx: Transform, params: PyTree, steps: list[P
 
 
 def _pickled(tx: Transform) -> bytes:
-    """Return a pickled transform. Raise `Breach` (a failed law) with advice if pickle cannot find a part by its name."""
+    """Return a pickled transform. Raise `Breach` (a failed law) with advice if a part of it cannot be pickled."""
     try:
         return pickle.dumps(tx)
     except (pickle.PicklingError, AttributeError) as error:  # AttributeError before Python 3.14, for local functions
