@@ -34,10 +34,12 @@ class Net(nn.Module):
         self.head = nn.Linear(7, WORDS)
         self.is_short = False
         """True to skip `up` and `down`, which then have no gradients."""
+        self.register_parameter("gain", None)
 
     def forward(self, words: Tensor) -> Tensor:
         h = self.emb(words)
-        return self.head(self.norm(h if self.is_short else h + self.down(torch.relu(self.up(h)))))
+        normed = self.norm(h if self.is_short else h + self.down(torch.relu(self.up(h))))
+        return self.head(normed if self.gain is None else normed * self.gain.mean())
 
 
 OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
@@ -58,6 +60,7 @@ SCATTERED: dict[str, Any] = {"stage": 2, "reduce_scatter": True}
 FUSED = {"*up.weight": "(a=10 + b=13) in -> a in, b in"}
 NO_MATRICES = ("emb.weight", "bias", "norm.weight", "head.weight")
 """All parameters except the matrices of Muon."""
+ONLY_GAIN: dict[str, Any] = {"frozen": ("weight", "bias"), "labels": ["adamw"]}
 CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.items()} | {
     "no options of ZeRO": {"zero": {}},
     "stage 1, offload": {"zero": {"stage": 1, **OFFLOAD}},
@@ -82,6 +85,9 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     "frozen, stage 2": {"zero": ZERO["stage 2"], "frozen": ("emb.weight",)},
     "frozen but for matrices": {"zero": ZERO["stage 2"], "frozen": NO_MATRICES, "labels": ["muon"]},
     "frozen matrices": {"zero": ZERO["stage 2"], "frozen": ("up.weight", "down.weight"), "labels": ["adamw"]},
+    # On each of 2 ranks, the flat tensor of this vector has as many elements as the vector.
+    "one short vector, stage 1": {"zero": ZERO["stage 1"], "gains": 2, **ONLY_GAIN},
+    "one short vector, stage 3": {"zero": ZERO["stage 3"], "gains": 1, **ONLY_GAIN},
     "normuon, stage 2": {"zero": ZERO["stage 2"], "normuon": True},
     "from a file, stage 0": {"zero": ZERO["stage 0"], "warmup": True},
     "from a file, stage 2": {"zero": ZERO["stage 2"], **BF16, "warmup": True},
@@ -110,6 +116,8 @@ def made(case: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     model = Net()
     model.is_short = case.get("unused", False)
+    if "gains" in case:
+        model.gain = nn.Parameter(torch.full((case["gains"],), 0.9))
     for name, param in model.named_parameters():
         param.requires_grad_(not name.endswith(case.get("frozen", ())))
     return model

@@ -45,6 +45,14 @@ def stage_3_of(params: Iterable[Tensor]) -> Any:
     return None
 
 
+def are_partitioned(params: Iterable[Tensor]) -> bool:
+    """Return True if ZeRO has partitioned these parameters or their optimizer state, as at stages 1 to 3.
+
+    DeepSpeed then sets an attribute on each of them: ``_dp_group`` at stages 1 and 2, ``_z3_optimizer`` at stage 3.
+    """
+    return any(hasattr(param, "_dp_group") or hasattr(param, "_z3_optimizer") for param in params)
+
+
 class FlatInterval(NamedTuple):
     """The shard of a parameter on one rank, which is an interval of DeepSpeed's flat tensor and of the parameter."""
 

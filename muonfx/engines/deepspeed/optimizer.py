@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from muonfx.core.visit import visit
 from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, raise_on_all_ranks
 from muonfx.engines.deepspeed.flat_params import (
     FlatParams,
+    are_partitioned,
     flats_of,
     locate,
     locate_at_stage_0,
@@ -288,7 +289,7 @@ class ZeroOptimizer(Optimizer):
         params = {name: self._params[name] for name in names}
         tensor_group = tensor_group_of(self.model.modules())
         # Stage 0: one flat optimizer for all tensors.
-        if _are_unflattened(tensors, params.values()):
+        if _are_unflattened(tensors, list(params.values())):
             first_tensor = tensors[0]
             if first_tensor not in self._flat_optimizers:
                 stepped_tensors = dict(zip(names, tensors, strict=True))
@@ -468,13 +469,16 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
             return
 
 
-def _are_unflattened(tensors: Sequence[Tensor], params: Iterable[Tensor]) -> bool:
+def _are_unflattened(tensors: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
     """Return True if tensors have the shapes of the parameters, as at stage 0; False for flat tensors.
 
     >>> weight = torch.zeros(2, 3)
     >>> _are_unflattened([weight.double()], [weight]), _are_unflattened([weight.flatten()], [weight])
     (True, False)
     """
+    are_vectors = all(tensor.dim() == 1 for tensor in tensors)
+    if are_vectors and are_partitioned(params):  # a flat tensor may have the shape of a bias that is alone in its group
+        return False
     shapes = [tuple(tensor.shape) for tensor in tensors]
     return shapes == list(map(local_shape_of, params))
 
