@@ -348,6 +348,19 @@ def test_a_save_before_the_first_step_makes_no_state_and_keeps_a_loaded_one(is_l
     torch.testing.assert_close(engine.optimizer.state[model.weight]["ema_params.average"], expected)
 
 
+def test_a_load_that_fails_before_the_first_step_makes_no_state(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    tx = mfx.chain(mfx.scale(0.0), mfx.ema_params(0.9))  # the scale 0 keeps the weights
+    optimizer = ours.optimizer(model, tx)
+    with pytest.raises(mfx.checkpoint.NotFoundError):
+        ours.load(SimpleNamespace(optimizer=optimizer), tmp_path / "a")
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[model.weight]["ema_params.average"], model.weight.detach())
+
+
 def test_nothing_is_loaded_of_a_checkpoint_of_another_chain(tmp_path: Path) -> None:
     engine, _ = _engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 1)
     path = ours.save(engine, tmp_path / "a")

@@ -94,8 +94,9 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
     True
     """
     optimizer = _optimizer_of(engine)
+    with optimizer.without_new_state():  # a failed load leaves none, because weights may be loaded after it
+        params, leaves = _loaded_values(path, optimizer)
     flat_optimizers = optimizer.all_flat_optimizers()
-    params, leaves = _loaded_values(path, optimizer, flat_optimizers)
     # At stages 1 to 3 this is DeepSpeed's own optimizer, a wrapper of this one.
     zero = engine.optimizer
     is_stage_1_or_2 = hasattr(zero, "update_lp_params")
@@ -113,12 +114,10 @@ def load(engine: Any, path: str | os.PathLike[str]) -> None:
         zero.checkpoint_event_epilogue()
 
 
-def _loaded_values(
-    path: str | os.PathLike[str], optimizer: ZeroOptimizer, flat_optimizers: Sequence[FlatOptimizer]
-) -> tuple[dict[str, Any], list[Any]]:
+def _loaded_values(path: str | os.PathLike[str], optimizer: ZeroOptimizer) -> tuple[dict[str, Any], list[Any]]:
     """Read the values of this rank from a checkpoint; return its parameters by name, and the leaves of its state.
 
-    ``flat_optimizers`` are the optimizers of all flat buffers. All ranks must call this together.
+    All ranks must call this together.
     """
     # 1. The values of all ranks, under their names in the checkpoint.
     group = _all_ranks()
@@ -129,7 +128,7 @@ def _loaded_values(
     # an expert among all experts.
     global_name_of = global_names(optimizer.model)
     params: dict[str, Any] = {}
-    for flat_optimizer in flat_optimizers:
+    for flat_optimizer in optimizer.all_flat_optimizers():
         for name in flat_optimizer.flat.tensor_of:
             params[name] = loaded_params[global_name_of.get(name, name)]
     # 3. The leaves of this rank's state. None stays None.
