@@ -119,57 +119,22 @@ def in_store(_cache: Memory, tx: Transform, store: Store):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket. The next state is in the store again."""
         parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
-        if can_be_divided(state, parameters):
-            sizes = sizes_of(_leaves_by_name(updates), state, parameters)
-            buckets = split_into_buckets(sizes, store.bucket_bytes)
-            if not buckets:  # without updates, `tx` runs once, for no parameter
-                buckets = [[]]
-        else:  # a tensor without a parameter, such as a sum over all leaves, belongs to no bucket
-            buckets = [tree.names(updates)]
+        buckets = _buckets_of_state(updates, state, parameters, store.bucket_bytes)
         call = Arguments(updates, state, params, donate, extras)
         return _run_in_buckets(tx, call, store, parameters, buckets)
 
     return init, update
 
 
-@stand_in
-@with_memory
-def at_once(_cache: Memory, tx: Transform, store: Store):
-    """Run a transform that needs all leaves. Its state is in a store between steps, and loaded as a whole in each step.
+def _buckets_of_state(updates: PyTree, state: PyTree, parameters: Sequence[str | None], limit: int) -> list[list[str]]:
+    """Split the names of the parameters that have updates into buckets of at most `limit` bytes of state.
 
-    The store is host memory or a disk. An example is a transform that normalizes its own momentum by the norm over all
-    parameters: it cannot be run for some parameters first.
+    There is at least one bucket, so that a transform runs once without updates.
     """
-
-    def init(params: PyTree) -> PyTree:
-        """Return the initial state, with its tensors in the store. Warn that they are loaded as a whole."""
-        state = tx.functions.init(params)
-        device = device_of(params)
-        if device.type == "meta":
-            return state
-        parameters = parameters_of(state, params)
-        nbytes = sum(sizes_of(tree.names(params), state, parameters).values())
-        if nbytes and not store.is_direct(device):  # a direct store needs no copy on the device
-            _warn_of_whole_state(tx, nbytes)
-        return store_away(store, device, state, parameters)
-
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Run ``tx`` with its whole state on the device, as one bucket of all parameters."""
-        parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
-        call = Arguments(updates, state, params, donate, extras)
-        return _run_in_buckets(tx, call, store, parameters, [tree.names(updates)])
-
-    return init, update
-
-
-def _warn_of_whole_state(tx: Transform, nbytes: int) -> None:
-    """Warn that the state of a TREE transform, of ``nbytes`` bytes, is loaded as a whole in each step."""
-    warnings.warn(
-        f"offload: {tx.name} has the locality TREE and a state of the size of the parameters, so its whole "
-        f"state ({nbytes / 2**20:.1f} MiB) is loaded in each step instead of bucket by bucket: declare a "
-        f"smaller locality, or do not offload {tx.name}",
-        stacklevel=2,
-    )
+    if not can_be_divided(state, parameters):  # a sum over all leaves, for example, belongs to no bucket
+        return [tree.names(updates)]
+    sizes = sizes_of(_leaves_by_name(updates), state, parameters)
+    return split_into_buckets(sizes, limit) or [[]]
 
 
 @stand_in
@@ -202,56 +167,70 @@ def skippable(tx: Transform):
 @stand_in
 @with_memory
 def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivision, store: Store):
-    """Run a wrapper whose own state is in a store; the transforms that it calls load and store theirs themselves.
+    """Run a transform that needs all leaves. Its own state is in a store between steps, and loaded whole in each step.
 
-    A wrapper is a transform that calls others (its inner transforms), such as `accumulate`. Its own state is the part
-    of its state that belongs to no inner transform, such as a sum of gradients. ``division`` separates these parts. The
-    store is host memory or a disk, where the state is between steps.
+    Such a transform may call others (its inner transforms), as `accumulate` does. Its own state is the part of its
+    state that belongs to none of them, such as a sum of gradients; they load and store theirs themselves. ``division``
+    separates these parts. The store is host memory or a disk.
     """
 
     def init(params: PyTree) -> PyTree:
-        """Return the initial state. The inner transforms have stored theirs; this stores the wrapper's own."""
+        """Return the initial state. The inner transforms have stored theirs; this stores the transform's own."""
         state = tx.functions.init(params)
         device = device_of(params)
         if device.type == "meta":
             return state
         own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
-        stored_state = store_away(store, device, own_state, parameters_of(own_state, params))
-        return division.merge(stored_state, inner_states)
+        parameters = parameters_of(own_state, params)
+        nbytes = sum(sizes_of(tree.names(params), own_state, parameters).values())
+        if nbytes and not inner_states and not store.is_direct(device):  # a direct store needs no copy on the device
+            _warn_of_whole_state(tx, nbytes)
+        return division.merge(store_away(store, device, own_state, parameters), inner_states)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Run the wrapper ``tx``, such as `accumulate`, with its own state loaded from the store and written back.
-
-        It receives the states of its inner transforms as they are stored, because these load them themselves.
-        """
+        """Load the transform's own state, run ``tx``, and write this state back to the store."""
         own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
         device = device_of(updates, params)
         parameters = remembered_parameters(_cache, own_state, updates)  # for each leaf, the parameter's name
         buckets = [tree.names(updates)]  # one bucket, with the index 0
         with BucketedState(store, device, own_state, parameters, buckets, donate) as bucketed:
-            loaded_own_state = bucketed.load(0)
-            loaded_state = division.merge(loaded_own_state, inner_states)
+            loaded_state = division.merge(bucketed.load(0), inner_states)
             # Donate no more than the caller does: the loaded part is a copy, but the inner states are the caller's.
             new_updates, new_state = tx.run(updates, loaded_state, params, donate=donate, **extras)
             new_own_state, new_inner_states = division.split(new_state)
             bucketed.write_back(0, new_own_state)
             new_updates = bucketed.copied_from_buffers(new_updates)
             stored_own_state = bucketed.end()
-        # An inner transform has stored its new state. The wrapper may have replaced this state, as by `torch.where` of
+        # An inner transform has stored its new state. A wrapper may have replaced this state, as by `torch.where` of
         # the old and the new one, by tensors that are not in the store.
-        for index, inner_state in enumerate(inner_states):
-            new_inner_states[index] = stored_again(store, device, inner_state, new_inner_states[index])
+        new_inner_states = stored_again(store, device, inner_states, new_inner_states)
         return new_updates, division.merge(stored_own_state, new_inner_states)
 
     return init, update
 
 
+def _warn_of_whole_state(tx: Transform, nbytes: int) -> None:
+    """Warn that the state of a TREE transform, of ``nbytes`` bytes, is loaded as a whole in each step."""
+    warnings.warn(
+        f"offload: {tx.name} has the locality TREE and a state of the size of the parameters, so its whole "
+        f"state ({nbytes / 2**20:.1f} MiB) is loaded in each step instead of bucket by bucket: declare a "
+        f"smaller locality, or do not offload {tx.name}",
+        stacklevel=2,
+    )
+
+
 class StateDivision(NamedTuple):
-    """Separates the state of a wrapper (a transform that calls others) from the states of its inner transforms."""
+    """Separates the own state of a transform from the states of the transforms that it calls (inner transforms)."""
 
     structure: Structure
     inner_indices: tuple[int, ...]
     """The indices of the leaves of the structure that represent the states of inner transforms."""
+
+    @classmethod
+    def without_inner(cls) -> StateDivision:
+        """Return the division of a transform that calls no others: all of its state is its own."""
+        structure_of_leaf = tree.flatten(0)[1]  # one leaf, which represents the whole state
+        return cls(structure_of_leaf, ())
 
     @classmethod
     def of(cls, tx: Transform, params: PyTree) -> StateDivision:

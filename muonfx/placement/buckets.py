@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -200,6 +200,15 @@ def _add_bucket_state(state: PyTree, bucket_state: PyTree) -> PyTree:
     return tree.unflatten(treedef, leaves)
 
 
+class _Bucket(NamedTuple):
+    """The leaves of the state that belong to the parameters of one bucket, by their indices among all leaves."""
+
+    staying: list[int]
+    """The leaves that are used where they are, such as 0-d tensors."""
+    target_of: dict[int, Tensor]
+    """For each leaf that is loaded from the store, the tensor in the store to which its new value is written."""
+
+
 class BucketedState:
     """A context manager for a step with offloaded state: it loads, updates and writes back one bucket at a time.
 
@@ -230,31 +239,31 @@ class BucketedState:
         With the buckets ``[["w"], ["b"]]``, the state ``{"count": tensor, "mu": {"w": tensor, "b": tensor}}`` has one
         leaf for each bucket, and "count" is a counter.
         """
-        self._store = store
-        self._device = device
         self._donate = donate
         self._leaves, self._treedef = tree.flatten(state)
-        self._new_leaves = list(self._leaves)
-        # For each bucket, the indices of the leaves of its parameters. A leaf whose parameter is in no bucket stays as
-        # it is.
-        self._leaves_of_bucket = _leaves_of_buckets(parameters, buckets)
+        self._new_leaves = list(self._leaves)  # a leaf whose parameter is in no bucket stays as it is
         # The indices of the leaves without a parameter, which every bucket updates.
         self._counters = [index for index, parameter in enumerate(parameters) if parameter is None]
-        # For each bucket, the indices of the leaves that are loaded and written back. All others are used where they
-        # are.
-        self._moving: list[list[int]] = [[] for _ in buckets]
-        # By the index of a moving leaf, the tensor in the store to which its new value is written.
-        self._targets: dict[int, Tensor] = {}
-        self._transfer: BucketTransfer | None = None
+        indices_of_buckets = _leaves_of_buckets(parameters, buckets)
+        # 1. The tensors in the store to which new values are written. Without loads, there are none.
+        target_of: dict[int, Tensor] = {}
         if store != IN_MEMORY and not store.is_direct(device):
-            for indices, moving in zip(self._leaves_of_bucket, self._moving, strict=True):
-                moving += [index for index in indices if moves(self._leaves[index], parameters[index])]
-            self._targets = self._allocate_targets(sorted(itertools.chain.from_iterable(self._moving)))
-        if self._targets:
-            stored_buckets = [_take(self._leaves, indices) for indices in self._moving]
+            indices = sorted(itertools.chain.from_iterable(indices_of_buckets))
+            moving = [index for index in indices if moves(self._leaves[index], parameters[index])]
+            target_of = self._allocate_targets(store, device, moving)
+        # 2. The leaves of each bucket.
+        self._buckets: list[_Bucket] = []
+        for indices in indices_of_buckets:
+            staying = [index for index in indices if index not in target_of]
+            targets = {index: target_of[index] for index in indices if index in target_of}
+            self._buckets.append(_Bucket(staying, targets))
+        # 3. The first load.
+        self._transfer: BucketTransfer | None = None
+        if target_of:
+            stored_buckets = [_take(self._leaves, bucket.target_of) for bucket in self._buckets]
             self._transfer = BucketTransfer(device, stored_buckets, on_disk=store.on_disk)
 
-    def _allocate_targets(self, indices: Sequence[int]) -> dict[int, Tensor]:
+    def _allocate_targets(self, store: Store, device: torch.device, indices: Sequence[int]) -> dict[int, Tensor]:
         """Return, by index, the tensor in the store to which the new value of each of these leaves is written.
 
         A donated leaf in the store is overwritten. One that is not donated, or was loaded from a checkpoint and is not
@@ -264,13 +273,13 @@ class BucketedState:
         without_target: list[int] = []
         for index in indices:
             leaf = self._leaves[index]
-            if self._donate.state and self._store.has(leaf, self._device):
+            if self._donate.state and store.has(leaf, device):
                 targets[index] = leaf
             else:
                 without_target.append(index)
         # All are allocated in one call, because on a disk they share one file.
         specs = [tree.spec(self._leaves[index]) for index in without_target]
-        targets.update(zip(without_target, self._store.allocate(specs, self._device), strict=True))
+        targets.update(zip(without_target, store.allocate(specs, device), strict=True))
         return targets
 
     @property
@@ -283,51 +292,37 @@ class BucketedState:
 
         The update may overwrite it if `may_write_state`. Leaves that are needed afterwards are then copies.
         """
+        bucket = self._buckets[bucket_index]
         leaves = list(self._leaves)
-        for index in self._leaves_to_copy(bucket_index):
-            if isinstance(leaves[index], Tensor):
-                leaves[index] = leaves[index].clone()
+        # 1. Copies of the leaves that the update may overwrite, and that the caller or a later bucket reads.
+        caller_keeps_state = not self._donate.state
+        is_last_bucket = bucket_index == len(self._buckets) - 1
+        if self.may_write_state and caller_keeps_state:
+            _copy_tensors(leaves, bucket.staying)
+        if self.may_write_state and (caller_keeps_state or not is_last_bucket):
+            _copy_tensors(leaves, self._counters)  # such as the step count: each bucket advances it from the same value
+        # 2. The leaves that move are loaded, so they are copies already.
         if self._transfer is not None:
             loaded = self._transfer.fetch(bucket_index)
-            for index, leaf in zip(self._moving[bucket_index], loaded, strict=True):
+            for index, leaf in zip(bucket.target_of, loaded, strict=True):
                 leaves[index] = leaf
         return tree.unflatten(self._treedef, leaves)
-
-    def _leaves_to_copy(self, bucket_index: int) -> list[int]:
-        """Return the indices of leaves that `load` copies before the update of a bucket, which may overwrite them.
-
-        These are leaves whose values are read afterwards, by the caller or by the next bucket. Leaves that are loaded
-        from the store are copies already, and leaves of other buckets are not updated.
-        """
-        if not self.may_write_state:
-            return []
-        caller_keeps_state = not self._donate.state
-        if caller_keeps_state:
-            leaves_of_bucket = self._leaves_of_bucket[bucket_index]
-            not_loaded = [index for index in leaves_of_bucket if index not in self._targets]
-            return [*self._counters, *not_loaded]
-        is_last_bucket = bucket_index == len(self._moving) - 1
-        if is_last_bucket:
-            return []
-        return self._counters  # such as the step count: each bucket advances it from the same value
 
     def write_back(self, bucket_index: int, new_state: PyTree) -> None:
         """Take over the new state of one bucket, and start to copy the leaves that move into the store.
 
         The store is host memory or a disk. `end` waits for the copies.
         """
-        # 1. The leaves of this bucket, and the counters, which have the same new value in every bucket.
+        bucket = self._buckets[bucket_index]
         new_leaves = tree.leaves(new_state)
-        for index in (*self._leaves_of_bucket[bucket_index], *self._counters):
+        for index in (*bucket.staying, *self._counters):  # a counter has the same new value in every bucket
             self._new_leaves[index] = new_leaves[index]
-        if self._transfer is None:  # nothing moves
-            return
-        # 2. The next state has the tensors of the store in place of those on the device.
-        indices = self._moving[bucket_index]
-        targets = _take(self._targets, indices)
-        self._transfer.put(bucket_index, _take(new_leaves, indices), targets)
-        for index, target in zip(indices, targets, strict=True):
+        # The next state has the tensors of the store in place of those on the device.
+        for index, target in bucket.target_of.items():
             self._new_leaves[index] = target
+        if self._transfer is not None:
+            targets = list(bucket.target_of.values())
+            self._transfer.put(bucket_index, _take(new_leaves, bucket.target_of), targets)
 
     def copied_from_buffers(self, updates: PyTree) -> PyTree:
         """Return updates, with copies of those in a transfer buffer, which the next bucket overwrites."""
@@ -370,9 +365,16 @@ class BucketedState:
             self._transfer.abandon()
 
 
-def _take(leaves: Sequence[Any] | Mapping[int, Any], indices: Sequence[int]) -> list[Any]:
+def _take(leaves: Sequence[Any], indices: Iterable[int]) -> list[Any]:
     """Return the leaves with the given indices, in the order of the indices."""
     return [leaves[index] for index in indices]
+
+
+def _copy_tensors(leaves: list[Any], indices: Sequence[int]) -> None:
+    """Replace the tensors with the given indices, in the list, by copies."""
+    for index in indices:
+        if isinstance(leaves[index], Tensor):
+            leaves[index] = leaves[index].clone()
 
 
 def _leaves_of_buckets(parameters: Sequence[str | None], buckets: Sequence[Sequence[str]]) -> list[list[int]]:

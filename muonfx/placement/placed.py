@@ -41,7 +41,6 @@ from muonfx.internal.display import Report, Row, Table
 from muonfx.placement.arguments import meta_like
 from muonfx.placement.bucketed import (
     StateDivision,
-    at_once,
     buckets_by_shape,
     in_buckets,
     in_store,
@@ -94,6 +93,11 @@ class Where(NamedTuple):
     def is_sharded(self) -> bool:
         """True if a rank may hold a part of a parameter only."""
         return self.ranks is not None and not self.ranks.holds_all
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if the state is in host memory or on disk between steps."""
+        return self.store != IN_MEMORY
 
 
 IN_ONE_PROCESS = Where()
@@ -248,24 +252,37 @@ def _place(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
     the extra argument ``apply_to_params``, and adds its updates to the parameters.
     """
     execution = _execution_at(visited, where)
-    # 1. Some parameters are complete before others, and are updated then: each bucket, the parameters of each inner
-    # transform of a `partition`, and the parameters of the last members of a chain.
-    if execution == "leaf by leaf":
-        return _place_leaf_by_leaf(fixed(visited), visited.params, where, applies=applies)
+    # 1. A transform that may also run together with its neighbours in a chain.
+    if execution in ("leaf by leaf", "matrix stage"):
+        return _place_together(fixed(visited), execution, visited.params, where, applies=applies)
+    # 2. Some parameters are complete before others, and are updated then: the parameters of each inner transform of a
+    # `partition`, and the parameters of the last members of a chain.
     if execution == "chain":  # a member of it needs the whole tree or, over ranks, whole matrices
         return _place_chain(visited, where, applies=applies)
     if visited.tx.factory is partition:
         return _place_wrapper(visited, where, applies=applies)
-    # 2. All updates are applied at the end.
-    if execution == "matrix stage":
-        rewritten = _place_on_owners(fixed(visited), where)
-    elif execution in ("route", "around"):  # a wrapper, such as `accumulate`
+    # 3. All updates are applied at the end.
+    if execution in ("route", "around"):  # a wrapper, such as `accumulate`
         rewritten = _place_wrapper(visited, where)
     else:  # "sum over leaves", "on pieces" or "whole tree"
         rewritten = _place_whole_tree(visited, where)
     if applies:
         return applying(rewritten)
     return rewritten
+
+
+def _place_together(tx: Transform, execution: str, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
+    """Rewrite a transform, or a chain of neighbours that run together: "leaf by leaf" or as a "matrix stage".
+
+    `execution` is one of these two. In a matrix stage, each whole matrix is updated on one rank, which owns it.
+    """
+    if execution == "leaf by leaf":
+        return _place_leaf_by_leaf(tx, meta_params, where, applies=applies)
+    assert where.ranks is not None
+    on_owners = where.ranks.on_owners(tx)
+    if applies:
+        return applying(on_owners)
+    return on_owners
 
 
 def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
@@ -275,12 +292,12 @@ def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, app
     """
     if applies:  # within a bucket, so that its updates are freed before the next bucket
         tx = applying(tx)
-    if where.store != IN_MEMORY:
+    if where.is_offloaded:
         return in_store(tx, where.store)
-    if where.bucket_bytes is None:
-        return tx
-    # On shards, these are elementwise transforms: they need memory only for updates, which `applying` frees.
-    if where.is_sharded and not applies:
+    # In memory, buckets bound the memory of updates, which `applying` frees, and of temporary tensors. Elementwise
+    # transforms, the only ones that run on shards, have few of these.
+    saves_memory = applies or not where.is_sharded
+    if where.bucket_bytes is None or not saves_memory:
         return tx
     if where.ranks is not None:
         meta_params = where.ranks.local_like(meta_params)
@@ -288,12 +305,6 @@ def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, app
     if len(buckets) <= 1:
         return tx
     return in_buckets(tx, where.bucket_bytes, buckets)
-
-
-def _place_on_owners(tx: Transform, where: Where) -> Transform:
-    """Rewrite a transform, or a chain, so that each whole matrix is updated on one rank, which owns it."""
-    assert where.ranks is not None
-    return where.ranks.on_owners(tx)
 
 
 def _place_whole_tree(visited: Visit, where: Where) -> Transform:
@@ -306,9 +317,9 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
     if where.is_sharded and execution_of(visited) == "whole tree":
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
-    if where.store == IN_MEMORY:
-        return tx
-    return at_once(tx, where.store)  # it cannot run bucket by bucket, so its whole state is loaded in each step
+    if where.is_offloaded:  # it cannot run bucket by bucket, so its whole state is loaded in each step
+        return with_own_state_in_store(tx, StateDivision.without_inner(), where.store)
+    return tx
 
 
 def _place_wrapper(visited: Visit, where: Where, *, applies: bool = False) -> Transform:
@@ -317,19 +328,18 @@ def _place_wrapper(visited: Visit, where: Where, *, applies: bool = False) -> Tr
     A wrapper is a transform that calls others, such as `partition`, which may call Muon for some parameters and AdamW
     for the rest. With ``applies``, each of them adds its updates to the parameters: they are the wrapper's updates.
     """
-    is_offloaded = where.store != IN_MEMORY
     # 1. The transforms that it calls.
     inner_transforms: list[Transform] = []
     for call in visited.calls:
         inner = _place(call, where, applies=applies)
-        if is_offloaded:  # the wrapper can skip it before its state is loaded
+        if where.is_offloaded:  # the wrapper can skip it before its state is loaded
             inner = skippable(inner)
         inner_transforms.append(inner)
     rewritten = visited.tx.with_children(inner_transforms)
     # 2. Its own state, such as a sum of gradients.
-    if not is_offloaded:
-        return rewritten
-    return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)
+    if where.is_offloaded:
+        return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)
+    return rewritten
 
 
 def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
@@ -361,12 +371,7 @@ def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where
         return _place(visits[0], where, applies=applies)
     # Several members run as one chain. They run in the same way, so the first one decides.
     group = as_chain({name: fixed(visited) for name, visited in members.items()})
-    if _execution_at(visits[0], where) == "leaf by leaf":
-        return _place_leaf_by_leaf(group, meta_params, where, applies=applies)
-    on_owners = _place_on_owners(group, where)
-    if applies:
-        return applying(on_owners)
-    return on_owners
+    return _place_together(group, _execution_at(visits[0], where), meta_params, where, applies=applies)
 
 
 @stand_in
