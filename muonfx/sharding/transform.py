@@ -127,16 +127,28 @@ def sharded(
     inner = inner_of(tx)  # without offload
     store = store_of(tx)
 
-    # A compiled graph cannot contain the collectives of these functions, so torch.compile skips them.
+    # A compiled graph cannot contain the collectives of these functions, so torch.compile skips them. A call of one of
+    # them inside a transform of torch.func, such as `grad`, is an error. All ranks raise it together, after their first
+    # collective, to which the error is passed as `problem`.
 
     @torch.compiler.disable
     def init(params: PyTree) -> PyTree:
-        """Return this rank's initial state. If all parameters are meta tensors, it has shapes only."""
+        """Return this rank's initial state, with DTensors if the parameters are DTensors."""
         binding = bind(layout, settings, store)
         params = without_left_out(tx, params)
-        if _are_all_meta(params):
-            return _init_on_meta(binding, inner, params)
-        return _init(_memory, binding, inner, params)
+        if _are_all_meta(params):  # the state has shapes only, and nothing is sent
+            local = local_tree(params)
+            binding.remember_shapes(inner, local)
+            return binding.init(inner, local)
+        progress = _memory.setdefault(_PROGRESS, Progress())
+        # An equal transform that is built again for a later step, without `init`, continues with this progress.
+        binding.progress_of[inner.treedef] = progress
+        problem = error_in_transform("init of a sharded transform", params)
+        with without_transforms():
+            state = init_sharded(binding, progress, inner, params, problem)
+        if layout.dtensors:
+            return state_to_dtensors(binding, inner, params, state)
+        return state
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -146,87 +158,41 @@ def sharded(
         params: PyTree = None,
         *,
         donate: Any = NOTHING,  # checked in the step, so that its error is raised on all ranks
-        check: bool = False,  # whether the trees are compared with each other, as in `Transform.update`
-        **extras: Any,
+        check: bool = False,  # True to compare the trees with each other, and to return no tensor of the old state
+        **extras: Any,  # for the transforms, such as ``value=loss``
     ) -> tuple[PyTree, PyTree]:
-        """Return this rank's updates and its next state."""
+        """Return this rank's updates and its next state, as DTensors if the updates or parameters are DTensors."""
         binding = bind(layout, settings, store)
         params = without_left_out(tx, params)
         call = Arguments(updates, state, params, donate, extras)
-        return _update(_memory, binding, inner, call, check=check)
+        # 1. For a model with DTensors, the state as local tensors. The step converts the other arguments.
+        if layout.dtensors:
+            call = call._replace(state=local_state(binding, inner, call.like, state))
+        # 2. The step on local tensors.
+        problem = error_in_transform("update of a sharded transform", call)
+        with without_transforms():
+            progress = _progress_of(_memory, binding, inner)
+            out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
+            # A new state may contain tensors of the old one. If the caller keeps the old state, and donates the new one
+            # in the next step, these would be overwritten.
+            keeps_old_state = check and not Donation.of(donate).state
+            if keeps_old_state:
+                new_state = tree.copy_shared(new_state, call.state)
+        # 3. DTensors, if the caller uses them.
+        is_plain_call = not layout.dtensors or are_plain([*tree.leaves(updates), *tree.leaves(params)])
+        if is_plain_call:
+            return out, new_state
+        out_as_dtensors = to_dtensors(layout, out, updates)
+        state_as_dtensors = state_to_dtensors(binding, inner, updates, new_state, state)
+        return out_as_dtensors, state_as_dtensors
 
     return init, update
-
-
-# A call of these functions inside a transform of torch.func, such as `grad`, is an error. All ranks raise it together,
-# after their first collective, to which the error is passed as `problem`.
 
 
 def _are_all_meta(params: PyTree) -> bool:
     """Return True if there are parameters, and all of them are meta tensors: they have shapes, but no values."""
     tensors = list(tree.tensors(local_tree(params)))
     return bool(tensors) and all(tensor.is_meta for tensor in tensors)
-
-
-def _init_on_meta(binding: Binding, inner: Transform, params: PyTree) -> PyTree:
-    """Return the shapes of this rank's initial state. Nothing is sent."""
-    local = local_tree(params)
-    binding.remember_shapes(inner, local)
-    return binding.init(inner, local)
-
-
-def _init(memory: Memory, binding: Binding, inner: Transform, params: PyTree) -> PyTree:
-    """Return this rank's initial state of ``inner``, the transform that was passed to `sharded`, without offload.
-
-    `memory` is a dict that the sharded transform has between its calls. The state has DTensors if the parameters are
-    DTensors.
-    """
-    progress = memory.setdefault(_PROGRESS, Progress())
-    # An equal transform that is built again for a later step, without `init`, continues with this progress.
-    binding.progress_of[inner.treedef] = progress
-    problem = error_in_transform("init of a sharded transform", params)
-    with without_transforms():
-        state = init_sharded(binding, progress, inner, params, problem)
-    if binding.layout.dtensors:
-        return state_to_dtensors(binding, inner, params, state)
-    return state
-
-
-def _update(
-    memory: Memory, binding: Binding, inner: Transform, call: Arguments, *, check: bool
-) -> tuple[PyTree, PyTree]:
-    """Return this rank's updates and its next state, as DTensors if the caller uses DTensors.
-
-    Args:
-        memory: a dict that the sharded transform has between its calls. It has its number of steps.
-        binding: runs transforms over the ranks of the layout.
-        inner: the transform that was passed to `sharded`, without offload.
-        call: the arguments of `update`.
-        check: True to compare the trees of `call` with each other, and to return no tensor of the old state.
-    """
-    layout = binding.layout
-    # 1. For a model with DTensors, the state as local tensors. The step converts the other arguments.
-    local_call = call
-    if layout.dtensors:
-        state = local_state(binding, inner, call.like, call.state)
-        local_call = call._replace(state=state)
-    # 2. The step on local tensors.
-    problem = error_in_transform("update of a sharded transform", local_call)
-    with without_transforms():
-        progress = _progress_of(memory, binding, inner)
-        out, new_state = step_sharded(binding, progress, inner, local_call, check=check, problem=problem)
-        # A new state may contain tensors of the old one. If the caller keeps the old state, and donates the new one in
-        # the next step, these would be overwritten.
-        keeps_old_state = check and not Donation.of(call.donate).state
-        if keeps_old_state:
-            new_state = tree.copy_shared(new_state, local_call.state)
-    # 3. DTensors, if the caller uses them.
-    is_plain_call = not layout.dtensors or are_plain([*tree.leaves(call.updates), *tree.leaves(call.params)])
-    if is_plain_call:
-        return out, new_state
-    out_as_dtensors = to_dtensors(layout, out, call.updates)
-    state_as_dtensors = state_to_dtensors(binding, inner, call.updates, new_state, call.state)
-    return out_as_dtensors, state_as_dtensors
 
 
 _PROGRESS = "progress"
