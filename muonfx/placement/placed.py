@@ -352,26 +352,20 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
     entries = chain_entries(visited.tx)  # the members by name
     assert entries is not None
     visit_of = dict(zip(entries, visited.calls, strict=True))
-    groups = _run_together({name: _execution_at(member, where) for name, member in visit_of.items()})
+    executions = {name: _execution_at(member, where) for name, member in visit_of.items()}
+    groups = _run_together(executions)
     rewritten: dict[str, Transform] = {}
     for index, names in enumerate(groups):
-        members = {name: visit_of[name] for name in names}
+        first = names[0]
         is_last = index == len(groups) - 1
-        rewritten[str(index)] = _place_group(members, visited.params, where, applies=applies and is_last)
+        group_applies = applies and is_last
+        if len(names) == 1:  # it may be any transform, also a wrapper or a chain
+            rewritten[str(index)] = _place(visit_of[first], where, applies=group_applies)
+            continue
+        # Several members run as one chain, all of them in the way of the first.
+        group = as_chain({name: fixed(visit_of[name]) for name in names})
+        rewritten[str(index)] = _place_together(group, executions[first], visited.params, where, applies=group_applies)
     return in_groups(as_chain(rewritten), tuple(groups))
-
-
-def _place_group(members: Mapping[str, Visit], meta_params: PyTree, where: Where, *, applies: bool) -> Transform:
-    """Rewrite a group of neighbouring members of a chain, by name, that run together.
-
-    All of them run leaf by leaf, or on whole matrices. A group of one member may run in any way.
-    """
-    visits = list(members.values())
-    if len(visits) == 1:  # it may be any transform, also a wrapper or a chain
-        return _place(visits[0], where, applies=applies)
-    # Several members run as one chain. They run in the same way, so the first one decides.
-    group = as_chain({name: fixed(visited) for name, visited in members.items()})
-    return _place_together(group, _execution_at(visits[0], where), meta_params, where, applies=applies)
 
 
 @stand_in
