@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -21,7 +21,6 @@ from muonfx.core.extras import sum_over_leaves
 from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Visit, as_chain, stand_in, visit
 from muonfx.placement.arguments import Arguments, meta_like
-from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import Store
 from muonfx.sharding.communication.agree import warn_together
@@ -189,14 +188,13 @@ class Binding:
         """Return a transform that gathers the whole tree on every rank and runs ``tx`` on it there."""
         return _on_all(tx, self)
 
-    def plan(self, run: Run, params: PyTree) -> RunPlan:
+    def plan(self, run: Run, param_names: Sequence[str], device: torch.device) -> RunPlan:
         """Return the plan that assigns each matrix to a rank, for neighbouring transforms that need whole matrices.
 
         `run` has the transforms as pairs such as ``("orthogonalize", orthogonalize(...))``. Plans are cached by
         structure, because they do not depend on hyperparameters.
         """
-        names = [name for name in tree.names(params) if name in self.layout.specs]
-        device = tree.device_of(params)
+        names = [name for name in param_names if name in self.layout.specs]
         if device.type == "meta":  # the speed of a device is estimated, and meta has none
             device = torch.device("cpu")
         members = tuple([(name, _without_groups(tx)) for name, tx in run])
@@ -322,71 +320,42 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Any):
 
     Each matrix is gathered on one rank, its owner, computed there, and scattered. The decorators make a transform of
     the returned functions: `stand_in` one like `tx`, and `with_memory` one that has the dict `_memory` between its
-    calls.
+    calls. It remembers which parameter each leaf of the state belongs to.
     """
-    stages = _Stages(tx, binding)
+
+    # Usually there is one stage. But a wrapper may call its inner transform for some parameters, and then for others.
+    @functools.cache
+    def stage_of(names: tuple[str, ...], device: torch.device) -> MatrixStage:
+        return _stage(tx, binding, names, device)
 
     def init(params: PyTree) -> PyTree:
-        return stages.stage_for(params).init(params)
+        return stage_of(tuple(tree.names(params)), tree.device_of(params)).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         call = Arguments(updates, state, params, donate, extras)
-        # The step calls this if it divides the state; the result is remembered in `_memory` for the next steps.
-        find_parameters = functools.partial(remembered_parameters, _memory, state, updates)
-        return Step(stages.stage_for(call.like), call, find_parameters).run()
+        stage = stage_of(tuple(tree.names(call.like)), tree.device_of(call.like))
+        return Step(stage, call, _memory).run()
 
     return init, update
 
 
-class _Stages:
-    """The matrix stages of one transform or chain. Each is built in the first call for its parameters.
+def _stage(tx: Transform, binding: Binding, names: Sequence[str], device: torch.device) -> MatrixStage:
+    """Build the matrix stage of a transform or a chain, which updates whole matrices of the named parameters.
 
-    Usually there is one. But a wrapper may call its inner transform for some of the parameters, and then for others.
+    Its plan has the rank that computes each matrix (its owner).
     """
-
-    def __init__(self, tx: Transform, binding: Binding) -> None:
-        self._tx = tx
-        self._binding = binding
-        self._stages: dict[Hashable, MatrixStage] = {}
-
-    def stage_for(self, params: PyTree) -> MatrixStage:
-        """Return the stage for parameters of these names, on the device of these parameters."""
-        key = tree.device_of(params), tuple(tree.names(params))
-        if key not in self._stages:
-            self._stages[key] = _stage(self._tx, self._binding, params)
-        return self._stages[key]
-
-
-def _stage(tx: Transform, binding: Binding, params: PyTree) -> MatrixStage:
-    """Build the matrix stage of a transform or a chain, with the plan of its owners for some parameters.
-
-    A matrix stage runs neighbouring transforms on whole matrices. The plan has the rank that computes each matrix (its
-    owner).
-    """
-    run = _run_of(tx)
-    plan = binding.plan(run, params)
-    # An owner may compute some matrices of a stack, so the transforms must accept any number of them. `plan.run` does
-    # too, but it may have the numbers of another transform of the same structure.
-    if plan.stacks:
+    entries = chain_entries(tx)
+    members = entries or {tx.name: tx}  # a single transform counts as a chain of one
+    run = tuple(members.items())
+    plan = binding.plan(run, names, device)
+    if plan.stacks:  # an owner may compute some matrices of a stack: the transforms must accept any number of them
         shapes = {name: plan.specs[name].shape for name in plan.stacks}
-        run = on_stacks(run, shapes)
-        tx = _with_members(tx, run)
-    reads_params = any(member.reads_params for _, member in run)
+        # Not `plan.run`, which is cached by structure: it may have the learning rate of an earlier transform.
+        members = dict(on_stacks(run, shapes))
+        is_single = entries is None
+        tx = members[tx.name] if is_single else as_chain(members)
+    reads_params = any(member.reads_params for member in members.values())
     return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
-
-
-def _run_of(tx: Transform) -> Run:
-    """Return the transforms of a chain as pairs (name, transform). A single transform counts as a chain of one."""
-    entries = chain_entries(tx) or {tx.name: tx}
-    return tuple(entries.items())
-
-
-def _with_members(tx: Transform, run: Run) -> Transform:
-    """Return a transform like `tx`, a chain or a single transform, with other members than `_run_of` returns."""
-    if chain_entries(tx) is not None:
-        return as_chain(dict(run))
-    ((_, single_tx),) = run
-    return single_tx
 
 
 @stand_in

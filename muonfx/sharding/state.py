@@ -119,7 +119,8 @@ def _plans_of(binding: Binding, root: Visit) -> dict[Visit, RunPlan]:
     if binding.holds_all:
         return plan_of
     for stage in matrix_stages(root):
-        plan = binding.plan(run_of(stage), stage[0].params)
+        params = stage[0].params
+        plan = binding.plan(run_of(stage), tree.names(params), tree.device_of(params))
         for visited in stage:  # neighbours in a chain, which share a plan
             plan_of[visited] = plan
     return plan_of

@@ -43,7 +43,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,10 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform
+from muonfx.core import Transform
+from muonfx.core.value import Memory
 from muonfx.placement.arguments import Arguments, device_of
+from muonfx.placement.bucketed import remembered_parameters
 from muonfx.placement.buckets import BucketedState, init_in_buckets
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.communication.messages import Exchange, copied, lists_by_rank
@@ -171,14 +174,14 @@ class Step:
     results of the previous one are scattered.
     """
 
-    def __init__(self, stage: MatrixStage, call: Arguments, find_parameters: Callable[[], list[str | None]]) -> None:
+    def __init__(self, stage: MatrixStage, call: Arguments, memory: Memory) -> None:
         """Find this rank's shards and the buckets of the step.
 
         Args:
             stage: the transforms, and the plan of their matrices.
             call: this rank's arguments of `update`, with local tensors.
-            find_parameters: returns, for each leaf of the state, the name of its parameter or None. This takes time,
-                so it is called only if the state is divided into buckets.
+            memory: a dict that the transform has between its calls. If the state is divided into buckets, it remembers
+                the parameter of each leaf of the state.
         """
         self._stage = stage
         self._call = call
@@ -191,14 +194,14 @@ class Step:
         self._buckets = stage.plan.local_buckets(self._local_updates)
         self._names_to_overwrite = self._find_names_to_overwrite()
         # Each of several buckets takes a part of the state. A state that is not in memory is loaded bucket by bucket.
-        self._state: _WholeState | BucketedState
+        self._bucketed: BucketedState | None = None
+        self._state = call.state  # if it is not divided
         is_divided = len(self._buckets) > 1 or stage.store != IN_MEMORY
         if is_divided:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in self._buckets]
-            self._state = BucketedState(stage.store, device, call.state, find_parameters(), names, call.donate)
-        else:
-            self._state = _WholeState(call.state, call.donate)
+            parameters = remembered_parameters(memory, call.state, call.updates)  # of each leaf of the state
+            self._bucketed = BucketedState(stage.store, device, call.state, parameters, names, call.donate)
 
     def _find_names_to_overwrite(self) -> set[str]:
         """Return the parameters whose local updates are overwritten by the results, to save memory: donated ones.
@@ -225,7 +228,7 @@ class Step:
                 updated_shards[name] = leaf
         gathers = self._start_gathers(self._buckets[0])
         scatter: _Scatter | None = None
-        with self._state:
+        with self._bucketed or nullcontext():
             for index, bucket in enumerate(self._buckets):
                 # 1. The matrices of this bucket arrive, and the next bucket is sent while they are computed.
                 may_write = self._call.donate.updates or not bucket.already_local
@@ -249,7 +252,9 @@ class Step:
                 del results
         if scatter is not None:
             scatter.wait()
-        return self._as_tree(updated_shards), self._state.end()
+        if self._bucketed is not None:
+            self._state = self._bucketed.end()
+        return self._as_tree(updated_shards), self._state
 
     def _start_gathers(self, bucket: Bucket) -> list[_Gather]:
         """Start to gather the updates of a bucket and, if the transforms read them, the parameters."""
@@ -273,42 +278,13 @@ class Step:
         """
         update = self._stage.tx.run
         extras = self._call.extras
-        out = self._state.run(index, update, updates, params, extras, may_write=may_write)
+        if self._bucketed is not None:
+            out = self._bucketed.run(index, update, updates, params, extras, may_write=may_write)
+        else:
+            donate = self._call.donate._replace(updates=may_write)
+            out, self._state = update(updates, self._state, params, donate=donate, **extras)
         results = tree.leaves(out)
         return dict(zip(self._local_updates, results, strict=True))
-
-
-class _WholeState:
-    """The state of a step with one bucket, in memory. It has the methods of `BucketedState` that a step calls."""
-
-    def __init__(self, state: PyTree, donate: Donation) -> None:
-        self._state = state
-        self._donate = donate
-
-    def run(
-        self,
-        bucket_index: int,
-        update: Callable[..., tuple[PyTree, PyTree]],
-        updates: PyTree,
-        params: PyTree,
-        extras: Mapping[str, Any],
-        *,
-        may_write: bool,
-    ) -> PyTree:
-        """Call a transform's `update` with the state, and keep the new state. Return the updates."""
-        donate = self._donate._replace(updates=may_write)
-        out, self._state = update(updates, self._state, params, donate=donate, **extras)
-        return out
-
-    def end(self) -> PyTree:
-        """Return the next state."""
-        return self._state
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class _Gather:
