@@ -154,15 +154,13 @@ def _placement_of_leaf(
 ) -> LeafPlacement:
     """Return the placement of a whole leaf that belongs to the parameter called `name`; None: to no parameter.
 
-    `shape_of` has the shapes of the parameters, and `plan` is as in `_placements`.
+    `shape_of` has the shapes of the parameters. `plan` has the owners of matrices, if the transform needs whole
+    matrices.
     """
-    equal_on_all_ranks = LeafPlacement(None, tuple(leaf.shape), leaf.dtype)
-    if name is None:
-        return equal_on_all_ranks
-    if plan is not None:
+    if name is not None and plan is not None:
         return _placement_on_owners(plan, name, leaf)
-    if leaf.shape != shape_of.get(name, leaf.shape):  # it cannot be sharded like its parameter
-        return equal_on_all_ranks
+    if name is not None and leaf.shape != shape_of.get(name, leaf.shape):  # it cannot be sharded like its parameter
+        name = None
     return LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
 
 
@@ -245,15 +243,12 @@ def leaf_to_dtensor(
         return leaf
     if placement.name not in layout.dtensors or is_dtensor(leaf):
         return leaf
-    # 1. Each owner has the leaf for its matrices, which may be placed otherwise than the parameter.
-    computes_no_matrices = placement.owned and placement.local is None
-    if computes_no_matrices or (placement.owned and leaf is not None):
+    computes_no_matrices = placement.local is None
+    if placement.owned and (computes_no_matrices or leaf is not None):  # the leaf of the owners' matrices
         return _owned_to_dtensor(layout, placement, placement.name, leaf)
-    # 2. The leaf is sharded like its parameter.
-    if leaf is not None:
-        return parameter_like(layout, placement.name, leaf, old_leaf)
-    # 3. The transform has no state for this parameter.
-    return None
+    if leaf is None:  # the transform has no state for this parameter
+        return None
+    return parameter_like(layout, placement.name, leaf, old_leaf)  # the leaf is sharded like its parameter
 
 
 def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
@@ -408,12 +403,12 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
         is_along_dim_0 = placement.is_replicate() or placement.dim == 0
         if not is_along_dim_0:
             return False
-    has_entry_for_each_matrix = tuple(shape[:1]) == tuple(spec.shape[:1])
+    if tuple(shape[:1]) != tuple(spec.shape[:1]):  # the leaf has no entry for each matrix
+        return False
     owners = {shard.owner for shard in shards}
-    computes_one_range = len(owners) == len(shards)  # each owner
-    routes = {shard.route for shard in shards}
-    are_held_by_owner_alone = routes <= {"local"}  # nothing is sent
-    return has_entry_for_each_matrix and computes_one_range and are_held_by_owner_alone
+    if len(owners) < len(shards):  # a rank computes several ranges
+        return False
+    return all(shard.route == "local" for shard in shards)  # only the owner holds its matrices
 
 
 def _empty_on(mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
