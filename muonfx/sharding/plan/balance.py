@@ -136,12 +136,14 @@ def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: in
 
 def _assign_by_size(items: Mapping[int, Item], loads: Sequence[_Load]) -> dict[int, int]:
     """Assign each item, which has no cost, to the rank with the smallest size so far. Return the rank by index."""
-    # A queue orders loads by their first field, the cost. Here size and cost are exchanged, so it orders them by size.
-    by_size = [_Load(load.size, load.cost, load.rank) for load in loads]
-    queue = _Queue(by_size, range(len(by_size)))
+    # A heap: the first entry is the least. Of equal sizes, the lower cost comes first, and then the lower rank.
+    heap = [(load.size, load.cost, load.rank) for load in loads]
+    heapq.heapify(heap)
     owner_of: dict[int, int] = {}
     for index, item in items.items():
-        owner_of[index] = queue.assign(Item(cost=item.size, size=0))
+        size, cost, rank = heap[0]
+        owner_of[index] = rank
+        heapq.heapreplace(heap, (size + item.size, cost, rank))
     return owner_of
 
 

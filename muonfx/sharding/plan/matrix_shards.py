@@ -396,6 +396,9 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     >>> ranges = _ranges(Intervals((6, 4, 4), start=0, borders=(0, 40, 96)), 16)
     >>> [(matrices.first, matrices.stop, matrices.candidates) for matrices in ranges]
     [(0, 3, (0,)), (3, 6, (1,))]
+
+    If a rank had two ranges, such as matrices 0 and 2 of three, one rank computes the whole stack: the result is one
+    range.
     """
     number_of_matrices = prod(cut.shape) // numel
     matrices = [_matrix(cut, number, numel) for number in range(number_of_matrices)]
@@ -403,10 +406,8 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     if not _have_same_owner(ranges):
         return ranges
     # A rank cannot compute two ranges, so a single rank computes the whole stack.
-    candidates: set[int] = set()
-    for range_of_matrices in ranges:
-        candidates.update(range_of_matrices.candidates)
-    return [_Range(0, number_of_matrices, tuple(sorted(candidates)), complete=False)]
+    candidates = sorted(set[int]().union(*[matrices.candidates for matrices in ranges]))
+    return [_Range(0, number_of_matrices, tuple(candidates), complete=False)]
 
 
 def _divided(matrices: Sequence[_Matrix]) -> list[_Range]:
@@ -426,18 +427,11 @@ def _divided(matrices: Sequence[_Matrix]) -> list[_Range]:
 def _have_same_owner(ranges: Sequence[_Range]) -> bool:
     """Return True if one rank would compute two ranges of a stack, such as matrices 0 to 1 and 4 to 5.
 
-    It must not, because it has one tensor of state for the stack, of one range. The ranges are already joined, so
-    there is a gap between two ranges of a rank.
+    It must not, because it has one tensor of state for the stack, of one range. Adjacent ranges of a rank are one
+    range already. A range with `one_each` gets a rank of its own later; every other range has a single candidate.
     """
-    owners: set[int] = set()
-    for matrices in ranges:
-        if matrices.one_each:  # its rank is chosen later, and computes no other range
-            continue
-        (owner,) = matrices.candidates
-        if owner in owners:
-            return True
-        owners.add(owner)
-    return False
+    owners = [matrices.candidates for matrices in ranges if not matrices.one_each]
+    return len(set(owners)) < len(owners)
 
 
 def _divide(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[_Range]:
@@ -465,16 +459,15 @@ def _candidates_of_each(neighbours: Sequence[_Matrix], num_matrices: Mapping[int
     """Return the ranks of which each may compute any one of some matrices; none if there are too few of them.
 
     They hold the largest part of every matrix. Each matrix needs a rank of its own, and there must be a choice.
+    `neighbours` are all matrices that the same ranks hold, and `num_matrices` is as in `_divide`.
     """
     candidates = set.intersection(*[set(matrix.most) for matrix in neighbours])
-    if len(candidates) < max(len(neighbours), 2):
-        return []
+    are_too_few = len(candidates) < max(len(neighbours), 2)
     # A rank with elements of further matrices may compute one of them too. It would have two ranges of the stack, such
     # as matrices 0 and 4, and it has one tensor of state for the stack, of one range.
-    for rank in candidates:
-        holds_further_matrices = num_matrices[rank] > len(neighbours)
-        if holds_further_matrices:
-            return []
+    hold_further_matrices = any(num_matrices[rank] > len(neighbours) for rank in candidates)
+    if are_too_few or hold_further_matrices:
+        return []
     return sorted(candidates)
 
 
