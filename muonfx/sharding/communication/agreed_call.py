@@ -77,7 +77,8 @@ def agreed_call(
     )
     # 4. In the first step after `init` or a load on any rank: the replicas have equal values.
     if agreement.is_requested:
-        _verify_replicas(binding, progress, tx, local)
+        _verify_replicas(binding, tx, local)
+        progress.lacking = frozenset(tree.names(local.updates))
     # 5. Gradients that are None on some ranks, or partial sums, are completed. Replicas should then have equal ones.
     if agreement.missing or unplaced:
         completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
@@ -101,7 +102,7 @@ def _errors_on_all_ranks(group: dist.ProcessGroup) -> Generator[None]:
         raise
 
 
-def _verify_replicas(binding: Binding, progress: Progress, tx: Transform, local: Arguments) -> None:
+def _verify_replicas(binding: Binding, tx: Transform, local: Arguments) -> None:
     """Raise on all ranks if replicas of the parameters, of the state or of an extra argument differ.
 
     Gradients are compared later: each in the first step in which it is not None.
@@ -111,7 +112,6 @@ def _verify_replicas(binding: Binding, progress: Progress, tx: Transform, local:
         verify_params(layout, local.params)
     verify_state(binding, tx, local.like, local.state)
     verify_extras(layout, equal_leaves_of_extras(tx, local.extras))
-    progress.lacking = frozenset(tree.names(local.updates))
 
 
 def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree) -> None:
@@ -146,16 +146,6 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     updates = local_tree(call.updates)
     params = local_tree(call.params)
     local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
-    unplaced = _check_arguments(binding, tx, call, local, check=check)
-    binding.remember_shapes(tx, local.like)
-    return _CheckedCall(local, unplaced)
-
-
-def _check_arguments(binding: Binding, tx: Transform, call: Arguments, local: Arguments, *, check: bool) -> list[str]:
-    """Raise if arguments of `update` are wrong. Return the gradients with other placements than their parameters.
-
-    `local` is `call` with local tensors in place of DTensors. `check` is as in `_checked_call`.
-    """
     check_extras(tx, call.extras)
     _require_plain_extras(call.extras)
     checks.check_floating("updates", local.updates)
@@ -167,7 +157,8 @@ def _check_arguments(binding: Binding, tx: Transform, call: Arguments, local: Ar
         check_values_of_extras(transforms, call.extras)
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
-    return unplaced
+    binding.remember_shapes(tx, local.like)
+    return _CheckedCall(local, unplaced)
 
 
 def _require_plain_extras(extras: Mapping[str, Any]) -> None:
