@@ -194,6 +194,7 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     dtypes = [tensor.dtype for tensor in tree.tensors(local)]
     names_of_none = [name for name, leaf in tree.named_leaves(local) if leaf is None]
     return {
+        # The packages, the model, and how it is divided over the ranks.
         "versions": _versions(),
         "parameters": _map_values(lambda spec: f"{spec.shape} {spec.dtype}", layout.specs),
         "parameters that are None": dict.fromkeys(names_of_none, "None"),
@@ -201,10 +202,10 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
         "layouts": f"{layout!r} ({layout.digest})",
         "ranks in their groups": str(torch.distributed.get_process_group_ranks(layout.group)),
         "kinds of device to compute on": device.type,
+        # The transform, and the options with which it runs. Ranks may have folders with different names.
         **facts_of_transforms(binding, tx, local),
         _NUMBERS: _comparable_numbers(tx),
         "settings": repr(binding.settings),
-        # Ranks may have folders with different names.
         "stores of the state": {
             "offloaded": store != IN_MEMORY,
             "on disk": store.on_disk,
@@ -345,7 +346,8 @@ def equal_leaves_of_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str
     reduced: set[str] = set()
     not_reduced: set[str] = set()
     for inner in within(tx):
-        if "max_over_ranks" in inner.extras.named:
+        reduces_over_ranks = "max_over_ranks" in inner.extras.named
+        if reduces_over_ranks:
             reduced |= inner.extras.named
         else:
             not_reduced |= inner.extras.named

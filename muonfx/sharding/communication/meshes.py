@@ -67,7 +67,8 @@ def cuts_on_meshes(
     if have_different_ranks:  # another rank may have a mesh that this rank does not have
         messages = _messages_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
         descriptions = {message.description for message in messages}
-        if len(descriptions) == 1:  # at most the ranks on the meshes differ
+        have_same_model = len(descriptions) == 1  # if not, the binding of a transform to the layout is an error later
+        if have_same_model:
             different_meshes = _different_meshes(list(ranks_of), messages)
             coordinates_on = _coordinates_of_all_ranks(coordinates_on, messages)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))

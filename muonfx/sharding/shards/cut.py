@@ -277,10 +277,12 @@ class OnMesh(Cut):
     # Remembered for each dim: a 512 x 8 mesh that splits two dims has 512 + 8 parts, but 4096 shards.
     @remembered
     def _parts_of(self, dim: int, outer: tuple[int, ...]) -> list[tuple[Span, ...]]:
-        """Return the index ranges of each part into which the mesh dim after the `outer` ones splits their range.
+        """Return the index ranges of each part into which one mesh dim splits the range that the `outer` ones leave.
 
-        `outer` are coordinates along the first mesh dims that split this tensor dim. If they leave the indices 4 to 7,
-        a mesh dim of size 2 splits these into ``[((4, 6),), ((6, 8),)]``.
+        `outer` are coordinates along the first mesh dims that split this tensor dim. On a mesh of shape (2, 2), the
+        placements ``[Shard(0), Shard(0)]`` split 8 rows. The first mesh dim splits all of them:
+        ``_parts_of(0, ())`` is ``[((0, 4),), ((4, 8),)]``. For ranks with the first coordinate 1, the second mesh dim
+        splits rows 4 to 7: ``_parts_of(0, (1,))`` is ``[((4, 6),), ((6, 8),)]``.
         """
         mesh_dim = self._mesh_dims_of[dim][len(outer)]  # the first mesh dim after the outer ones
         placement = self.placements[mesh_dim]
