@@ -16,7 +16,7 @@ A step count is stored once for each parameter.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,30 +58,33 @@ def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     """
     if GROUPS in index.objects:  # `muonfx.checkpoint.save` has written it
         return index
-    _require_not_flattened(index.objects, where)
-    state_dict_paths = paths_of_state_dicts(index.objects)
-    if not state_dict_paths:
+    path = _path_of_state_dict(index.objects, where)  # such as ("optimizer",)
+    if path is None:
         return index
-    _require_single(state_dict_paths, where)
-    # First its groups, then its state, whose keys may be numbers that the groups explain.
-    (path,) = state_dict_paths  # such as ("optimizer",)
     groups = _groups_below((*path, GROUPS), index.objects)
+    # The key of a parameter in the state is its name, or a number for which the groups have the name.
     param_name_of = _take_param_names(groups)
-    entries_of: dict[str, Mapping[Any, Any]] = {}  # the entries of each parameter by its name
+    state: dict[str, Mapping[str, Any]] = {}
     for param_key, entries in _nested_below((*path, STATE), index.leaves).items():
         param_name = param_name_of.get(str(param_key), str(param_key))
-        entries_of[param_name] = entries
-    return replace(index, leaves=_renamed_leaves(entries_of, names), objects={GROUPS: groups})
+        state[param_name] = entries
+    return replace(index, leaves=_renamed_leaves(state, names), objects={GROUPS: groups})
 
 
-def _require_single(state_dict_paths: Sequence[KeyPath], where: str) -> None:
-    """Raise if there are state dicts of several optimizers, as ("optimizers", 0) and ("optimizers", 1)."""
-    if len(state_dict_paths) > 1:
-        texts = ", ".join([repr(name_of(path)) for path in state_dict_paths])
+def _path_of_state_dict(objects: Collection[str], where: str) -> KeyPath | None:
+    """Return the path of the state dict of an optimizer in a checkpoint, such as ("optimizer",), or None without one.
+
+    Raise if there are several. ``objects`` are the names of the values that are no tensors.
+    """
+    _require_not_flattened(objects, where)
+    paths = paths_of_state_dicts(objects)
+    if len(paths) > 1:
+        texts = ", ".join([repr(name_of(path)) for path in paths])
         raise MismatchError(
             f"{where}: found the state dicts of several optimizers, {texts}, expected one; nothing was loaded: "
             f"{_OTHER_WAY}"
         )
+    return paths[0] if paths else None
 
 
 def _require_not_flattened(objects: Iterable[str], where: str) -> None:
@@ -171,32 +174,48 @@ def _take_param_names(groups: list[dict[str, Any]]) -> dict[str, str]:
     return param_name_of
 
 
-def _renamed_leaves(entries_of: Mapping[str, Mapping[Any, Any]], names: Iterable[str]) -> dict[str, Leaf]:
+def _renamed_leaves(state: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> dict[str, Leaf]:
     """Give the leaves of a state dict the names of `muonfx.checkpoint.save`.
 
     ``{"fc.weight": {"muon.momentum.trace": leaf}}`` becomes ``{"muon/momentum/trace/fc.weight": leaf}``.
 
     Args:
-        entries_of: the entries of each parameter in the state dict, by the name of the parameter.
+        state: the state of each parameter in the state dict, by the name of the parameter.
         names: the names of the leaves to load.
     """
-    keys_of_all = _keys_of_all(entries_of.values())
-    plain_name_of = unwrapped(entries_of)  # names to load have no prefixes of wrappers, such as "_orig_mod."
+    keys_of_all = _keys_of_all(state.values())
+    plain_name_of = unwrapped(state)  # names to load have no prefixes of wrappers, such as "_orig_mod."
     name_to_load = _names_by_key(names, plain_name_of.values())
     new_leaves: dict[str, Leaf] = {}
-    for param_name, entries in entries_of.items():
-        plain_name = plain_name_of[param_name]
+    for param_name, entries in state.items():
         for key, leaf in entries.items():
             if not isinstance(leaf, Leaf):  # a dict in the state of another optimizer
                 continue
-            is_step_count = key in keys_of_all and leaf.spec.shape == ()  # stored for each parameter, one leaf here
-            levels = _levels_of_key(key)
-            if not is_step_count:
-                levels = (*levels, param_name)
-            # A leaf to load has its name: a key with a dot in a label can be divided into levels in several ways.
-            new_name = name_to_load.get((key, plain_name)) or name_to_load.get((key, None)) or name_of(levels)
-            new_leaves[new_name] = leaf
+            # 1. A leaf to load, as the state of this parameter or as a step count, which has no parameter.
+            name = name_to_load.get((key, plain_name_of[param_name]), name_to_load.get((key, None)))
+            # 2. Another leaf, whose key is divided at each dot, although the dot may be in a label.
+            if name is None:
+                is_step_count = key in keys_of_all and leaf.spec.shape == ()  # stored for each parameter, one leaf here
+                name = _name_by_levels(key, None if is_step_count else param_name)
+            new_leaves[name] = leaf
     return new_leaves
+
+
+def _name_by_levels(key: str, param_name: str | None) -> str:
+    """Return the name of a leaf from its key in a state dict, of which each part is taken for a level.
+
+    >>> _name_by_levels("muon.0.trace", "fc.weight"), _name_by_levels("muon.count", None)
+    ('muon/0/trace/fc.weight', 'muon/count')
+    """
+    levels: list[str | int] = []
+    for level in key.split("."):
+        if level.isdecimal():  # an index in a list
+            levels.append(int(level))
+        else:
+            levels.append(level)
+    if param_name is not None:  # else it is a step count
+        levels.append(param_name)
+    return name_of(tuple(levels))
 
 
 def _keys_of_all(entries_of_params: Collection[Mapping[Any, Any]]) -> set[Any]:
@@ -209,21 +228,6 @@ def _keys_of_all(entries_of_params: Collection[Mapping[Any, Any]]) -> set[Any]:
     for entries in entries_of_params:
         params_with_key.update(entries.keys())
     return {key for key, number in params_with_key.items() if number == len(entries_of_params)}
-
-
-def _levels_of_key(key: str) -> KeyPath:
-    """Return the path in the state of a key of ``optimizer.state``.
-
-    >>> _levels_of_key("muon.0.trace")
-    ('muon', 0, 'trace')
-    """
-    levels: list[str | int] = []
-    for level in key.split("."):
-        if level.isdecimal():  # an index in a list
-            levels.append(int(level))
-        else:
-            levels.append(level)
-    return tuple(levels)
 
 
 def _names_by_key(names: Iterable[str], param_names: Collection[str]) -> dict[tuple[str, str | None], str]:
