@@ -207,8 +207,8 @@ def _request(
     """Check the arguments of `save` or `save_async`, and return them as one value for the writer.
 
     ``copy`` is True for `save_async`: tensors are copied to the CPU. A save in the background is waited for. With a
-    group, the error of an invalid argument is returned as ``SaveRequest.problem`` instead of raised, because the other
-    ranks wait for this rank; the writer raises it on all ranks.
+    group, the other ranks wait for this rank, so it returns the error of an invalid argument as
+    ``SaveRequest.problem``, and the writer raises it on all ranks.
     """
     optimizer: Any = None
     if is_optimizer(state):
@@ -219,23 +219,22 @@ def _request(
         state = optimizer.transform_state
     if group is None and isinstance(tx, Sharded):
         group = _group_of_layout(tx, is_async=copy)
-    # Without a group, no other rank waits, so that an error is raised at once.
-    request = SaveRequest(Path(), group=group)
+    folder = Path()
     try:
         finish_earlier_save()  # a warning that is an error must reach all ranks, too
-        request = replace(request, path=folder_named(path))  # absolute, so that a later chdir() does not change it
-        require_valid(request.path, tx, step, keep)
+        folder = folder_named(path)  # absolute, so that a later chdir() does not change it
+        require_valid(folder, tx, step, keep)
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
             head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
             local_leaves = {name: LocalLeaf.of(leaf) for name, leaf in leaves.items()}
         if copy:  # training may change the originals
             local_leaves = {name: leaf.copied() for name, leaf in local_leaves.items()}
-        return replace(request, head=head, leaves=local_leaves, keep=keep)
     except Exception as error:
-        if group is None:
+        if group is None:  # no other rank waits for this one
             raise
-        return replace(request, problem=error)
+        return SaveRequest(folder, group=group, problem=error)
+    return SaveRequest(folder, head, local_leaves, keep, group)
 
 
 def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
