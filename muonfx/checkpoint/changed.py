@@ -16,7 +16,7 @@ from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
 from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
 from muonfx.checkpoint.match import ADVICE_ON_RENAMING, cast_of, renamed_leaves
-from muonfx.checkpoint.sources import Shapes, Sources, param_states_of, sources
+from muonfx.checkpoint.sources import Shapes, Sources, find_sources, param_states_of
 from muonfx.checkpoint.state_dicts import paths_of_state_dicts
 from muonfx.core import Transform
 from muonfx.core.chain_differences import CHAINS
@@ -381,7 +381,7 @@ class ChangedTarget(Target):
         self.saved = _SavedState.of(index, self.rules.rename, self.where)
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         saved_shapes = self.saved.shapes()
-        self.sources = sources(shapes, saved_shapes)
+        self.sources = find_sources(shapes, saved_shapes)
         self._require_common_params(shapes, saved_shapes)
         self._require_common_leaves(shapes, saved_shapes, index)
         self._require_fitting()

@@ -16,7 +16,7 @@ import torch
 from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import PARAMS, SCHEDULER, StateSpec, described, in_section, plain_names
-from muonfx.checkpoint.sources import Shapes, equal_levels, sources
+from muonfx.checkpoint.sources import Shapes, equal_levels, find_sources
 from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
 from muonfx.internal.arguments import close_names
@@ -227,7 +227,7 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
     if shapes.keys() <= stored_shapes.keys() or stored_shapes.keys() <= shapes.keys():
         return {}  # the usual case: no leaf has another name, at most some are missing or extra
     # From leaf name to name in the checkpoint, and for some step counts all counts that they could come from.
-    source_of, equal_counts = sources(shapes, stored_shapes)
+    source_of, equal_counts = find_sources(shapes, stored_shapes)
     if equal_counts:  # several states become one, and their step counts may differ
         return {}
     moved = {name: stored_name for name, stored_name in source_of.items() if name != stored_name}

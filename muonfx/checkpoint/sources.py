@@ -34,7 +34,7 @@ class Sources(NamedTuple):
     """By the name of a step count: all counts of the checkpoint that become this one, which must be equal."""
 
 
-def sources(expected: Shapes, stored: Shapes) -> Sources:
+def find_sources(expected: Shapes, stored: Shapes) -> Sources:
     """Find the leaf of a checkpoint for each leaf of a state whose transforms may have moved in the tree.
 
     The arguments have the shape of each leaf by name: ``expected`` of the new state, ``stored`` of the checkpoint.
@@ -43,7 +43,7 @@ def sources(expected: Shapes, stored: Shapes) -> Sources:
     of this parameter with equal variables ("mu" and "nu") whose name has the most equal last levels. If two states
     could come from one, both have no source. The parameter may have fewer rows in the checkpoint.
 
-    >>> sources({"new/adam/mu/w": (2, 3), "new/adam/count": ()}, {"adam/mu/w": (2, 3), "adam/count": ()}).source_of
+    >>> find_sources({"new/adam/mu/w": (2, 3), "new/adam/count": ()}, {"adam/mu/w": (2, 3), "adam/count": ()}).source_of
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
     variables_of = param_states_of(expected)
