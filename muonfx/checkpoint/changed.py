@@ -164,20 +164,17 @@ def _continue_optimizer(
     saved_groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
     if saved_groups is None:
         return _continue_with_own_groups(optimizer, continuation, index, "the checkpoint has none")
-    # A group records the code of the chain that wrote it. The chain may be another one now, so it is not compared.
-    saved_groups = [_without_chains(saved_group) for saved_group in saved_groups]
-    # Parameters may have other names now, and some may have been removed.
-    current_groups = optimizer.saved_groups()
-    saved_groups = renamed_groups(saved_groups, index.leaves, rename, current_groups)
-    saved_groups = without_removed_params(saved_groups, current_groups)
-    # "momentum.decay" may be "inner.momentum.decay" now, and new transforms have numbers that were not saved.
-    converted_groups = _with_keys_of(current_groups, saved_groups)
+    # Since the save, parameters may have got other names, and some may have been removed.
+    groups = optimizer.saved_groups()
+    renamed = renamed_groups(saved_groups, index.leaves, rename, groups)
+    remaining = without_removed_params(renamed, groups)
+    converted = _with_keys_of(groups, remaining)
     try:
-        optimizer.load_transform_state(continuation.state, converted_groups)
+        optimizer.load_transform_state(continuation.state, converted)
     except ValueError as error:  # the optimizer has other groups, and nothing was loaded
-        reason = _reason_of_other_groups(error, current_groups, saved_groups)
+        reason = _reason_of_other_groups(error, groups, remaining)
         return _continue_with_own_groups(optimizer, continuation, index, reason)
-    groups_text = "; ".join(["param_groups: loaded", *_texts_of_new_keys(current_groups, saved_groups)])
+    groups_text = "; ".join(["param_groups: loaded", *_texts_of_new_keys(groups, remaining)])
     return replace(continuation, state=optimizer.transform_state, groups=groups_text)
 
 
@@ -189,11 +186,6 @@ def _continue_with_own_groups(optimizer: Any, continuation: Continuation, index:
     optimizer.load_transform_state(continuation.state)
     groups_text = f"param_groups: this optimizer keeps its own, because {reason}. {_scheduler_text(index.step)}"
     return replace(continuation, state=optimizer.transform_state, groups=groups_text)
-
-
-def _without_chains(saved_group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a saved group without the code of the chain that wrote it."""
-    return {key: value for key, value in saved_group.items() if key != CHAINS}
 
 
 def _reason_of_other_groups(error: ValueError, groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> str:
@@ -256,21 +248,25 @@ def _scheduler_text(step: int | None) -> str:
 def _with_keys_of(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give the saved groups the keys that the optimizer's groups have now: the numbers of its chain, by transform.
 
+    The number of a transform that was not saved, such as "scale.factor", is that of the optimizer.
+
     >>> groups = [{"inner.momentum.decay": 0.9, "scale.factor": 2.0, "param_names": ["w"]}]
     >>> _with_keys_of(groups, [{"momentum.decay": 0.95, "param_names": ["w"]}])
     [{'param_names': ['w'], 'inner.momentum.decay': 0.95, 'scale.factor': 2.0}]
     """
     converted_groups: list[dict[str, Any]] = []
     for saved_group in saved_groups:
-        converted_group = dict(saved_group)
-        for group in _counterparts(saved_group, groups):
+        new_entries: dict[str, Any] = {}
+        replaced_keys = {CHAINS}  # the code of the chain that was saved, which may be another one now
+        for group in _groups_with_params_of(saved_group, groups):
             for key, old_key in _old_keys(group, saved_group).items():
                 if old_key is None:
-                    converted_group[key] = group[key]
+                    new_entries[key] = group[key]
                 else:
-                    converted_group[key] = saved_group[old_key]
-                    converted_group.pop(old_key, None)  # a second counterpart may have removed it
-        converted_groups.append(converted_group)
+                    new_entries[key] = saved_group[old_key]
+                    replaced_keys.add(old_key)
+        kept_entries = {key: value for key, value in saved_group.items() if key not in replaced_keys}
+        converted_groups.append({**kept_entries, **new_entries})
     return converted_groups
 
 
@@ -282,29 +278,24 @@ def _texts_of_new_keys(groups: list[dict[str, Any]], saved_groups: list[dict[str
     """
     texts: list[str] = []
     for saved_group in saved_groups:
-        for group in _counterparts(saved_group, groups):
+        for group in _groups_with_params_of(saved_group, groups):
             new_keys = [key for key, old_key in _old_keys(group, saved_group).items() if old_key is None]
             if new_keys:
                 texts.append(f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer")
     return texts
 
 
-def _counterparts(saved_group: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups_with_params_of(saved_group: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups of the optimizer that have a parameter of a saved group."""
     saved_params = set(unwrapped(saved_group.get("param_names", ())).values())
-    counterparts: list[dict[str, Any]] = []
-    for group in groups:
-        params = unwrapped(group["param_names"]).values()
-        if not saved_params.isdisjoint(params):
-            counterparts.append(group)
-    return counterparts
+    return [group for group in groups if not saved_params.isdisjoint(unwrapped(group["param_names"]).values())]
 
 
 def _old_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> dict[str, str | None]:
-    """Return the keys of the numbers that a saved group lacks, with the key under which each was saved, or None.
+    """Return the keys of a group that a saved group lacks, with the key under which it has the number instead, or None.
 
-    The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". A
-    number is not saved if its transform is new.
+    The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". The
+    number of a new transform was not saved.
 
     >>> _old_keys({"lr": 0.1, "inner.momentum.decay": 0.9, "scale.factor": 2.0}, {"lr": 0.1, "momentum.decay": 0.95})
     {'inner.momentum.decay': 'momentum.decay', 'scale.factor': None}
@@ -326,48 +317,39 @@ _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules", "schedul
 # ----------------------------------------------------------------------------------------------------------- the target
 
 
-class _SavedState(NamedTuple):
-    """The state in a checkpoint, by names without the prefixes of wrappers, such as "trace/up", and after renaming."""
+class _SavedLeaf(NamedTuple):
+    """A leaf of the state in a checkpoint."""
 
-    stored_name_of: dict[str, str]
-    """The names with the prefixes, as they are in the checkpoint: "trace/_orig_mod.up"."""
-    plain_name_of: dict[str, str]
-    """The names in the checkpoint without the prefixes, before renaming."""
-    specs: dict[str, Spec]
+    stored_name: str
+    """The name in the checkpoint, with the prefixes of wrappers: "trace/_orig_mod.up"."""
+    plain_name: str
+    """The name in the checkpoint without the prefixes, before renaming: "trace/up"."""
+    spec: Spec
 
-    @classmethod
-    def of(cls, index: Index, rename: Rename, where: str) -> _SavedState:
-        """Return the state in a checkpoint, without the parameters. Raise if ``rename`` has a mistake.
 
-        ``where`` is the path of the checkpoint.
-        """
-        plain_names_by_stored = plain_names(index.leaves)
-        new_name_of, mistakes = renamed_leaves(plain_names_by_stored, rename, section="")
-        if mistakes:
-            raise mismatch(where, mistakes, [ADVICE_ON_RENAMING])
-        stored_name_of: dict[str, str] = {}
-        plain_name_of: dict[str, str] = {}
-        specs: dict[str, Spec] = {}
-        for stored_name, name in new_name_of.items():
-            if in_section(name, PARAMS):
-                continue
-            stored_name_of[name] = stored_name
-            plain_name_of[name] = plain_names_by_stored[stored_name]
-            specs[name] = index.leaves[stored_name].spec
-        return cls(stored_name_of, plain_name_of, specs)
+def _saved_leaves(index: Index, rename: Rename, where: str) -> dict[str, _SavedLeaf]:
+    """Return the leaves of the state in a checkpoint, without the parameters, by their names after renaming.
 
-    def shapes(self) -> Shapes:
-        """Return the shape of each leaf."""
-        return {name: spec.shape for name, spec in self.specs.items()}
+    Raise if ``rename`` has a mistake. ``where`` is the path of the checkpoint.
+    """
+    plain_name_of = plain_names(index.leaves)
+    new_name_of, mistakes = renamed_leaves(plain_name_of, rename, section="")
+    if mistakes:
+        raise mismatch(where, mistakes, [ADVICE_ON_RENAMING])
+    saved: dict[str, _SavedLeaf] = {}
+    for stored_name, name in new_name_of.items():
+        if not in_section(name, PARAMS):
+            saved[name] = _SavedLeaf(stored_name, plain_name_of[stored_name], index.leaves[stored_name].spec)
+    return saved
 
 
 class ChangedTarget(Target):
     """The tree that `load_changed` fills. It takes what fits from a checkpoint, and `filled` returns the account."""
 
-    saved: _SavedState
-    """The state in the checkpoint. `match` sets this and ``sources``."""
+    saved: Mapping[str, _SavedLeaf]
+    """The leaves in the checkpoint by their names after renaming. `match` sets this and ``sources``."""
     sources: Sources
-    """The leaves of the saved state that are carried over."""
+    """The saved leaf from which each leaf of ``like`` comes."""
     compared_counts: dict[str, Tensor]
     """The step counts of the saved state of which several become one. They are read when `filled` is called."""
 
@@ -378,9 +360,9 @@ class ChangedTarget(Target):
         new, the result is ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``.
         """
         # 1. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
-        self.saved = _SavedState.of(index, self.rules.rename, self.where)
+        self.saved = _saved_leaves(index, self.rules.rename, self.where)
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
-        saved_shapes = self.saved.shapes()
+        saved_shapes = {name: leaf.spec.shape for name, leaf in self.saved.items()}
         self.sources = find_sources(shapes, saved_shapes)
         self._require_common_params(shapes, saved_shapes)
         self._require_common_leaves(shapes, saved_shapes, index)
@@ -388,7 +370,7 @@ class ChangedTarget(Target):
         # 2. The names as they are in the checkpoint, with the prefixes.
         stored_names: dict[str, str | None] = dict.fromkeys(self.like)  # None: new
         for name, source in self.sources.source_of.items():
-            stored_names[name] = self.saved.stored_name_of[source]
+            stored_names[name] = self.saved[source].stored_name
         return stored_names
 
     def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -400,12 +382,12 @@ class ChangedTarget(Target):
         """
         leaves, tensors_to_read = super().allocate(index)
         self.compared_counts = {}
-        for saved_counts in self.sources.equal_counts.values():  # the names of the saved counts that become one
-            for saved_count in saved_counts:
-                stored_name = self.saved.stored_name_of[saved_count]  # with the prefixes of wrappers
+        for count_names in self.sources.equal_counts.values():  # the saved counts that become one
+            for name in count_names:
+                stored_name, _, spec = self.saved[name]
                 if stored_name not in tensors_to_read:  # the tree does not have it
-                    tensors_to_read[stored_name] = torch.empty((), dtype=self.saved.specs[saved_count].dtype)
-                self.compared_counts[saved_count] = tensors_to_read[stored_name]
+                    tensors_to_read[stored_name] = torch.empty((), dtype=spec.dtype)
+                self.compared_counts[name] = tensors_to_read[stored_name]
         return leaves, tensors_to_read
 
     def filled(self, leaves: Mapping[str, Any]) -> Continuation:
@@ -424,7 +406,7 @@ class ChangedTarget(Target):
             if name not in self.sources.source_of:  # as `init` made it
                 new.append(name)
                 continue
-            source = self.saved.plain_name_of[self.sources.source_of[name]]  # the name before renaming
+            source = self.saved[self.sources.source_of[name]].plain_name  # the name before renaming
             if leaf.shape != self.like[name].shape:
                 filled_leaves[name] = self._grown(name, leaf)
                 grown[name] = source
@@ -432,8 +414,8 @@ class ChangedTarget(Target):
                 moved[name] = source
             else:
                 kept.append(name)
-        used = {self.saved.plain_name_of[source] for source in self.sources.source_of.values()}
-        dropped = sorted(set(self.saved.plain_name_of.values()) - used)
+        unused = self.saved.keys() - self.sources.source_of.values()
+        dropped = sorted(self.saved[name].plain_name for name in unused)
         return Continuation(super().filled(filled_leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
 
     def _grown(self, name: str, saved_rows: Any) -> Any:
@@ -511,7 +493,7 @@ class ChangedTarget(Target):
         for name, source in self.sources.source_of.items():
             leaf = self.like[name]
             shape = tuple(leaf.shape)
-            saved_spec = self.saved.specs[source]
+            saved_spec = self.saved[source].spec
             if not widens(saved_spec.dtype, leaf.dtype):
                 problems.append(narrowing(name, saved_spec.dtype, leaf.dtype))
                 narrowed_names.append(name)

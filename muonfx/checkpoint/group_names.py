@@ -33,17 +33,17 @@ def renamed_groups(
     new_param_of = _new_params(leaf_names, rename or {})
     new_params = set(new_param_of.values())
     params = _plain_params_of(groups)
-    plain_param_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
+    new_name_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
+    for saved_name, plain_name in new_name_of.items():
+        new_name = new_param_of.get(plain_name, plain_name)
+        # The state of a larger vocabulary may be renamed to a name that no parameter has, to start again. Then the
+        # parameter keeps its name, unless another one gets that.
+        is_renamed = new_name in params or plain_name in new_params
+        if is_renamed:
+            new_name_of[saved_name] = new_name
     renamed: list[Group] = []
     for saved_group in saved_groups:
-        param_names: list[str] = []
-        for saved_name in saved_group["param_names"]:
-            plain_param = plain_param_of[saved_name]
-            new_param = new_param_of.get(plain_param, plain_param)
-            # Its state may be renamed away, to start again under the old name, as for a larger vocabulary.
-            if new_param not in params and plain_param not in new_params:
-                new_param = plain_param
-            param_names.append(new_param)
+        param_names = [new_name_of[name] for name in saved_group["param_names"]]
         renamed.append({**saved_group, "param_names": param_names})
     return renamed
 
