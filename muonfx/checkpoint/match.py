@@ -128,7 +128,7 @@ def match(
     """
     # 1. The names of the stored leaves without prefixes of wrappers, and after the caller's renaming.
     new_name_of, mistakes = renamed_leaves(plain_names(index.leaves), rules.rename, section)
-    stored_name_of = _stored_names(new_name_of, section)
+    stored_name_of = {name: stored for stored, name in new_name_of.items() if _is_requested(name, section)}
     # 2. States that have other names because their transforms moved in the tree. Parameters have no transforms.
     moved: dict[str, str] = {}
     if section == "":
@@ -177,19 +177,6 @@ ADVICE_ON_RENAMING = (
 )
 
 
-def _stored_names(new_name_of: Mapping[str, str], section: str | None) -> dict[str, str]:
-    """Reverse a dict from name in the checkpoint to new name, and keep the new names of the section to load.
-
-    >>> _stored_names({"params/a": "params/b", "trace/a": "trace/b"}, "params")
-    {'params/b': 'params/a'}
-    """
-    stored_name_of: dict[str, str] = {}
-    for stored_name, new_name in new_name_of.items():
-        if _is_requested(new_name, section):
-            stored_name_of[new_name] = stored_name
-    return stored_name_of
-
-
 def _mistakes_in_new_names(new_name_of: Mapping[str, str], section: str | None) -> list[str]:
     """Return a text for two leaves of the section to load with one new name, and for a parameter that leaves "params".
 
@@ -228,12 +215,12 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
         return {}  # the usual case: no leaf has another name, at most some are missing or extra
     # From leaf name to name in the checkpoint, and for some step counts all counts that they could come from.
     source_of, equal_counts = find_sources(shapes, stored_shapes)
-    if equal_counts:  # several states become one, and their step counts may differ
-        return {}
     moved = {name: stored_name for name, stored_name in source_of.items() if name != stored_name}
-    if not moved.keys().isdisjoint(stored):  # a leaf that the checkpoint has would get the values of another one
+    # Several states become one, whose step counts may differ; or a leaf that is stored would get another one's values.
+    is_uncertain = bool(equal_counts) or not moved.keys().isdisjoint(stored)
+    if is_uncertain:
         return {}
-    return _moved_with_parameters(moved, shapes)
+    return _without_lone_counts(moved, shapes)
 
 
 def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -> Shapes:
@@ -251,8 +238,8 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
     return to_match
 
 
-def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
-    """Return the moved leaves without the step counts that no state of a parameter has moved with.
+def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
+    """Leave out the moved step counts whose move no state of a parameter has made.
 
     A step count alone does not show a move: the one with the closest name may be of another transform. The entry
     "new/adam/count" from "adam/count" stays if "new/adam/mu/w" comes from "adam/mu/w", which is the same move. If all
@@ -262,15 +249,11 @@ def _moved_with_parameters(moved: Mapping[str, str], shapes: Shapes) -> dict[str
         moved: the name in the checkpoint of each moved leaf.
         shapes: the shapes of all leaves of the state.
     """
-    has_only_scalars = all(shape == () for shape in shapes.values())
-    if has_only_scalars:
+    has_only_counts = all(shape == () for shape in shapes.values())
+    if has_only_counts:
         return dict(moved)
     move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
-    moves_of_parameters: set[_Move] = set()
-    for name, move in move_of.items():
-        is_step_count = shapes[name] == ()
-        if not is_step_count:
-            moves_of_parameters.add(move)
+    moves_of_parameters = {move for name, move in move_of.items() if shapes[name] != ()}
     return {name: stored_name for name, stored_name in moved.items() if move_of[name] in moves_of_parameters}
 
 
@@ -388,32 +371,28 @@ class _Comparison:
         a hash of its structure, and None if the state was saved, or is loaded, without its transform. ``self.moved``
         has the leaves that now have another name because their transform is elsewhere in the chain.
         """
-        if self.rules.allow_other_chain:
-            return _Differences()
         saved_fingerprint = self.index.fingerprint
         fingerprint = self.expected.fingerprint
         both_are_known = saved_fingerprint is not None and fingerprint is not None
         has_other_fingerprint = both_are_known and saved_fingerprint != fingerprint
-        if not has_other_fingerprint and not self.moved:
-            return _Differences()
-        problems: list[str] = []
-        advice: list[str] = []
-        if has_other_fingerprint:
-            # Each is a text such as "nesterov: not set in the checkpoint, False here".
-            structure = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
-            problems += [f"chain:     {difference}" for difference in structure]
-            advice.append(
-                "to continue the saved run: create the transform with the arguments in the checkpoint; "
-                "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
-            )
         # Moved leaves show that it is another chain, also without fingerprints. They add only advice here: `of_names`
         # reports them as missing and extra.
+        is_other_chain = has_other_fingerprint or bool(self.moved)
+        if self.rules.allow_other_chain or not is_other_chain:
+            return _Differences()
         to_allow = "if the state has the same meaning for this chain: allow_other_chain=True"
         if self.moved:
             to_allow += f", which loads {_moved_text(self.moved)}"
-        advice.append(to_allow)
-        advice.append(self.advice_to_load_changed())
-        return _Differences(problems, advice)
+        advice = [to_allow, self.advice_to_load_changed()]
+        if not has_other_fingerprint:
+            return _Differences([], advice)
+        # Each is a text such as "nesterov: not set in the checkpoint, False here".
+        structure = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
+        to_continue = (
+            "to continue the saved run: create the transform with the arguments in the checkpoint; "
+            "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
+        )
+        return _Differences([f"chain:     {difference}" for difference in structure], [to_continue, *advice])
 
     def useless_patterns(self, names: Collection[str]) -> _Differences:
         """Return the patterns of the caller that match none of the leaf names.
@@ -482,10 +461,11 @@ class _Comparison:
         """
         if self.section != PARAMS:
             return None
-        params = {name.removeprefix(f"{PARAMS}/") for name in missing}
+        missing_params = {name.removeprefix(f"{PARAMS}/") for name in missing}
         for stored_name in self.index.leaves:
-            section, _, param = stored_name.rpartition("/")
-            if param in params and section.split("/")[-1] == "model":
+            section, _, param = stored_name.rpartition("/")  # "model" and "w" of "model/w"
+            is_of_model = section.split("/")[-1] == "model"
+            if is_of_model and param in missing_params:
                 return section
         return None
 
@@ -509,14 +489,13 @@ class _Comparison:
     def of_objects(self) -> _Differences:
         """Compare the param groups and the scheduler of an optimizer, which the checkpoint or the caller may lack.
 
-        They are the values that are no tensors: ``{"param_groups", "scheduler"}`` are requested, or only the first.
+        ``self.objects`` are the names of those to load, ``{"param_groups", "scheduler"}`` or one of them.
         """
         if self.objects is None:  # `like` is no optimizer
             return _Differences()
         problems: list[str] = []
         advice: list[str] = []
-        stored_objects = self.index.objects
-        for name in _unmatched(self.objects, stored_objects, self.rules.allow_missing):
+        for name in _unmatched(self.objects, self.index.objects, self.rules.allow_missing):
             problems.append(f"missing:   {name!r} is not in the checkpoint")
             advice.append(
                 f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, not "
@@ -524,7 +503,7 @@ class _Comparison:
             )
         # A saved scheduler that is not loaded would be forgotten, so it is ignored only on request. Groups need no such
         # check: an optimizer always requests them, unless `allow_extra=` names them.
-        if SCHEDULER in stored_objects and _unmatched([SCHEDULER], self.objects, self.rules.allow_extra):
+        if SCHEDULER in _unmatched(self.index.objects, self.objects, self.rules.allow_extra):
             problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
             advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
         return _Differences(problems, advice)
