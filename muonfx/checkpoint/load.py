@@ -160,7 +160,7 @@ def _load_optimizer(
 ) -> PyTree:
     """Load a checkpoint into an optimizer and, if they are given, parameters and a scheduler; return its new state.
 
-    ``rules`` are the arguments of `Rules`.
+    ``rules`` are the arguments of `Rules`, such as ``{"allow_extra": ["scheduler"], ...}``.
     """
     # The values that are no tensors: ``allow_extra=["param_groups"]`` loads all but the groups.
     objects = {GROUPS}
@@ -174,11 +174,14 @@ def _load_optimizer(
     loaded_state, index = load_checkpoint(path, request, group)
     loaded_params: PyTree = None
     if params is not None:
-        loaded_params = _params_of_save(index.save_id, path, params, tx, rules, group)
+        # An entry of ``allow_missing`` or ``cast`` for the state would match no parameter, which is an error.
+        rules_of_params = {"allow_other_chain": True, "allow_extra": rules["allow_extra"], "rename": rules["rename"]}
+        params_request = LoadRequest(params, tx, rules_of_params, section=PARAMS)
+        loaded_params = _params_of_save(index.save_id, path, params_request, group)
     # 2. The optimizer first: it refuses groups of other parameters.
-    groups: list[dict[str, Any]] | None = None
-    if GROUPS in objects:
-        groups = index.objects.get(GROUPS)
+    groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
+    if GROUPS not in objects:  # the optimizer keeps its own
+        groups = None
     if groups is not None and rules["rename"]:
         groups = renamed_groups(groups, index.leaves, rules["rename"], optimizer.saved_groups())
     _set_state_and_groups(optimizer, loaded_state, groups, path)
@@ -202,16 +205,11 @@ def _set_state_and_groups(optimizer: Any, state: PyTree, groups: list[dict[str, 
         raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
 
 
-def _params_of_save(
-    save_id: str, path: StrPath, like: PyTree, tx: Transform, rules: Mapping[str, Any], group: ProcessGroup | None
-) -> PyTree:
+def _params_of_save(save_id: str, path: StrPath, request: LoadRequest, group: ProcessGroup | None) -> PyTree:
     """Read the parameters of a checkpoint whose state was read before. Raise if a save has replaced it since.
 
-    ``rules`` are the arguments of `Rules` for the state. ``allow_missing`` and ``cast`` are not used here: an entry
-    that is meant for the state would match no parameter, which is an error.
+    ``save_id`` is the id of the save that wrote the state; each save has another one.
     """
-    rules_of_params = {"allow_other_chain": True, "allow_extra": rules["allow_extra"], "rename": rules["rename"]}
-    request = LoadRequest(like, tx, rules_of_params, section=PARAMS)
     try:
         loaded, index = load_checkpoint(path, request, group)
     except MismatchError as error:
@@ -511,27 +509,22 @@ class Target:
         rules = Rules(**request.rules)
         like = request.like
         tx = request.tx
-        section = request.section
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):  # it has no tensors to convert, and no shards to refuse
             expected = like if tx is None else like.of_chain(tx)
             return cls(like.leaves, expected, rules, where, request)
         # Plain tensors that are parts of larger ones get their positions; `filled` converts the result back.
-        local_tx: Sharded | None = None
-        if isinstance(tx, Sharded) and (section == PARAMS or not is_global(like)):
-            local_tx = tx
-            like = _as_global(tx, like, section)
-        named = named_tensors(like, section)
-        chain = None if section == PARAMS else tx  # parameters do not depend on the chain
+        local_tx = request.local_tx()
+        if local_tx is not None:
+            like = _as_global(local_tx, like, request.section)
+        named = named_tensors(like, request.section)
+        chain = None if request.section == PARAMS else tx  # parameters do not depend on the chain
         expected = spec_of_named(named, like, chain)
-        leaves: dict[str, Any] = {}
-        for name, leaf in named.items():
-            if leaf is None:  # it has no values, so it is only in `expected`
-                continue
-            if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
+        leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
+        if is_alone:  # without a group, nothing makes sure that the other ranks read the same checkpoint
+            for name, leaf in leaves.items():
                 require_whole(name, leaf, "pass group=, such as group=torch.distributed.group.WORLD")
-            leaves[name] = leaf
         return cls(leaves, expected, rules, where, request, local_tx)
 
     def translated(self, index: Index) -> Index:
@@ -648,20 +641,13 @@ class Target:
     def _warn_of_numbers(self, index: Index) -> None:
         """Warn if the transform has other numbers than the one that wrote the checkpoint, such as another momentum.
 
-        The texts of the two chains are compared: "momentum(decay=0.9)" and "momentum(decay=0.95)". A chain is the code
-        that constructs the transform. Its fingerprint is a hash of its structure, without the numbers.
+        For example, the checkpoint has "momentum(decay=0.9)", and the code "momentum(decay=0.95)".
         """
-        expected = self.expected
-        is_same_structure = index.fingerprint is not None and index.fingerprint == expected.fingerprint
-        if not is_same_structure:  # `match` has reported it, or the caller has allowed it, or one is not known
+        numbers = _different_numbers(index, self.expected)
+        if not numbers:
             return
-        if index.chain == expected.chain:  # the usual case: the numbers are equal, too
-            return
-        differences = differences_of_chains(str(index.chain), str(expected.chain)).numbers
-        if not differences:
-            return  # only labels differ, which may be written with other names
         warn_caller(
-            f"{self.where}: the checkpoint was saved with other numbers: {'; '.join(differences[:10])}. The code's are "
+            f"{self.where}: the checkpoint was saved with other numbers: {'; '.join(numbers[:10])}. The code's are "
             "used: a checkpoint has no param_groups. If a torch scheduler has set them, restore the scheduler and the "
             "groups before loading"
         )
@@ -706,6 +692,19 @@ class Target:
         return copied
 
 
+def _different_numbers(index: Index, expected: StateSpec) -> list[str]:
+    """Return a text for each number that differs between the saved transform and the one that will use the state.
+
+    The result is empty if the transforms differ in more than numbers: then their fingerprints, hashes of their
+    structure without the numbers, are not equal. A text is "decay: 0.9 in the checkpoint, 0.95 here".
+    """
+    is_same_structure = index.fingerprint is not None and index.fingerprint == expected.fingerprint
+    # Usually the code is equal. It may then have no numbers that can be compared, as a lambda has none.
+    if not is_same_structure or index.chain == expected.chain:
+        return []
+    return differences_of_chains(str(index.chain), str(expected.chain)).numbers
+
+
 def _product_dtype(tx: Transform, name: str, saved_dtype: str, device: torch.device) -> str:
     """Return the dtype of the matrix products that the part ``name`` of a transform computes now, such as "bfloat16".
 
@@ -744,7 +743,7 @@ def _as_global(tx: Sharded, like: PyTree, section: str) -> PyTree:
     """
     if section == PARAMS:  # the layout of the transform defines which part of a parameter each rank holds
         return tx.layout.to_global(like)
-    return to_global(tx, like)  # on a rank without shards, this changes nothing
+    return to_global(tx, like)
 
 
 def _as_local(tx: Sharded, loaded: PyTree, section: str) -> PyTree:
@@ -774,3 +773,10 @@ class LoadRequest:
     """The scheduler to load."""
     target_class: type[Target] = Target
     """The tree to fill: a `Target`, or a subclass that takes what fits."""
+
+    def local_tx(self) -> Sharded | None:
+        """Return the sharded transform if ``like`` has plain tensors, which are parts on this rank; else None."""
+        if not isinstance(self.tx, Sharded):
+            return None
+        has_parts = self.section == PARAMS or not is_global(self.like)
+        return self.tx if has_parts else None
