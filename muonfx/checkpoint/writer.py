@@ -17,7 +17,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from io import FileIO
@@ -198,11 +198,12 @@ class Saver:
                 leaf = self.request.leaves[name]
                 entries.append(entry_of(name, box, leaf.spec.shape, leaf.shards[box]))
         nbytes = sum(entry.values.nbytes for entry in entries)
-        with draft.write_errors(), ExitStack() as stack:
-            report = None
-            if self.request.shows_progress and nbytes >= _MANY_BYTES:
-                report = stack.enter_context(reporting_bytes(f"saving {draft.path.name}", nbytes))
-            return draft.write(assignment.file, entries, report)
+        shows_progress = self.request.shows_progress and nbytes >= _MANY_BYTES
+        with draft.write_errors():
+            if not shows_progress:
+                return draft.write(assignment.file, entries)
+            with reporting_bytes(f"saving {draft.path.name}", nbytes) as report:
+                return draft.write(assignment.file, entries, report)
 
     @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
@@ -215,35 +216,36 @@ class Saver:
         files, leaves = merged(written, self.plan)
         with draft.write_errors():  # before this, readers find the previous checkpoint; after it, the new one
             draft.commit(replace(self.request.head, save_id=draft.save_id, files=files, leaves=leaves))
+        self._tidy(draft)
+        return [None] * self.ranks
+
+    def _tidy(self, draft: Draft) -> None:
+        """Remove obsolete files after a save. An error, such as a warning that is one, is raised on all ranks."""
         try:
             draft.tidy(self.request.keep)
-        except Exception as error:  # such as a warning that is an error
+        except Exception as error:
             if self.ranks == 1:
                 raise
-            # The other ranks raise it too, and must learn that the checkpoint is complete.
+            # The other ranks must learn that the checkpoint is complete.
             message = f"{draft.path} was written, but a later operation failed: {error!r}"
             raise WriteError(message, written=True) from error
-        return [None] * self.ranks
 
     def end(self, *, is_error_of_all: bool) -> Completion:
         """End the save after an error: remove this rank's files if no checkpoint can need them.
 
         Return whether the checkpoint is complete. Rank 0 completes it by the index, which names the files of all ranks.
         """
-        draft = self.draft
+        if self.draft is None:  # this rank has no files
+            return Completion.INCOMPLETE if self.rank == 0 else Completion.UNKNOWN
         if self.rank == 0:
-            if draft is None:  # it has not begun, so nothing was written
-                return Completion.INCOMPLETE
-            return draft.abandon()
+            return self.draft.abandon()
         # Another rank does not know what rank 0 has done. It can only look at the checkpoint that is at the path.
-        if draft is None:  # it has no files
-            return Completion.UNKNOWN
-        completion = draft.completion_at_path()
+        completion = self.draft.completion_at_path()
         if completion is Completion.COMPLETE:
             return completion
         # Without an error of its own, rank 0 may still write an index that names the files of this rank.
         if completion is Completion.INCOMPLETE and is_error_of_all:
-            draft.discard()
+            self.draft.discard()
         return Completion.UNKNOWN
 
 
