@@ -15,8 +15,8 @@ results of its write. The coordinator, rank 0, compares them before it writes th
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,7 +154,7 @@ class Writer(_InFolder, StorageWriter):
         require_valid(folder, tx=None, step=step, keep=keep)
         head = head_of(tx=None, leaves={}, step=step, extra=extra)
         self._request = SaveRequest(folder, head, keep=keep)
-        self._planned: list[WriteItem] = []
+        self._held_items: list[WriteItem] = []
         """The values that this rank holds, before the planner divides them among the ranks."""
 
     def __del__(self) -> None:
@@ -165,6 +165,15 @@ class Writer(_InFolder, StorageWriter):
         if self._draft is not None:
             self._draft.abandon()
             self._draft = None
+
+    @contextmanager
+    def _abandoning_after_error(self) -> Generator[None]:
+        """Remove the files of the save, on rank 0, if the ``with`` block raises an error or is interrupted."""
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another save; ``checkpoint_id`` is the path of its folder, or None for the path as before.
@@ -189,7 +198,7 @@ class Writer(_InFolder, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Keep the list of the values on this rank, and send the arguments of this writer to the coordinator."""
         _require_no_plan_caching(not plan.usable)
-        self._planned = plan.items
+        self._held_items = plan.items
         return replace(plan, storage_data=self._request.arguments())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -202,12 +211,8 @@ class Writer(_InFolder, StorageWriter):
         require_same([plan.storage_data for plan in plans], "save", "nothing was written")
         draft = Draft(self._request.path)
         self._draft = draft
-        try:
-            with draft.write_errors():
-                draft.begin()
-        except BaseException:
-            self._abandon()
-            raise
+        with self._abandoning_after_error(), draft.write_errors():
+            draft.begin()
         # In the results, `storage_data` has the file of each rank.
         plans_with_files: list[SavePlan] = []
         for rank, plan in enumerate(plans):
@@ -221,12 +226,9 @@ class Writer(_InFolder, StorageWriter):
 
         DCP sends the result, a `WriteResult` with a `_WrittenByRank`, to `finish` on the coordinator.
         """
-        try:
+        with self._abandoning_after_error():
             _require_no_plan_caching(getattr(planner, "_enable_plan_caching", False))
             written = self._write(plan, planner)
-        except BaseException:  # on rank 0, no file of this save stays
-            self._abandon()
-            raise
         nbytes = 0
         if written.shards.file is not None:
             nbytes = written.shards.file.nbytes
@@ -237,13 +239,13 @@ class Writer(_InFolder, StorageWriter):
         """Write the values of a plan, and compute checksums of all values on this rank.
 
         Args:
-            plan: the values that DCP has assigned to this rank. ``self._planned`` has all values on this rank; other
+            plan: the values that DCP has assigned to this rank. ``self._held_items`` has all values on this rank; other
                 ranks write some of them, of which only the checksums are computed. Rank 0 compares replicas by them.
             planner: returns the value of each item. One that a checkpoint cannot hold is an error before the write.
         """
         # An item describes a value. Its index has the key "model.fc.weight", and the offsets of a part of a tensor.
         items_to_write = {item.index: item for item in plan.items}
-        held_items = {item.index: item for item in self._planned} | items_to_write
+        held_items = {item.index: item for item in self._held_items} | items_to_write
         objects = _json_of_objects(held_items.values(), plan, planner)
         leaves: dict[str, ProposedLeaf] = {}
         entries_to_write: list[Entry] = []
@@ -280,13 +282,10 @@ class Writer(_InFolder, StorageWriter):
         assert draft is not None  # `prepare_global_plan` has created it
         # `write_data` has returned one result on each rank.
         written_by_rank = [results_of_rank[0].storage_data for results_of_rank in results]
-        try:
+        with self._abandoning_after_error():
             index = self._index_of(written_by_rank, draft.save_id)
             with draft.write_errors():
                 draft.commit(index)
-        except BaseException:
-            self._abandon()
-            raise
         self._draft = None  # the checkpoint is complete: its files must not be removed, whatever fails from here on
         draft.tidy(self._request.keep)
 
