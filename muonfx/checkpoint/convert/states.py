@@ -95,12 +95,9 @@ def filled(tx: Transform, params: PyTree, leaves: Mapping[str, Leaf], *, heavy_b
         unused_names.difference_update(names)
         problems += _fill_moments(part, path, leaves)
         if "count" in part._fields:
-            steps_of_params = {name: step_of[name] for name in names if name in step_of}
-            if not steps_of_params:  # a schedule has no parameters of its own, and counts the steps of all
-                steps_of_params = step_of
-            problem = _fill_count(part.count, f"{path}count", steps_of_params, step)
-            if problem is not None:
-                problems.append(problem)
+            # A schedule has no parameters of its own, and counts the steps of all.
+            steps_of_params = {name: step_of[name] for name in names if name in step_of} or step_of
+            problems += _fill_count(part.count, f"{path}count", steps_of_params, step)
     for name in unused_names:
         problems.append(f"{name!r} has a {leaves[name].kind} state that the transform does not keep")
     if problems:
@@ -117,20 +114,19 @@ def _mistakes_of_step(step: int | None, step_of: Mapping[str, int]) -> list[str]
     return [f"step: found {step}, but the source counts {min(counts)} steps; leave step= out"]
 
 
-def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> str | None:
+def _fill_count(count: Tensor, path: str, step_of: Mapping[str, int], step: int | None) -> list[str]:
     """Set the step count of a transform to the count of its parameters in the source, or else to ``step``.
 
     ``step_of`` has the count of each parameter, such as ``{"fc.weight": 100, "fc.bias": 100}``, from which the step
-    count is 100. Return a text if the step count is not known, and None if it was set.
+    count is 100. Return a text if the step count is not known, and no text if it was set.
     """
     counts = set(step_of.values())
     if len(counts) == 1:
-        count.fill_(counts.pop())
-        return None
-    if step is not None:
-        count.fill_(step)
-        return None
-    return _problem_of_counts(path, step_of)
+        step = counts.pop()
+    if step is None:
+        return [_problem_of_counts(path, step_of)]
+    count.fill_(step)
+    return []
 
 
 def _problem_of_counts(path: str, step_of: Mapping[str, int]) -> str:
@@ -207,15 +203,15 @@ def _require_heavy_ball(tx: Transform, heavy_ball: bool) -> None:
     A sum (``heavy_ball=True``) is larger than an average by a factor of 1 / (1 - decay), 10 for a decay of 0.9. In
     the other form, the gradients so far would count ten times too much or too little against new ones.
     """
+    difference = "sums gradients, expected an average"
+    advice = f"use the chain of convert.recipe, or one with momentum(heavy_ball={heavy_ball})"
+    if heavy_ball:
+        difference = "averages gradients, expected a sum"
+        advice += ", which muonfx.Muon and muon_with_adamw do not have"
     for part in within(tx):
-        part_heavy_ball = part.arguments.get("heavy_ball", heavy_ball)  # a transform without momentum has none
-        if part_heavy_ball == heavy_ball:
-            continue
-        advice = f"use the chain of convert.recipe, or one with momentum(heavy_ball={heavy_ball})"
-        if heavy_ball:
-            advice += ", which muonfx.Muon and muon_with_adamw do not have"
-            raise ValueError(f"{part!r} averages gradients, expected a sum as in the source: {advice}")
-        raise ValueError(f"{part!r} sums gradients, expected an average as in the source: {advice}")
+        is_momentum = "heavy_ball" in part.arguments
+        if is_momentum and part.arguments["heavy_ball"] != heavy_ball:
+            raise ValueError(f"{part!r} {difference} as in the source: {advice}")
 
 
 def gathered(state: PyTree) -> dict[str, Leaf]:
@@ -225,13 +221,18 @@ def gathered(state: PyTree) -> dict[str, Leaf]:
     """
     leaves: dict[str, Leaf] = {}
     for path, part in _states_in(state):
-        moments_of: dict[str, list[Tensor]] = {}  # by parameter name: the first moment, and the second if there is one
-        for moments in _moments_of(part, path).values():
-            for name, moment in tree.named_leaves(moments):
-                if moment is not None:
-                    moments_of.setdefault(name, []).append(moment.clone())
-        # A schedule has a count and no moments, so it adds no leaves.
         step = int(part.count) if "count" in part._fields else None
-        for name, copies in moments_of.items():
-            leaves[name] = Leaf(_KINDS[type(part)], copies, step)
+        moments_of = _moments_by_parameter(_moments_of(part, path))
+        for name, moments in moments_of.items():  # none for a schedule, which has only a count
+            leaves[name] = Leaf(_KINDS[type(part)], moments, step)
     return leaves
+
+
+def _moments_by_parameter(moments: Mapping[str, PyTree]) -> dict[str, list[Tensor]]:
+    """Return copies of the moments by parameter: ``{"w": [mu, nu]}`` for ``{"mu": {"w": mu}, "nu": {"w": nu}}``."""
+    copies: dict[str, list[Tensor]] = {}
+    for params in moments.values():
+        for name, moment in tree.named_leaves(params):
+            if moment is not None:
+                copies.setdefault(name, []).append(moment.clone())
+    return copies
