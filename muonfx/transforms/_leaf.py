@@ -35,18 +35,10 @@ class Operation(NamedTuple):
     """The numbers of the values that it reads; a value has its position in the record as its number."""
     scalars: Sequence[object]
     """The other arguments, such as 0.9."""
-    overwrites: int | None
-    """Which of its operands the function overwrites if it is called with ``reuse=True``, by the position in
-    ``operands``. None for a torch function that is called for each leaf."""
-
-
-def is_for_each(operation: Operation) -> bool:
-    """Return True for a torch function that is called for each leaf.
-
-    Its results may be views of its operands and have any shape and dtype. All other functions return new tensors in the
-    shapes of the leaves, or overwrite an operand.
-    """
-    return operation.overwrites is None  # not a property: torch 2.10 traces none of a NamedTuple
+    is_for_each: bool
+    """True for a torch function that is called for each leaf. Its results may be views of its operands and have any
+    shape and dtype. Any other function returns new tensors in the shapes of the leaves; with ``reuse=True``, it
+    overwrites its first operand."""
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
@@ -85,6 +77,11 @@ def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Scalar) -> Tensor:
     return torch.addcmul(x, y, z, value=value)
 
 
+def _divided_by(ys: list[Tensor], xs: list[Tensor], *, reuse: bool) -> list[Tensor]:
+    """Return ``x / y`` for corresponding tensors. The divisors are first, as the list that ``reuse`` overwrites."""
+    return ew.div(xs, ys, reuse=reuse)
+
+
 def _refuse(*_: object) -> NoReturn:
     raise TypeError(
         "leafwise: a step runs for all leaves at once, so a leaf has no truth value, index, length, matrix product or "
@@ -115,9 +112,8 @@ class Leaf:
 
     def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
         self.record = record
-        self.index = len(record)
+        self.index = len(record) - 1  # `new_leaf` has appended the operation
         self.operation = operation  # None for an operand of the step
-        record.append(operation)
 
     @classmethod
     def __torch_function__(
@@ -174,7 +170,7 @@ class Leaf:
     def div(self, other: Operand, *, rounding_mode: str | None = None) -> Leaf:
         """Return ``self / other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf) and rounding_mode is None:
-            return _record_on_lists(ew.div, operator.truediv, (self, other), overwrites=1)
+            return _record_on_lists(_divided_by, lambda y, x: x / y, (other, self))
         return record_for_each(torch.div, self, other, rounding_mode=rounding_mode)
 
     def lerp(self, end: Operand, weight: Operand) -> Leaf:
@@ -242,7 +238,6 @@ def _record_on_lists(
     for_one_leaf: Callable[..., Tensor],
     operands: Sequence[Leaf],
     scalars: Sequence[object] = (),
-    overwrites: int = 0,
 ) -> Leaf:
     """Record an operation of a step, such as ``u + m``, that can run as one call on all leaves. Return a placeholder.
 
@@ -251,19 +246,27 @@ def _record_on_lists(
     ``u2 + m2``.
 
     Args:
-        function: a function of lists of tensors, such as ``ew.add``.
+        function: a function of lists of tensors, such as ``ew.add``, which may overwrite the first list.
         for_one_leaf: the same function of single tensors, such as ``operator.add``.
         operands: the placeholders, which ``function`` receives as lists of tensors.
         scalars: further arguments of both functions, such as 0.9.
-        overwrites: which of the operands ``function`` may overwrite, by its position in ``operands``.
     """
     # Functions of lists require operands with the shapes of the leaves, and scalars that are real numbers.
     can_run_on_lists = all(map(has_shape_of_leaf, operands)) and all(map(_is_number, scalars))
     if not can_run_on_lists:
         return record_for_each(for_one_leaf, *operands, *scalars)
     indices = [operand.index for operand in operands]  # the operation refers to values by their index in the record
-    operation = Operation(function, indices, scalars, overwrites)
-    return Leaf(operands[0].record, operation)  # appends the operation to the record
+    operation = Operation(function, indices, scalars, is_for_each=False)
+    return new_leaf(operands[0].record, operation)
+
+
+def new_leaf(record: list[Operation | None], operation: Operation | None = None) -> Leaf:
+    """Append a value to the record of a step, and return its placeholder.
+
+    The value is the result of an operation, or an operand of the step if ``operation`` is None.
+    """
+    record.append(operation)
+    return Leaf(record, operation)
 
 
 def has_shape_of_leaf(value: Leaf) -> bool:
@@ -272,7 +275,7 @@ def has_shape_of_leaf(value: Leaf) -> bool:
     It may have any shape, and its dtype may be complex. All other values have the shapes of the leaves.
     """
     operation = value.operation  # the one that computes the value; None for an operand of the step
-    return operation is None or not is_for_each(operation)
+    return operation is None or not operation.is_for_each
 
 
 def _is_number(value: object) -> bool:
@@ -284,7 +287,7 @@ def _is_number(value: object) -> bool:
 
 def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Leaf) -> Leaf:
     """Record one call of a function on the list of all leaves' tensors, whose results may have any shape and dtype."""
-    return Leaf(operand.record, Operation(function, [operand.index], (), None))
+    return new_leaf(operand.record, Operation(function, [operand.index], (), is_for_each=True))
 
 
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
@@ -306,8 +309,8 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
     # Later, `call` receives a list with the tensors of all leaves for each placeholder.
     call = functools.partial(_call_for_each, function, treedef, flat_args, positions)
     indices = [operand.index for operand in operands]
-    operation = Operation(call, indices, flat_args, overwrites=None)
-    return Leaf(operands[0].record, operation)  # appends the operation to the record
+    operation = Operation(call, indices, flat_args, is_for_each=True)
+    return new_leaf(operands[0].record, operation)
 
 
 def _call_for_each(

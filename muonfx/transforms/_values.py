@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muonfx.transforms._leaf import Leaf, Operation, Plan, has_shape_of_leaf, is_for_each
+from muonfx.transforms._leaf import Leaf, Operation, Plan, has_shape_of_leaf
 from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 
@@ -31,7 +31,7 @@ class Values:
         self._may_write: dict[int, bool] = {}
         """For each value, True if nothing else needs its storage, so that it may be overwritten after its last use."""
         self._remaining_uses: dict[int, int] = {}
-        """For each value, how many operations and outputs still read it."""
+        """For each value, how many operations and outputs still read it; empty before `run`, when nothing is known."""
         self._dtypes: torch.dtype | list[torch.dtype] | None = None
         """The compute dtype of each leaf, or one dtype for all; None until it is needed."""
 
@@ -40,23 +40,19 @@ class Values:
         self._may_write[len(self.operands)] = may_write
         self.operands.append(tensors)
 
-    def run(self, plan: Plan, *, overwrite: bool) -> None:
+    def run(self, plan: Plan) -> None:
         """Run the operations of a plan, each on the lists of all leaves, and store their results.
 
         For two leaves, the plan of ``s.trace * 0.9 + u`` calls ``mul([m1, m2], 0.9)`` and then ``add`` on the two lists
-        of results and updates. With ``overwrite``, a result may take the storage of an operand after its last use. A
-        result that nothing reads any more is then freed.
+        of results and updates. A result may take the storage of an operand after its last use. A result that nothing
+        reads any more is freed.
         """
         self._remaining_uses = dict(enumerate(plan.uses))  # {number of a value: how many will still read it}
         with ew.unrecorded(*self.operands, plan.scalars):  # autograd records nothing, unless it must
             for index, operation in plan.operations:
                 if index not in self._computed:  # else a sum over leaves has needed it already
-                    self._computed[index] = self._compute(operation, overwrite=overwrite)
-                    # A torch function that is called for each leaf may return a view of an operand.
-                    has_own_storage = not is_for_each(operation)
-                    self._may_write[index] = has_own_storage
-                if overwrite:
-                    self._count_uses(operation.operands)
+                    self._compute(index, operation)
+                self._count_uses(operation.operands)
 
     def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
         """Return the function ``sum_over_leaves`` that a step of `leafwise` receives.
@@ -71,9 +67,13 @@ class Values:
         def sum_of(leaf: Leaf) -> Tensor:
             """Run the operations that the placeholder needs, such as ``u * u`` and ``sum``, and return the sum."""
             _require_one_shape(leaf)
-            # The step is still running: only the operations that this placeholder needs are computed.
+            # The step is still running: only the operations that this placeholder needs are computed. They overwrite
+            # nothing, since the rest of the step may read every value.
             plan = Plan.of(leaf.record, [leaf])
-            self.run(plan, overwrite=False)  # the rest of the step may read every value
+            with ew.unrecorded(*self.operands, plan.scalars):
+                for index, operation in plan.operations:
+                    if index not in self._computed:
+                        self._compute(index, operation)
             value_of_each_leaf = self.read(leaf.index)
             return sum_over_leaves(self.present.fill(value_of_each_leaf))
 
@@ -100,23 +100,28 @@ class Values:
             return False
         return all(map(is_not, self._computed[operand], self.operands[operand]))
 
-    def _compute(self, operation: Operation, *, overwrite: bool) -> list[Tensor]:
-        """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; return its results.
+    def _compute(self, index: int, operation: Operation) -> None:
+        """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; store its results.
 
-        With ``overwrite``, the results take the storage of an operand that nothing else needs: the storage of ``[u1,
-        u2]``, if no later operation reads the updates, and the caller permits it.
+        ``index`` is the number of the result. It takes the storage of the first operand, here ``[u1, u2]``, if no later
+        operation reads this operand and the caller permits it.
         """
-        lists = [self.read(index) for index in operation.operands]
-        if operation.overwrites is None:  # a torch function that is called for each leaf
-            for index in operation.operands:
-                self._may_write[index] = False  # the result may be a view of it
-            return operation.function(*lists)
-        target = operation.operands[operation.overwrites]  # the operand that the function can overwrite
-        is_last_use = self._remaining_uses[target] == 1  # this one, which has not been counted yet
-        reuse = overwrite and is_last_use and self._may_write[target]
+        lists = [self.read(operand) for operand in operation.operands]
+        if operation.is_for_each:
+            self._computed[index] = operation.function(*lists)
+            for number in (index, *operation.operands):
+                self._may_write[number] = False  # the result may be a view of an operand
+            return
+        first = operation.operands[0]
+        reuse = self._is_free_after_this_use(first)
+        self._computed[index] = operation.function(*lists, *operation.scalars, reuse=reuse)
         if reuse:
-            self._may_write[target] = False  # its storage becomes the result's
-        return operation.function(*lists, *operation.scalars, reuse=reuse)
+            self._may_write[first] = False  # its storage is the result's now
+        self._may_write[index] = True
+
+    def _is_free_after_this_use(self, index: int) -> bool:
+        """Return True if nothing needs the storage of a value after the next operation, which has not been counted."""
+        return self._may_write[index] and self._remaining_uses.get(index) == 1
 
     def _count_uses(self, operands: Sequence[int]) -> None:
         """Count one use of each of these values, and forget results that nothing reads any more."""

@@ -31,7 +31,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
-from muonfx.transforms._leaf import Leaf, Operation, Plan
+from muonfx.transforms._leaf import Leaf, Operation, Plan, new_leaf
 from muonfx.transforms._values import Values
 from muonfx.tree import Present, PyTree, Structure, device_of
 from muonfx.tree import elementwise as ew
@@ -541,7 +541,7 @@ class _Formula:
         new_update, *state_outputs = recorded.outputs
 
         # 3. Run each operation of the plan once, on lists with the tensors of all leaves.
-        values.run(recorded.plan, overwrite=True)
+        values.run(recorded.plan)
 
         # 4. Build the new trees.
         values.keep_returned(recorded.operands, recorded.outputs)
@@ -609,20 +609,19 @@ class _Formula:
         A placeholder (`Leaf`) takes the place of one tensor for each leaf: the update, a tree of the state such as
         ``trace``, the parameter. A number that all leaves share, such as a step count, is passed as its 0-d tensor.
         """
-        # Each placeholder appends itself to the record, and so does each result of an operation on placeholders. So the
-        # order of the lines below numbers the values: the update is 0, then the trees of the state follow, and the
-        # parameter is the last.
+        # The values have numbers in the order in which they are appended to the record: the update is 0, then the trees
+        # of the state follow, then the parameter, and then the results of operations on these.
         record: list[Operation | None] = []
-        update = Leaf(record)
+        update = new_leaf(record)
         state_operands: list[Any] = []
         for store, old_tree in zip(self._stores, old_trees, strict=True):
             if isinstance(store, SharedNumber):
                 state_operands.append(old_tree)
             else:
-                state_operands.append(Leaf(record))
+                state_operands.append(new_leaf(record))
         step_args = [update, tree.unflatten(containers, state_operands)]
         if self._reads_params:
-            step_args.append(Leaf(record))
+            step_args.append(new_leaf(record))
 
         new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
         if not isinstance(new_update, Leaf):  # such as a tensor or 0.0, which does not depend on the update
