@@ -170,49 +170,47 @@ class AttentionHeads:
 
         positions = torch.full((size,), unchanged, device=device)  # first of all, no row changes
         if "query" in roles:
-            # A view of the positions with a row for each head, into which `_fill_rows` writes.
-            query_blocks = self._blocks(name, positions, 0, self.heads, [self.query_dims, self.rotary_dims])
+            query_blocks = self._query_blocks(name, positions)  # a view, into which `_fill_rows` writes
             _fill_rows(query_blocks, self.query_dims, first_factor=0)
             # Afterwards, because the rotary rows are a part of the rows above if ``query_dims`` is None.
             if self.rotary_dims is not None:
                 _fill_rows(query_blocks, self.rotary_dims, first_factor=first_rotary)
         if "key" in roles:
-            key_blocks = self._blocks(name, positions, self.heads, self.keys, [self.key_dims])
+            key_blocks = self._key_blocks(name, positions)
             _fill_rows(key_blocks, self.key_dims, first_factor=first_key)
         return positions
 
-    def _blocks(self, name: str, rows: Tensor, first: int, heads: int, spans: list[Span | None]) -> Tensor:
-        """Return the part of a vector that belongs to some heads, as a view of shape (heads, rows of a head).
+    def _query_blocks(self, name: str, rows: Tensor) -> Tensor:
+        """Return the items of a vector for the rows of queries, as a view of shape (heads, rows of a head).
 
-        The vector has an item for each row of a weight. In a fused weight with 2 query heads and 1 key head, these rows
-        are equal blocks for q0, q1, k0 and v0. The view of the keys contains k0 only: ``first`` is 2, ``heads`` is 1.
-
-        Args:
-            name: the name of the weight, for errors.
-            rows: the vector, which a write into the view changes.
-            first: in a fused weight, the number of heads in front of these.
-            heads: the number of these heads: of all queries, or of all keys.
-            spans: the declared ranges of rows within the block of a head.
-
-        Raises:
-            ValueError: the rows are not equal blocks, one for each head, that contain the declared ranges of rows.
+        The vector ``rows`` has an item for each row of the weight ``name``. In one weight for all, these rows are equal
+        blocks: with 2 query heads and 1 key head, they are q0, q1, k0 and v0.
         """
-        is_one_weight = self.query == self.key
-        has_ranges = spans[0] is not None  # then each block of one weight holds the query and the key of a head
-        has_separate_blocks = is_one_weight and not has_ranges  # q0, q1, k0, v0
-        number_of_blocks = heads
-        if has_separate_blocks:
-            number_of_blocks = self.heads + self.keys + self.keys  # of queries, of keys, and as many of values
-        block_size = len(rows) // number_of_blocks  # not divmod, which a tracer cannot apply to a symbolic size
-        if len(rows) % number_of_blocks:
+        spans = [self.query_dims, self.rotary_dims]
+        if self.query == self.key and self.query_dims is None:  # q0, q1, k0, v0
+            return self._blocks(name, rows, self.heads + 2 * self.keys, spans)[: self.heads]
+        return self._blocks(name, rows, self.heads, spans)
+
+    def _key_blocks(self, name: str, rows: Tensor) -> Tensor:
+        """Return the items of a vector for the rows of keys, as `_query_blocks` does for queries."""
+        spans = [self.key_dims]
+        if self.query == self.key and self.key_dims is None:  # q0, q1, k0, v0
+            return self._blocks(name, rows, self.heads + 2 * self.keys, spans)[self.heads : self.heads + self.keys]
+        return self._blocks(name, rows, self.keys, spans)
+
+    def _blocks(self, name: str, rows: Tensor, number: int, spans: list[Span | None]) -> Tensor:
+        """Return a vector as a view of shape (number of blocks, rows of a block).
+
+        The vector ``rows`` has an item for each row of the weight ``name``. Raise ValueError unless its rows are equal
+        blocks that contain the ranges ``spans``, such as (0, 64).
+        """
+        block_size = len(rows) // number  # not divmod, which a tracer cannot apply to a symbolic size
+        if len(rows) % number:
             raise self._unequal_blocks(name, len(rows))
         for span in spans:
-            if span is not None and span[1] > block_size:  # a range of rows must end within a block
+            if span is not None and span[1] > block_size:  # it does not end within a block
                 raise self._unequal_blocks(name, len(rows))
-        blocks = rows.view(number_of_blocks, block_size)
-        if has_separate_blocks:
-            blocks = blocks[first : first + heads]
-        return blocks
+        return rows.view(number, block_size)
 
     def _unequal_blocks(self, name: str, size: int) -> ValueError:
         """Return an error for a weight whose rows are not equal blocks for the heads, or whose blocks are too small."""
