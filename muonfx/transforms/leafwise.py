@@ -549,10 +549,7 @@ class _Formula:
         for store, operand, output, old_tree in zip(
             self._stores, state_operands, state_outputs, old_trees, strict=True
         ):
-            if isinstance(store, SharedNumber):
-                new_trees.append(store.write(output, old_tree))
-            else:
-                new_trees.append(self._new_tree(store, operand, output, old_tree, values, donate))
+            new_trees.append(self._new_tree(store, operand, output, old_tree, values, donate))
         new_updates = self._new_updates(update, new_update, updates, values)
         return new_updates, tree.unflatten(containers, new_trees)
 
@@ -665,20 +662,27 @@ class _Formula:
             )
 
     def _new_tree(
-        self, store: SlotTrees, operand: Leaf, output: Leaf, old_tree: PyTree, values: Values, donate: Donation
+        self,
+        store: SlotTrees | SharedNumber,
+        operand: Any,
+        output: Any,
+        old_tree: PyTree,
+        values: Values,
+        donate: Donation,
     ) -> PyTree:
-        """Return the new tree for one of the state, such as ``trace`` of `momentum`, after the operations have run.
+        """Return the new value for one item of the state, such as ``trace`` of `momentum`, after the operations ran.
 
         Args:
             store: writes the tensors into a tree, in the dtype of the state.
-            operand: the placeholder of the old tree, such as ``s.trace``.
-            output: the placeholder that the step returned in its place.
-            old_tree: the old tree.
+            operand: the placeholder of the old tree, such as ``s.trace``, or a number that all leaves share.
+            output: what the step returned in its place.
+            old_tree: the old tree, or the old number.
             values: the tensors of all placeholders.
             donate: whether the old tree may be overwritten.
         """
-        is_unchanged = output.index == operand.index
-        if is_unchanged:
+        if isinstance(store, SharedNumber):
+            return store.write(output, old_tree)
+        if output.index == operand.index:  # the step returned the tree unchanged
             return old_tree
         values.check(operand, output, f"{self._name}: the step returns a state")  # its shapes
         new_tensors = values.take(output.index)

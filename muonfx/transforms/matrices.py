@@ -135,14 +135,12 @@ class MatrixView:
             return self
         if isinstance(more, str):
             more = {"*": more}  # for all names
-        # The first glob that matches a name applies. So the patterns of this view are first in the dict, and
-        # `setdefault` keeps its pattern if both have the same glob.
         patterns = dict(self.pattern or {})
-        for glob, text in more.items():
-            patterns.setdefault(glob, text)
-        view = MatrixView(patterns)
-        new_globs = patterns.keys() - (self.pattern or {}).keys()
-        object.__setattr__(view, "optional_globs", self.optional_globs | new_globs)
+        # The first glob that matches a name applies, so the patterns of this view come first. It also comes last here,
+        # so that its pattern is kept if both have the same glob.
+        view = MatrixView({**patterns, **more, **patterns})
+        new_globs = more.keys() - patterns.keys()
+        object.__setattr__(view, "optional_globs", self.optional_globs | new_globs)  # the class is frozen
         return view
 
 

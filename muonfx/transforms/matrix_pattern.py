@@ -277,16 +277,12 @@ class Pattern:
         Raises:
             ValueError: the shape does not fit the pattern.
         """
-        # 1. Give each dim of the tensor its dim of the pattern, so that both have the same number of dims.
-        # Name the dims that ``...`` includes "dim_0", "dim_1" and so on. With too few dims, the number is negative,
-        # there are no names, and the check below raises an error.
-        number_of_dot_dims = len(shape) - (len(self.dims) - 1)
-        dot_names = [f"dim_{index}" for index in range(number_of_dot_dims)]
-        dot_dims: list[Dim] = [((Part(name),),) for name in dot_names]  # each a tuple of one axis, a tuple of one part
+        # 1. Replace ``...`` by as many dims, "dim_0", "dim_1" and so on, as the other dims of the pattern leave.
+        dot_names = [f"dim_{index}" for index in range(len(shape) - len(self.dims) + 1)]
         dims: list[Dim] = []
         for dim in self.dims:
             if _names_of_dim(dim) == [_DOTS]:
-                dims += dot_dims
+                dims += [_dim(name) for name in dot_names]
             else:
                 dims.append(dim)
         if len(dims) != len(shape):

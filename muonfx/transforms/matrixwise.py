@@ -337,11 +337,8 @@ def _on_stacks(
     ``constructor`` is the decorated function, ``tx`` a transform that it has created, and ``shapes`` the shape of each
     parameter by name.
     """
-    state, _ = constructor(**arguments_at(tx, 0))
-    has_matrix_state = False
-    for slot in tree.leaves(state):
-        if isinstance(slot, MatrixSlot):
-            has_matrix_state = True
+    state, _ = constructor(**arguments_at(tx, 0))  # a schedule, such as a decay, is the number of step 0
+    has_matrix_state = any(isinstance(slot, MatrixSlot) for slot in tree.leaves(state))
     # A matrix state of a stack of stacks has more dims than the state of a stack, so only plain stacks qualify.
     return on_stacks(tx, shapes, only_matrices=has_matrix_state)
 
