@@ -55,12 +55,16 @@ def ema_nesterov(decay: ScalarOrSchedule = 0.99, lookahead: ScalarOrSchedule = 0
     checks.state_dtype("dtype", dtype)
 
     def step(u: Leaf, s: EmaNesterovState):
-        """Return the step of the parameters. The names are as in the docstring of `ema_nesterov`."""
-        # theta_t+1 - theta_t = y_t + u - theta_t = u + beta_t m_t
+        """Return the step of the parameters ``y = theta + beta m``, and the new m and beta.
+
+        Here theta is the iterate, m its average motion (``average``), and beta the factor ``lookahead``, which may
+        change with the step. The new iterate is ``y + u``.
+        """
+        # motion = new theta - theta = y + u - theta = u + beta m
         motion = u.add(s.average, alpha=s.lookahead)
-        # m_t+1 = gamma m_t + (1 - gamma) (theta_t+1 - theta_t)
+        # new m = decay m + (1 - decay) motion
         average = s.average.lerp(motion, 1.0 - decay)
-        # y_t+1 - y_t = theta_t+1 + beta_t+1 m_t+1 - y_t = u + beta_t+1 m_t+1
+        # new y - y = (y + u + new beta * new m) - y = u + new beta * new m
         new_lookahead = ew.new_number(lookahead, s.lookahead.device)
         step_of_y = u.add(average, alpha=new_lookahead)
         new_state = EmaNesterovState(lookahead=new_lookahead, average=average)

@@ -104,35 +104,32 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
     usual size of a row is ``sqrt(v) + eps``, where v is the running average of its mean square. Return the new
     matrix and the new averages v, of shape (..., rows, 1).
     """
-    # The mean square of each row. Squares of u times an exact power of two neither overflow nor underflow. The division
-    # by its square is in two steps, because the square itself may overflow.
     power = unit_power(u)
-    small_square = (u * power).square()
-    small_mean_square = small_square.mean(dim=-1, keepdim=True)
-    mean_square = small_mean_square / power / power
-    largest = torch.finfo(u.dtype).max
-    mean_square = mean_square.clamp(max=largest)
-
-    # v = decay v + (1 - decay) mean_square,  u / (sqrt(v) + eps). A row that has always been zero stays zero. A divisor
-    # of NaN is not equal to 0, so that it stays visible.
-    v = running_average(old_v, mean_square, decay)
+    squares = (u * power).square()  # of u times an exact power of two, so that they neither overflow nor underflow
+    # v = decay v + (1 - decay) mean(u^2)
+    v = running_average(old_v, _mean_square_of_rows(squares, power), decay)
+    # u / (sqrt(v) + eps). A row that has always been zero stays zero. A divisor of NaN is not 0, so it stays visible.
     divisor = ew.safe_sqrt(v) + eps
     normalized = divide_unless(divisor == 0, u, divisor, otherwise=0.0)
-
-    # Scale the matrix to the norm of u.
-    squared_norm = small_square.sum(dim=(-2, -1), keepdim=True)  # of u times the power
-    new_u = _with_norm(normalized, squared_norm, power)
-    return new_u, v
+    # The same, times norm(u) / norm(normalized).
+    return _with_norm(normalized, squares, power), v
 
 
-def _with_norm(x: Tensor, squared_norm: Tensor, power: Tensor) -> Tensor:
+def _mean_square_of_rows(squares: Tensor, power: Tensor) -> Tensor:
+    """Return the mean square of each row of u, from the squares of ``u * power``; at most the largest finite number."""
+    mean_square = squares.mean(dim=-1, keepdim=True) / power / power  # twice, because the square of power may overflow
+    return mean_square.clamp(max=torch.finfo(squares.dtype).max)
+
+
+def _with_norm(x: Tensor, squares: Tensor, power: Tensor) -> Tensor:
     """Scale each matrix of x to the Frobenius norm of another matrix u: return ``x * norm(u) / norm(x)``.
 
     Args:
         x: the matrices. A matrix of zeros is returned as it is.
-        squared_norm: the squared norm of ``u * power``.
+        squares: the squares of ``u * power``.
         power: a power of two, by which u was multiplied so that no square overflows.
     """
+    squared_norm = squares.sum(dim=(-2, -1), keepdim=True)
     small_x = x * unit_power(x)  # by a power of two too, which cancels in the quotient
     squared_norm_of_x = small_x.square().sum(dim=(-2, -1), keepdim=True)
     is_zero = (squared_norm_of_x == 0) | (squared_norm == 0)
