@@ -231,28 +231,31 @@ def check_roles(owner: str, numbers: Mapping[str, object], labels: object, numbe
     """
     numbers_by_role = _numbers_by_role(numbers)
     used_labels = _used_labels(labels)
-    if not numbers_by_role:  # one number for all parameters of AdamW
-        _require_muon_and_adamw(owner, used_labels, next(iter(numbers)))
-        return
-    roles = _roles_of_adamw(owner, used_labels, numbers_by_role)
+    if numbers_by_role:
+        _check_numbers_by_role(owner, numbers_by_role, used_labels, number)
+    else:  # one number for all parameters of AdamW
+        first_argument, *_ = numbers
+        _require_muon_and_adamw(owner, used_labels, first_argument)
+
+
+def _check_numbers_by_role(
+    owner: str, numbers_by_role: Mapping[str, Mapping[str, object]], used_labels: set[str], number: object
+) -> None:
+    """Raise unless each dict has a number of the type ``number`` for each label of AdamW's parameters.
+
+    AdamW trains the parameters with all labels but "hidden", which is the label of Muon's. If no labels are known, all
+    dicts must have the same keys. The other arguments are as in `check_roles`.
+    """
+    first_argument, *_ = numbers_by_role
+    expected_roles = used_labels or set(numbers_by_role[first_argument])
+    if "muon" in expected_roles:  # AdamW would train these parameters
+        raise _muon_is_no_role(owner, first_argument)
+    expected_roles = expected_roles - {"hidden"}
     for argument, number_of_role in numbers_by_role.items():
-        if set(number_of_role) != roles:
-            raise _wrong_roles(owner, argument, list(number_of_role), roles)
+        if set(number_of_role) != expected_roles:
+            raise _wrong_roles(owner, argument, list(number_of_role), expected_roles)
         for role, value in number_of_role.items():
             check_plain(owner, f"{argument}[{role!r}]", value, accepted_types(number, {}))
-
-
-def _roles_of_adamw(owner: str, used_labels: set[str], numbers_by_role: Mapping[str, Mapping[str, object]]) -> set[str]:
-    """Return the roles for which AdamW needs numbers, such as {"embedding", "head"}; raise ValueError for "muon".
-
-    They are the labels of the parameters, without "hidden", which Muon trains. If no labels are known, they are the
-    roles of the first dict, so that all dicts must have the same roles.
-    """
-    first_argument, first_numbers = next(iter(numbers_by_role.items()))
-    roles = used_labels or set(first_numbers)
-    if "muon" in roles:  # AdamW would train these parameters, because Muon's label is "hidden" here
-        raise _muon_is_no_role(owner, first_argument)
-    return roles - {"hidden"}
 
 
 def _numbers_by_role(numbers: Mapping[str, Any]) -> dict[str, Mapping[str, object]]:

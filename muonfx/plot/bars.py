@@ -183,14 +183,14 @@ def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
 
 
 def _depth_of_bars(leaves: list[LeafSummary]) -> int:
-    """Return how many first entries of all paths are the same: 1 for ("tx", "a") and ("tx", "b").
+    """Return how many first entries of the paths belong to no label of a bar: those that all paths share.
 
-    An entry is left for the label of each leaf: 1 for a single leaf ("tx", "a") too.
+    It is 1 for ("tx", "a") and ("tx", "b"). It is also 1 for a single leaf ("tx", "a"), whose label needs an entry.
     """
+    paths = [leaf.path for leaf in leaves]
     shared_path = _shared_path(leaves)
-    for leaf in leaves:
-        if leaf.path == shared_path:  # such as a single leaf
-            return len(shared_path[:-1])
+    if shared_path in paths:  # such as a single leaf
+        shared_path = shared_path[:-1]
     return len(shared_path)
 
 

@@ -266,7 +266,8 @@ class _Saves:
         The arguments are as in `load`. Raise ValueError if another validation batch, or another loss on it, gave the
         saved validation losses. First losses would not show it: with a last layer of zeros, all batches have the same.
         """
-        self.describe(sweep, start)
+        self.names_of_numbers = tree.names(sweep.tx)  # such as "scale_by_adam.b2"
+        self.description |= _description_of(sweep, start, steps=self.description["reports"][-1])
         steps_taken, progress, losses = self.load(start, losses)
         if steps_taken:  # 0 if nothing was saved
             report_index = self.description["reports"].index(steps_taken)
@@ -276,23 +277,6 @@ class _Saves:
                 key = f"validation losses at step {steps_taken}"
                 raise self._another_study(_difference(key, saved_losses, validation_losses))
         return steps_taken, progress, losses
-
-    def describe(self, sweep: Sweep, start: Progress) -> None:
-        """Add what shows another transform or another task: the transform, first losses, and averages of batches.
-
-        Averages are added for the first, the middle and the last step, with keys such as ``"averages of the batches at
-        step 19"``. They show other batches also where the losses do not: if the last layer begins with zeros.
-        """
-        self.description["transform"] = sweep.tx.fingerprint
-        self.names_of_numbers = tree.names(sweep.tx)  # such as "scale_by_adam.b2"
-        numbers: list[Any] = []
-        for number in tree.leaves(sweep.tx):
-            numbers.append(torch.as_tensor(number, dtype=torch.float64).tolist())  # not rounded to float32
-        self.description["numbers"] = numbers
-        self.description["first losses"] = sweep.first_losses(start).tolist()
-        steps = self.description["reports"][-1]
-        for step in sorted({0, steps // 2, steps - 1}):
-            self.description[f"{AVERAGES} at step {step}"] = sweep.batch_averages(step)
 
     def save(self, step: int, progress: Progress, losses: Tensor) -> None:
         """Replace the checkpoint by the progress after ``step`` steps."""
@@ -353,6 +337,25 @@ class _Saves:
         return ValueError(
             f"folder: {self.path} has runs of another study: {difference}; pass another folder, or remove this one"
         )
+
+
+def _description_of(sweep: Sweep, start: Progress, steps: int) -> dict[str, Any]:
+    """Return what differs for another transform or another task: the transform, first losses, averages of batches.
+
+    Averages are of the first, the middle and the last step, with keys such as ``"averages of the batches at step 19"``.
+    They show other batches also where the losses do not: if the last layer begins with zeros.
+    """
+    numbers: list[Any] = []
+    for number in tree.leaves(sweep.tx):
+        numbers.append(torch.as_tensor(number, dtype=torch.float64).tolist())  # not rounded to float32
+    description: dict[str, Any] = {
+        "transform": sweep.tx.fingerprint,
+        "numbers": numbers,
+        "first losses": sweep.first_losses(start).tolist(),
+    }
+    for step in sorted({0, steps // 2, steps - 1}):
+        description[f"{AVERAGES} at step {step}"] = sweep.batch_averages(step)
+    return description
 
 
 def _difference(key: str, saved_value: object, value: object) -> str:
