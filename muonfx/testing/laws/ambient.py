@@ -199,20 +199,17 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     example = Example(params, steps)
-    examples = [example]
-    expected = [history(tx, *example)]
+    runs = [(example, history(tx, *example))]  # pairs of an example and its updates and states
     for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
         longer_names = example.map_trees(lambda values, prefix=prefix: {prefix: values})  # "a.w" instead of "w"
         with suppress(KeyError, TypeError, ValueError):  # a transform may accept certain names only
-            expected.append(history(tx, *longer_names))
-            examples.append(longer_names)
+            runs.append((longer_names, history(tx, *longer_names)))
     # Other values for the same shapes: a cached result of the first example would be wrong for them.
     other_values = example.map_trees(lambda values: scaled(values, -3.0))
-    expected.append(history(tx, *other_values))
-    examples.append(other_values)
-    expected.reverse()
-    examples.reverse()
-    results = histories_elsewhere(tx, examples)
+    runs.append((other_values, history(tx, *other_values)))
+    runs.reverse()
+    expected = [histories for _, histories in runs]
+    results = histories_elsewhere(tx, [example for example, _ in runs])
     require_same("(updates, state) in another process", results, expected, "in this process")
 
 

@@ -115,8 +115,11 @@ def _check_fault_stays(
         usual_updates: the updates of each step from these gradients, without NaN or infinity.
         faulty_leaves: the numbers of the leaves that get one.
     """
-    # A function of updates. Of faulty leaves it returns only the parts that must not depend on the replaced elements.
-    independent_parts = functools.partial(map_some, functools.partial(_independent_part, tx.locality), faulty_leaves)
+
+    def independent_parts(updates: PyTree) -> PyTree:
+        """Return the updates with only those parts of faulty leaves that must not depend on the replaced elements."""
+        return map_some(lambda update: _independent_part(tx.locality, update), faulty_leaves, updates)
+
     expected = list(map(independent_parts, usual_updates))
     tolerance = tolerance_of(tx, usual_updates, params)
     for element in (math.nan, math.inf):
