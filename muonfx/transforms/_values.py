@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_not
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,14 @@ from muonfx.tree import elementwise as ew
 
 
 class Values:
-    """The values of a `leafwise` step by their numbers in a `Plan`, each as a list with one tensor for each leaf.
+    """The values of a `leafwise` step, each as a list with one tensor for each leaf.
 
-    The numbers begin with the operands of the step: the update, the state and the parameters.
+    A value is an operand of the step (the update, a tree of the state, the parameters), or the result of a recorded
+    operation. Its number is its position in this order: the update is 0, and the results follow the operands.
     """
 
     def __init__(self, present: Present) -> None:
-        """Begin without values. `add_operand` adds those with the numbers 0, 1 and so on, and `run` all others."""
+        """Begin without values. `add_operand` adds the operands, and `run` the results."""
         self.present = present
         """The leaves that have a gradient."""
         self.operands: list[list[Tensor]] = []
@@ -120,7 +120,7 @@ class Values:
         self._may_write[index] = True
 
     def _is_free_after_this_use(self, index: int) -> bool:
-        """Return True if nothing needs the storage of a value after the next operation, which has not been counted."""
+        """Return True if nothing needs the storage of a value after one more use, which has not been counted yet."""
         return self._may_write[index] and self._remaining_uses.get(index) == 1
 
     def _count_uses(self, operands: Sequence[int]) -> None:
@@ -149,31 +149,23 @@ class Values:
             if result.is_complex() or result.shape != leaf.shape:
                 raise _wrong_result(beginning, self.present.names()[index], result, leaf)
 
-    def keep_returned(self, operands: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Reserve the storage of each operand that the step returns as it is, so that no other output receives it."""
-        for operand, output in zip(operands, outputs, strict=True):
-            if isinstance(operand, Leaf) and output.index == operand.index:
-                self._may_write[operand.index] = False
-
     def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
         """Return the tensors of a value that the step returns, such that no other output and no caller has them.
 
         `leafwise` calls this method after `run` for each changed output. For a step that returns the same value as
-        update and as state, the first output gets the tensors, and the other one a copy.
+        update and as state, the first output gets a copy, and the last one the tensors themselves.
 
         Args:
             index: the number of the value.
             copy_into: the number of an operand into which a copy is written, if nothing else needs its storage.
         """
         tensors = self.read(index)
-        is_free = self._may_write[index]  # nothing else needs its storage
+        is_free = self._is_free_after_this_use(index)
+        self._remaining_uses[index] -= 1
         if is_free:
-            self._may_write[index] = False  # a further output that is this value receives a copy
             return tensors
-        if copy_into is not None:
-            can_take_copy = self._may_write[copy_into] and self._remaining_uses[copy_into] == 0
-            if can_take_copy:  # so no memory is allocated
-                return ew.copy(tensors, into=self.read(copy_into))
+        if copy_into is not None and self._may_write[copy_into] and self._remaining_uses[copy_into] == 0:
+            return ew.copy(tensors, into=self.read(copy_into))  # without new memory
         return ew.clone(tensors)
 
 

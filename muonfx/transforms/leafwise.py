@@ -330,6 +330,7 @@ def leafwise(
 
         @functools.wraps(constructor)
         def init_and_update(*args: object, **kwargs: object) -> InitAndUpdate:
+            """Call the constructor, and return the functions of the transform that its state and step describe."""
             step_reads_params = reads_params
             if callable(step_reads_params):  # it depends on the arguments
                 step_reads_params = step_reads_params(*args, **kwargs)
@@ -341,11 +342,12 @@ def leafwise(
             return _Formula(name, state, step, step_reads_params).functions()
 
         def locality_of_transform(*args: object, **kwargs: object) -> Locality:
+            """Return how much of its input an element of the result depends on, for these arguments."""
             state, step = constructor(*args, **kwargs)  # `init_and_update` has checked them
             return _locality_of_transform(constructor.__name__, state, step, locality)
 
         as_transform = transform(
-            locality=locality_of_transform,  # how much of a leaf an element of the result depends on
+            locality=locality_of_transform,
             reads_params=reads_params if callable(reads_params) else bool(reads_params),
             position=position,
             short_names=short_names,
@@ -375,19 +377,25 @@ def state_and_step(
     # Exactly a tuple: a NamedTuple of two items is a state without a step.
     if not (type(returned) is tuple and len(returned) == 2 and callable(returned[1])):
         raise TypeError(f"{caller} constructor returns a state and a step, found {returned!r}")
-    for name, item in tree.named_leaves(returned[0]):  # the items of the state, such as "trace" and its slot
+    state, step = returned
+    for name, item in tree.named_leaves(state):  # the items of the state, such as "trace" and its slot
         if not isinstance(item, types):
             type_names = " and ".join([expected.__name__ for expected in types])
             raise TypeError(f"{caller} constructor returns a state of {type_names}, found {item!r} at {name!r}")
-        # Without reads_params, `init` may receive sharded parameters whose values are NaN.
-        starts_at_params = isinstance(item, Slot) and item.start == "params"
-        if starts_at_params and not reads_params:
+    if not reads_params:
+        _require_no_params(caller, state, step)
+    return state, step
+
+
+def _require_no_params(caller: str, state: PyTree, step: Step) -> None:
+    """Raise TypeError if a slot starts at the parameters, or the step requires three arguments: (u, s, p)."""
+    for name, item in tree.named_leaves(state):
+        if isinstance(item, Slot) and item.start == "params":  # `init` may receive parameters whose values are NaN
             raise TypeError(
                 f"{caller} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
             )
-    if not reads_params and _required_arguments(returned[1]) == 3:
+    if _required_arguments(step) == 3:
         raise TypeError(f"{caller} constructor whose step takes three arguments, (u, s, p), declares reads_params=True")
-    return returned
 
 
 def _required_arguments(step: Callable[..., object]) -> int | None:
@@ -447,11 +455,14 @@ def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_ste
 class RecordedStep(NamedTuple):
     """The operations of one call of a step, and what it received and returned."""
 
-    operands: list[Any]
-    """The placeholder of the update, and then for each item of the state a placeholder, or the 0-d tensor of a number
-    that all leaves share."""
-    outputs: list[Any]
-    """For each operand, the placeholder or the number that the step returned in its place."""
+    update: Leaf
+    """The placeholder of the update."""
+    state: list[Any]
+    """For each item of the state a placeholder, or the 0-d tensor of a number that all leaves share."""
+    new_update: Leaf
+    """The placeholder of the new update."""
+    new_state: list[Any]
+    """For each item of the state, what the step returned in its place."""
     plan: Plan
     """The operations that the outputs need."""
 
@@ -537,20 +548,17 @@ class _Formula:
 
         # 2. Call the step with placeholders. They record its operations, which are the plan: ``[mul, add]``.
         recorded = self._recorded_step(containers, old_trees, extras)
-        update, *state_operands = recorded.operands
-        new_update, *state_outputs = recorded.outputs
 
         # 3. Run each operation of the plan once, on lists with the tensors of all leaves.
         values.run(recorded.plan)
 
         # 4. Build the new trees.
-        values.keep_returned(recorded.operands, recorded.outputs)
+        new_updates = self._new_updates(recorded.update, recorded.new_update, updates, values)
         new_trees: list[PyTree] = []
         for store, operand, output, old_tree in zip(
-            self._stores, state_operands, state_outputs, old_trees, strict=True
+            self._stores, recorded.state, recorded.new_state, old_trees, strict=True
         ):
             new_trees.append(self._new_tree(store, operand, output, old_tree, values, donate))
-        new_updates = self._new_updates(update, new_update, updates, values)
         return new_updates, tree.unflatten(containers, new_trees)
 
     def _operand_values(self, updates: PyTree, old_trees: list[PyTree], params: PyTree, donate: Donation) -> Values:
@@ -629,10 +637,9 @@ class _Formula:
             self._check_state_output(name, item, operand, output)
 
         # The plan has only the operations that these outputs need, since a step may compute more than it returns.
-        outputs = [new_update, *state_outputs]
-        placeholders = [output for output in outputs if isinstance(output, Leaf)]
-        plan = Plan.of(record, placeholders)
-        return RecordedStep([update, *state_operands], outputs, plan)
+        outputs = [output for output in [new_update, *state_outputs] if isinstance(output, Leaf)]
+        plan = Plan.of(record, outputs)
+        return RecordedStep(update, state_operands, new_update, state_outputs, plan)
 
     def _state_outputs(self, containers: Structure, new_state: object) -> list[Any]:
         """Return the items of a state that a step returned: ``[m]`` for ``MomentumState(m)``.
