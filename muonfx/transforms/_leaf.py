@@ -294,31 +294,33 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
     """Record a call of a torch function that runs later, once for each leaf. Return a placeholder for the results.
 
     A placeholder (`Leaf`) represents one tensor for each leaf. In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are
-    placeholders: the arguments at the positions ``[0, 2]``. The other arguments are recorded as ``[None, 0.0, None]``.
-    Later, the tensors of each leaf replace None.
+    placeholders. The arguments are recorded as ``[_Operand(0), 0.0, _Operand(1)]``, and later the tensors of each leaf
+    replace the operands.
     """
     flat_args, treedef = tree.flatten((args, kwargs))  # arguments may be nested, as in torch.stack([x, y])
-    positions: list[int] = []
     operands: list[Leaf] = []
     for position, argument in enumerate(flat_args):
         if isinstance(argument, Leaf):
-            positions.append(position)
+            # Not the placeholder itself, which refers to its record: the record would refer to itself.
+            flat_args[position] = _Operand(len(operands))
             operands.append(argument)
-            flat_args[position] = None  # a placeholder refers to its record, so the record would refer to itself
 
     # Later, `call` receives a list with the tensors of all leaves for each placeholder.
-    call = functools.partial(_call_for_each, function, treedef, flat_args, positions)
+    call = functools.partial(_call_for_each, function, treedef, flat_args)
     indices = [operand.index for operand in operands]
     operation = Operation(call, indices, flat_args, is_for_each=True)
     return new_leaf(operands[0].record, operation)
 
 
+class _Operand(NamedTuple):
+    """Takes the place of a placeholder in the recorded arguments of a torch function."""
+
+    number: int
+    """The number of placeholders before it among the arguments."""
+
+
 def _call_for_each(
-    function: Callable[..., Any],
-    treedef: tree.Structure,
-    flat_args: list[Any],
-    positions: list[int],
-    *lists: list[Tensor],
+    function: Callable[..., Any], treedef: tree.Structure, flat_args: list[Any], *lists: list[Tensor]
 ) -> list[Tensor]:
     """Call a torch function once for each leaf, and return its results, as recorded by `record_for_each`.
 
@@ -328,15 +330,12 @@ def _call_for_each(
     Args:
         function: the torch function.
         treedef: the structure of its arguments: the pair (positional arguments, keyword arguments).
-        flat_args: the recorded arguments as a flat list, with None for each placeholder: ``[None, 0.0, None]``.
-        positions: the positions of the placeholders in this list: ``[0, 2]``.
+        flat_args: the recorded arguments as a flat list: ``[_Operand(0), 0.0, _Operand(1)]``.
         lists: for each placeholder, its tensors of all leaves: ``[mask_1, mask_2]`` and ``[u_1, u_2]``.
     """
     results: list[Tensor] = []
     for tensors_of_leaf in zip(*lists, strict=True):
-        leaf_args = [_as_number(argument, tensors_of_leaf) for argument in flat_args]
-        for position, tensor in zip(positions, tensors_of_leaf, strict=True):
-            leaf_args[position] = tensor  # in place of None: [mask_1, 0.0, u_1]
+        leaf_args = [_argument_of_leaf(argument, tensors_of_leaf) for argument in flat_args]  # [mask_1, 0.0, u_1]
         # Nested as they were in the recorded call.
         positional, named = tree.unflatten(treedef, leaf_args)
         result = function(*positional, **named)
@@ -346,13 +345,15 @@ def _call_for_each(
     return results
 
 
-def _as_number(argument: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return an argument of a torch function for one leaf. A 0-d tensor gets the dtype of ``tensors`` if all are 0-d.
+def _argument_of_leaf(argument: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return an argument of a torch function for one leaf: for ``_Operand(0)``, the first of the leaf's ``tensors``.
 
-    ``tensors`` are the tensors of this leaf among the arguments. Torch computes ``u / number`` in the dtype of ``u`` if
-    ``u`` has dims, but in fp64 if ``u`` is 0-d in fp32 and the number a 0-d tensor in fp64. Without the conversion, a
-    leaf of shape () would have other bits than a leaf of shape (1,).
+    Any other 0-d tensor gets the dtype of ``tensors`` if all are 0-d. Torch computes ``u / number`` in the dtype of
+    ``u`` if ``u`` has dims, but in fp64 if ``u`` is 0-d in fp32 and the number a 0-d tensor in fp64. Without the
+    conversion, a leaf of shape () would have other bits than a leaf of shape (1,).
     """
+    if isinstance(argument, _Operand):
+        return tensors[argument.number]
     if not isinstance(argument, Tensor) or argument.ndim > 0 or not argument.is_floating_point():
         return argument
     if any(tensor.ndim > 0 for tensor in tensors):
