@@ -76,9 +76,12 @@ class _Axes:
     """
 
     def __init__(self, axes: list[_SizedAxis]) -> None:
-        """Look up the axes of names and their sizes. The comments show the values in the example of this class."""
+        """Look up the axes of names and their sizes.
+
+        The comments show the values for ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4).
+        """
         self.sizes = [axis.size for axis in axes]  # [5, 4]
-        self.divided = 0  # the index of the axis with several parts; if there is none, any axis has its only part
+        self.divided = 0  # the index of the axis with several parts, q and k; without one, an axis with one part
         self._index_of: dict[str, int] = {}  # from a name to the index of its axis: {"q": 0, "k": 0, "in": 1}
         self._size_of: dict[str, int] = {}  # {"q": 2, "k": 3, "in": 4}
         for index, axis in enumerate(axes):
@@ -497,23 +500,17 @@ def _dim(item: _Item) -> Dim:
         (a + b)         item ["a", "+", "b"]            ((A, B),)        one axis with two parts
         (a (b + c))     item ["a", ["b", "+", "c"]]     ((A,), (B, C))   two axes, the second with two parts
     """
-    if isinstance(item, str):  # the form ``a``
-        return ((_part(item),),)
-    if "+" in item:  # the form ``(a + b)``
-        return (_divided_axis(item),)
-    axes: list[Axis] = []  # the forms ``(a b)`` and ``(a (b + c))``
-    for axis_item in item:
-        if isinstance(axis_item, list):
-            axes.append(_divided_axis(axis_item))
-        else:
-            axes.append((_part(axis_item),))
-    return tuple(axes)
+    if isinstance(item, str) or "+" in item:  # the forms ``a`` and ``(a + b)``
+        return (_axis(item),)
+    return tuple(map(_axis, item))  # the forms ``(a b)`` and ``(a (b + c))``
 
 
-def _divided_axis(items: list[_Item]) -> Axis:
-    """Return the parts of an axis: ``k=3`` and ``v=5`` for the items ``["k=3", "+", "v=5"]``."""
-    parts = items[::2]  # the items 0, 2, ... must be names
-    signs = items[1::2]  # and the items between them plus signs
+def _axis(item: _Item) -> Axis:
+    """Return the parts of an axis: ``k=3`` and ``v=5`` for ``["k=3", "+", "v=5"]``, and one part for a name "h=8"."""
+    if isinstance(item, str):
+        return (_part(item),)
+    parts = item[::2]  # the items 0, 2, ... must be names
+    signs = item[1::2]  # and the items between them plus signs
     if len(parts) < 2 or signs != ["+"] * (len(parts) - 1):
         raise _Malformed("parentheses within parentheses hold parts with '+' between them, as in (heads (k + v))")
     return tuple(map(_part, parts))

@@ -390,21 +390,15 @@ class MatrixTrees:
         """Return the initial state tree for the matrices of the parameters, such as a norm of zero for each matrix.
 
         A parameter is divided into one stack of matrices or several, such as query and key. Each stack has a state, and
-        the states of a parameter are joined into one tensor.
+        `write` joins the states of a parameter into one tensor.
         """
         slot = self._slot
         leaves = list(map(as_start, matrices.leaves))  # detached values, from which the state may start
-        stacks = matrices.split(leaves)
-        states_of_leaves: list[Tensor] = []
-        for leaf, stacks_of_leaf in zip(matrices.leaves, matrices.grouped(stacks), strict=True):
-            dtype = state_dtype(slot.dtype, leaf.dtype)
-            states: list[Tensor] = []
-            for stack in stacks_of_leaf:
-                # For example zeros of shape (8, 1, 1), for a stack of 8 heads.
-                start = slot.start(stack.contiguous())
-                states.append(slot.rounded(start, dtype))
-            states_of_leaves.append(slot.join(states, stacks_of_leaf))
-        return matrices.present.fill(states_of_leaves)
+        states: list[Tensor] = []
+        for stack in matrices.split(leaves):
+            start = slot.start(stack.contiguous())  # zeros of shape (8, 1, 1), for a stack of 8 heads
+            states.append(slot.rounded(start, state_dtype(slot.dtype, stack.dtype)))
+        return self.write(states, matrices.values, matrices)  # leaves of None stay
 
     def read(self, old_tree: PyTree, matrices: Matrices) -> list[Tensor]:
         """Return the state of each stack of matrices, for the leaves that have a gradient."""

@@ -393,7 +393,7 @@ def _patterns(tx: Transform) -> list[NamePatterns]:
     for item in _as_tuple(tx.arguments["heads"]):
         if isinstance(item, AttentionHeads):
             groups += item.patterns()
-    if not groups:  # the parameters have been found already, by `_resolve`, or there are no heads
+    if not groups:  # no heads, or a transform in which `_resolve` has replaced all globs by parameters
         return []
     return [NamePatterns("qk_clip: heads", tuple(groups), required=True)]
 
