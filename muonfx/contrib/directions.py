@@ -120,31 +120,27 @@ def scale_by_namo(
         """
         matrices = Matrices(view, updates)  # of the leaves that have a gradient; the others keep their state
         present = matrices.present
+        old_m = present.pick(state.mu)
+        old_v = moments.read(state.nu, matrices)
         count = state.count + 1
 
         # m = b1 m + (1 - b1) g, for whole leaves, in the wider dtype of both
-        old_m = present.pick(state.mu)
-        wide_g, wide_m = ew.widest(matrices.leaves, old_m)
-        m = ew.lerp(wide_m, wide_g, 1.0 - b1)
+        g, m = ew.widest(matrices.leaves, old_m)
+        m = ew.lerp(m, g, 1.0 - b1)
 
         # For each matrix: v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
-        root_c2 = bias_correction(b2, count).sqrt()
-        c1 = bias_correction(b1, count)
-        v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=root_c2 / c1)
-        v_and_alpha_of_stacks = ew.by_stacks(v_and_alpha, results=2)  # on lists: one call for matrices of one shape
-        old_v = moments.read(state.nu, matrices)
-        m_stacks = matrices.split(m)
-        v, alphas = v_and_alpha_of_stacks(matrices.stacks, m_stacks, old_v)
+        correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
+        v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
+        # `by_stacks` calls it once for all small matrices of one shape.
+        v, alpha = ew.by_stacks(v_and_alpha, results=2)(matrices.stacks, matrices.split(m), old_v)
 
         # update = alpha D(m)
-        m_like_g = ew.cast_like(m, matrices.leaves)
-        averages = present.fill(m_like_g)
+        averages = present.fill(ew.cast_like(m, matrices.leaves))
         donation = Donation(updates=False, state=donate.state)  # the averages may share storage with the new state
         directions, inner_state = inner.run(averages, state.inner, params, donate=donation, **extras)
         _require_no_further_updates(directions, updates)
         direction_stacks = matrices.split(present.pick(directions))
-        scale_stacks = ew.by_stacks(_scale)
-        (scaled,) = scale_stacks(direction_stacks, alphas)
+        (scaled,) = ew.by_stacks(_scale)(direction_stacks, alpha)
 
         stored_m = ew.cast_like(m, old_m)
         new_state = NamoState(
