@@ -282,27 +282,19 @@ def _why_sums_are_not_checked(tx: Transform) -> str | None:
     """
     if tx.locality < Locality.TREE:
         return f"its locality is {tx.locality.name}"
-    # Such as a chain and its members.
-    transforms_of_tree = [inner for inner in within(tx) if inner.locality is Locality.TREE]
-    for inner in transforms_of_tree:
-        reason = _why_not_by_sums(inner)
-        if reason is not None:
-            return reason
-    if not any(map(sums_over_leaves, transforms_of_tree)):  # only wrappers that forward the argument
+    has_sums = False
+    for inner in within(tx):  # such as a chain and its members
+        if inner.locality is not Locality.TREE:
+            continue
+        if sums_over_leaves(inner):
+            has_sums = True
+        elif can_run_on_shards(inner):
+            return f"{inner.name} combines its shards by other means than sums over leaves"
+        elif not inner.extras.takes_all:  # a wrapper with ``**extras`` forwards ``sum_over_leaves``
+            return _why_gathered(inner)
+    if not has_sums:  # only wrappers that forward it
         return _why_gathered(tx)
     return None
-
-
-def _why_not_by_sums(tx: Transform) -> str | None:
-    """Return why a transform of the whole tree neither takes ``sum_over_leaves`` nor forwards it; None if it does."""
-    if sums_over_leaves(tx):
-        return None
-    if can_run_on_shards(tx):
-        return f"{tx.name} combines its shards by other means than sums over leaves"
-    forwards_all_extras = tx.extras.takes_all  # with ``**extras``, also ``sum_over_leaves``
-    if forwards_all_extras:
-        return None
-    return _why_gathered(tx)
 
 
 def _why_gathered(tx: Transform) -> str:

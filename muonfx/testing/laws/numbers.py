@@ -229,17 +229,24 @@ def _runs_with_faults(
 def _check_fault_of_leaf(number: int, gradient: str, runs: _Runs, tolerance: float) -> None:
     """Raise `Breach` (a failed law) if NaN or infinity in the gradient of one leaf is hidden in its updates.
 
-    ``number`` is the number of the leaf, and ``gradient`` names its gradient: "the gradient of 'w'".
+    NaN must give nonfinite updates. So must infinity, unless it gives the updates of a large number, as in
+    `clip_by_value`. A leaf whose updates do not depend on its gradient is left out.
+
+    Args:
+        number: the number of the leaf in the tree.
+        gradient: a name of its gradient for errors, "the gradient of 'w'".
+        runs: the updates with and without NaN, infinity or a large number in this gradient.
+        tolerance: the largest difference of equal updates.
     """
     usual = _of_leaf(number, runs.usual)
     if _all_close(_of_leaf(number, runs.with_another), usual, tolerance):
-        return  # its updates do not depend on this gradient, so a NaN in it need not be visible
+        return  # its updates do not depend on this gradient
     _require_visible(f"NaN in {gradient}", _of_leaf(number, runs.with_nan), [usual], tolerance)
     infinite = _of_leaf(number, runs.with_infinity)
     large: list[Tensor] = []
     for update, infinite_update in zip(_of_leaf(number, runs.with_large), infinite, strict=True):
         large.append(update.to(infinite_update.dtype))  # its gradient may have had a wider dtype
-    acts_as_large_number = _all_close(infinite, large, tolerance)  # as in `clip_by_value`
+    acts_as_large_number = _all_close(infinite, large, tolerance)
     if not acts_as_large_number:
         _require_visible(f"infinity in {gradient}", infinite, [usual, large], tolerance)
 
