@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "FSDP2, accumulation": {**FSDP2, "gradient_accumulation_steps": 2},
     "FSDP2, bf16": {**FSDP2, "bf16": True},
     "FSDP2, LoRA": FSDP2,
+    "FSDP2, another chain": FSDP2,
     "ZeRO 1": zero(1),
     "ZeRO 2": zero(2),
     "ZeRO 3": zero(3),
@@ -154,6 +155,19 @@ def optimizer_for(model: nn.Module) -> Any:
     return optimizer
 
 
+def chain_for(model: nn.Module) -> Any:
+    """The transform of `optimizer_for`, made by hand."""
+    import muonfx as mfx
+
+    return mfx.muon_with_adamw(
+        0.02,
+        RATES["adamw_lr"],
+        orthogonalize=mfx.orthogonalize(dtype=torch.float32),
+        adam=mfx.scale_by_adam(0.9, 0.95, eps=1e-7),
+        labels=mfx.default_labels(model),
+    )
+
+
 def callback_of_page() -> Any:
     """Return the callback of the page on Hugging Face that unfreezes a layer, at another step."""
     import transformers
@@ -212,6 +226,8 @@ def trained(case: Mapping[str, Any], folder: Path, here: Rank, source: Path | No
     assert is_partitioned is (case == CASES["ZeRO 3"])  # already before training
     model = adapted(model) if "LoRA" in folder.name else model
     chosen = huggingface.muon(args, **RATES, orthogonalize=mfx.orthogonalize(dtype=torch.float32), **options)
+    if "another_chain" in folder.name:  # as on the page; the Trainer refuses `optimizers` under FSDP2
+        chosen = (lambda: mfx.TransformOptimizer, {"tx": chain_for(model)})
     trainer = trainer_for(args, model, optimizer_cls_and_kwargs=chosen)
     if "unfrozen" in folder.name:
         trainer.add_callback(callback_of_page())
