@@ -176,8 +176,7 @@ class Lazy(Generic[V]):
         if instance is None:  # read from the class, as by a documentation tool
             return cast("V", self)
         # Not in a method of the subclass: torch.compile would compile that one again for each property.
-        if self._is_of_structure:  # the result is the same for all objects that differ in numbers only
-            # `momentum(0.9)` and a copy with the decay 0.5 may have one structure object, which stores the result.
+        if self._is_of_structure:  # store the result also in the `Structure` that copies with other numbers share
             results: dict[str, Any] = instance.structure.attributes
             if self._name not in results:
                 results[self._name] = self._compute(instance)
@@ -191,7 +190,10 @@ class Lazy(Generic[V]):
 
 
 class LazyOfStructure(Lazy[V]):
-    """A `Lazy` property whose result is also cached in the structure, which values with other numbers share."""
+    """A `Lazy` property that does not depend on numbers, so that values which differ only in numbers share the result.
+
+    It is cached in their `Structure`. A copy of ``momentum(0.9)`` with the decay 0.5, for example, has the same one.
+    """
 
     _is_of_structure = True
 
@@ -262,6 +264,17 @@ def _with_holes(argument: Any) -> object:
     if kind in (tuple, list):
         return kind(map(_with_holes, argument))
     return argument
+
+
+def _split(argument: object) -> tuple[object, list[object]]:
+    """Return an argument with placeholders for its numbers and transforms, and a list of these.
+
+    >>> _split(0.9), _split((torch.tensor(0.1), 0.2))  # a placeholder prints as *
+    ((*, [0.9]), ((*, 0.2), [tensor(0.1000)]))
+    """
+    if isinstance(argument, float):  # unlike a float in a container, it is a hyperparameter
+        return _HOLE, [argument]
+    return _with_holes(argument), parts_within(argument)
 
 
 def _items(container: Any) -> list[tuple[Any, Any]]:
@@ -409,16 +422,8 @@ class Recorded:
         for name, argument in bound.arguments.items():
             if argument is not definition.parameters[name].default:  # defaults are correct, so they need no check
                 argument = cls._checked(factory, name, argument)
-            argument = definition.as_float(name, argument)
-            is_part = isinstance(argument, (Recorded, Tensor, float))
-            if is_part:
-                skeleton[name] = _HOLE
-                parts.append(argument)
-            elif type(argument) in _CONTAINERS:  # the parts in it are stored apart too, but its floats are fixed
-                skeleton[name] = _with_holes(argument)
-                parts += parts_within(argument)
-            else:
-                skeleton[name] = argument
+            skeleton[name], parts_of_argument = _split(definition.as_float(name, argument))
+            parts += parts_of_argument
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
@@ -441,7 +446,10 @@ class Recorded:
         return check_plain(factory.__name__, name, argument, type_names)
 
     def _names_of_parts(self, argument: str) -> Iterable[str]:
-        """Return the dotted names of the numbers and recorded values (such as transforms) in one argument."""
+        """Return the dotted names of the numbers and recorded values (such as transforms) in one argument.
+
+        They are ["decay"] for ``decay=0.9``, none for ``nesterov=True``, and the keys of a dict of transforms.
+        """
         skeleton = self.structure.skeleton[argument]  # the argument, with the placeholder _HOLE for each of these
         if type(skeleton) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
             return _names_of_holes(skeleton, "")
@@ -720,13 +728,8 @@ def _part_names(recorded: Recorded) -> tuple[str, ...]:
     if recorded.factory.definition.transparent:
         return ("",)
     names: list[str] = []
-    for argument, skeleton in recorded.structure.skeleton.items():
-        is_part = skeleton is _HOLE  # numbers and transforms are stored apart, with a hole in their place
-        may_contain_parts = type(skeleton) in _CONTAINERS  # such as the tuple of the members of a chain
-        if is_part:
-            names.append(argument)
-        elif may_contain_parts:
-            names += recorded._names_of_parts(argument)
+    for argument in recorded.structure.skeleton:
+        names += recorded._names_of_parts(argument)
     return tuple(names)
 
 
@@ -779,8 +782,5 @@ def _text_of_default(definition: Definition, name: str) -> str:
         return "{}"
     if parameter.default is parameter.empty:
         return _NUMBER
-    default = definition.as_float(name, parameter.default)
-    if isinstance(default, float):
-        return _NUMBER
-    # In the form in which arguments are stored: with holes in place of numbers and transforms, which are in a list.
-    return _text_of_argument(_with_holes(default), iter(parts_within(default)))
+    skeleton, parts = _split(definition.as_float(name, parameter.default))
+    return _text_of_argument(skeleton, iter(parts))
