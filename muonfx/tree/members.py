@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -103,72 +103,48 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     name_of = dict(zip(param_paths, param_names, strict=True))
     name_of |= {(Key(name),): name for name in param_names}
     state_paths = typed_paths(state)
-    # A match is a range of the path of a leaf that is the path of a parameter: [1:2] in ("momenta", "w").
-    matches_of = {path: _matches(path, name_of) for path in state_paths}
-    mixed_nodes = _mixed_nodes(matches_of)  # such as "options"
-    ownerships: list[Ownership] = []
+    mixed_nodes: set[TypedPath] = set()  # such as ("options",)
     for path in state_paths:
-        # Matches below a mixed node are coincidences, as of "b" in "options".
-        matches = [match for match in matches_of[path] if path[: match.start] not in mixed_nodes]
-        ownerships.append(_ownership_of_path(path, matches, name_of))
-    return ownerships
+        for depth in range(len(path)):
+            if not _parameter_from(depth, path, name_of):
+                mixed_nodes.add(path[:depth])
+    return [_ownership_of_path(path, name_of, mixed_nodes) for path in state_paths]
 
 
-def _ownership_of_path(path: TypedPath, matches: Sequence[_Match], name_of: Mapping[TypedPath, str]) -> Ownership:
-    """Return the ownership of the leaf of a state at a path, in which ``matches`` are the paths of parameters.
+def _parameter_from(start: int, path: TypedPath, name_of: Mapping[TypedPath, str]) -> TypedPath:
+    """Return the longest path of a parameter that begins at an index of the path of a leaf; () if there is none.
+
+    ``name_of`` has the paths of all parameters as keys. In ("momenta", "mlp", "weight"), the parameter
+    ("mlp", "weight") begins at the index 1.
+    """
+    for stop in range(len(path), start, -1):
+        if path[start:stop] in name_of:
+            return path[start:stop]
+    return ()
+
+
+def _ownership_of_path(
+    path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Container[TypedPath]
+) -> Ownership:
+    """Return the ownership of the leaf of a state at a path.
 
     If ("mlp", "weight") is a parameter, ("trace", "mlp", "weight") belongs to it, and the rest of the path is
-    ("trace",).
+    ("trace",). Below a mixed node, which has a child that is no parameter, a name of a parameter is a coincidence.
     """
-    # Longer paths and deeper nodes are less likely to match by coincidence.
-    match = max(matches, key=lambda match: (match.stop - match.start, match.start), default=None)
-    if match is None:
-        return Ownership(None, entries_of_path(path))
-    name = name_of[path[match.start : match.stop]]
-    path_without_name = path[: match.start] + path[match.stop :]
-    return Ownership(name, entries_of_path(path_without_name))
-
-
-class _Match(NamedTuple):
-    """The indices in a path between which it is the path of a parameter.
-
-    In ("trace", "mlp", "weight"), the parameter ("mlp", "weight") is from 1 to 3.
-    """
-
-    start: int
-    stop: int
-
-
-def _matches(path: TypedPath, name_of: Mapping[TypedPath, str]) -> list[_Match]:
-    """Find the paths of parameters within the path of a leaf: ("w",) is at [1:2] in ("momenta", "w").
-
-    Several may match. At each index, only the longest path of a parameter that begins there is returned.
-    """
-    matches: list[_Match] = []
+    param_path: TypedPath = ()
+    param_start = 0
     for start in range(len(path)):
-        # From the longest part that begins at `start` to the shortest.
-        for stop in range(len(path), start, -1):
-            if path[start:stop] in name_of:
-                matches.append(_Match(start, stop))
-                break
-    return matches
-
-
-def _mixed_nodes(matches_of: Mapping[TypedPath, Sequence[_Match]]) -> set[TypedPath]:
-    """Return the paths of the nodes of a state that have a child that is no parameter.
-
-    In ``{"momenta": {"b": ...}, "options": {"b": 0.9, "eps": 1e-8}}``, "options" is such a node, because of "eps". So
-    is the whole state. ``matches_of`` has, for the path of each leaf, the places in it at which it names a parameter.
-    """
-    mixed: set[TypedPath] = set()
-    for path, matches in matches_of.items():
-        starts_of_parameters = {match.start for match in matches}
-        for depth in range(len(path)):
-            node = path[:depth]
-            child_is_parameter = depth in starts_of_parameters  # the child of the node on this path is `path[depth]`
-            if not child_is_parameter:
-                mixed.add(node)
-    return mixed
+        if path[:start] in mixed_nodes:
+            continue
+        candidate = _parameter_from(start, path, name_of)
+        # Longer paths and deeper nodes are less likely to match by coincidence.
+        if len(candidate) >= len(param_path):
+            param_path = candidate
+            param_start = start
+    if not param_path:
+        return Ownership(None, entries_of_path(path))
+    path_without_name = path[:param_start] + path[param_start + len(param_path) :]
+    return Ownership(name_of[param_path], entries_of_path(path_without_name))
 
 
 def _ownership_of_one_tensor(state: PyTree, param: object) -> list[Ownership]:
