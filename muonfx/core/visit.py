@@ -302,6 +302,19 @@ class RecordedInit(NamedTuple):
     """The parameters that each inner transform received, by its number."""
 
 
+def _recording_init(
+    index: int, inner: Transform, params_of: dict[int, PyTree], replaced: bool, params: PyTree
+) -> PyTree:
+    """Take the place of the ``init`` of the inner transform number ``index``: store its parameters in ``params_of``.
+
+    Return a `Placeholder` with the index if the state is ``replaced`` by it, else the state of the inner transform.
+    """
+    params_of[index] = params
+    if replaced:
+        return Placeholder(index)
+    return inner.functions.init(params)
+
+
 def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> RecordedInit:
     """Run the ``init`` of a transform, with a recorder in place of each inner transform.
 
@@ -317,21 +330,13 @@ def record_calls(tx: Transform, params: PyTree, *, replaced: bool = True) -> Rec
     {0: {'w': tensor([0.])}, 1: {'v': tensor([0., 0.])}}
     """
     params_of: dict[int, PyTree] = {}
-
-    def recorder(index: int, inner: Transform) -> Transform:
-        """Return a transform to put in the place of the inner transform number ``index``."""
-
-        def init(inner_params: PyTree) -> PyTree:
-            params_of[index] = inner_params
-            if replaced:
-                return Placeholder(index)
-            return inner.functions.init(inner_params)
-
+    recorders: list[Transform] = []
+    for index, inner in enumerate(tx.children):
+        init = functools.partial(_recording_init, index, inner, params_of, replaced)
         # Not prepared, as by a call of the factory, because it has no locality or extra arguments to find.
         factory: Any = _with_init
-        return Transform._record(factory, inner, init)
-
-    tx_with_recorders = tx.with_children([recorder(index, inner) for index, inner in enumerate(tx.children)])
+        recorders.append(Transform._record(factory, inner, init))
+    tx_with_recorders = tx.with_children(recorders)
     with warnings.catch_warnings():  # init on the real parameters gives the warnings
         warnings.simplefilter("ignore")
         state = tx_with_recorders.functions.init(params)
