@@ -67,15 +67,15 @@ class Schedule(Recorded):
     0.5
     """
 
-    def _prepare(self) -> None:
-        """Create the function of the step now and cache it; raise TypeError if the schedule does not define one."""
-        result = self._built  # of the decorated function, which is called here; it should be a function of the step
-        if not callable(result):
-            name = self.factory.__name__
+    def _build(self, arguments: Mapping[str, Any]) -> ScheduleFunction:
+        """Call the decorated function, and return its result, a function of the step; raise TypeError if it is none."""
+        function_of_step = super()._build(arguments)
+        if not callable(function_of_step):
             raise TypeError(
-                f"{name}: found a function that returns {result!r}, expected a function that returns a schedule: "
-                "decorate def f(): return lambda step: ..., and call f()"
+                f"{self.factory.__name__}: found a function that returns {function_of_step!r}, expected a function "
+                "that returns a schedule: decorate def f(): return lambda step: ..., and call f()"
             )
+        return function_of_step
 
     @overload
     def __call__(self, count: int) -> float: ...
