@@ -73,6 +73,14 @@ _BLOCKS_AT_ONCE = 1 << 20
 """Largest number of elements in all Gram matrices of a batch, if symmetric products are computed by blocks."""
 
 
+class Reasons(NamedTuple):
+    """The reasons for the dtype, the method and the products of a `Plan`, as text."""
+
+    dtype: str
+    method: str
+    products: str
+
+
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
     """The dtype, method and products that `orthogonalize` uses for one shape. Prints as a table with the reasons.
@@ -94,7 +102,7 @@ class Plan(Shown):
     """How `X X^T` is computed: in full ("batched"), or half of it by blocks or quack and the other half mirrored."""
     small_products: Products
     """How products of Gram matrices are computed, with the same choices as for `products`."""
-    reasons: tuple[str, str, str]
+    reasons: Reasons
     """The reasons for the dtype, the method and the products, as text."""
     bound: float | None = None
     """A bound of the largest singular value, divided by its bound in exact arithmetic; None for coefficients in a
@@ -136,9 +144,11 @@ class Plan(Shown):
     def report(self) -> Report:
         """Return a table with the choices of dtype, method and products, their reasons, rounding and memory."""
         # A row for each choice: what was chosen, and why.
-        choices = ("dtype", "method", "products")
-        values = (str(self.dtype).removeprefix("torch."), self.method, self.products)
-        rows: list[tuple[str, str, str]] = list(zip(choices, values, self.reasons, strict=True))
+        rows = [
+            ("dtype", str(self.dtype).removeprefix("torch."), self.reasons.dtype),
+            ("method", self.method, self.reasons.method),
+            ("products", self.products, self.reasons.products),
+        ]
         if self.bound is not None:
             accepted = f"bound of singular values, over that of exact arithmetic; accepted up to {TOLERANCE}"
             rows.append(("rounding", f"{self.bound:.4f}", accepted))
@@ -212,29 +222,30 @@ def plan(request: Request, held: torch.dtype, dtype: DTypeLike = "auto", *, diff
         dtype: as in `orthogonalize`.
         differentiated: whether derivatives are taken; the dtype "auto" is then at least fp32.
     """
-    device = request.device
-    coefficients = request.coefficients
-    method = request.method
-    # 1. The dtype of the products: the fastest one on the device, or a wider one for derivatives or for polynomials
-    # that would diverge in it. A dtype given by the caller is taken as it is.
-    fastest_dtype = compute_dtype(held, device, dtype)
-    if differentiated and dtype == "auto":
-        fastest_dtype = wide_dtype(fastest_dtype)
-    compute = stable_dtype(fastest_dtype, coefficients, dtype)
-    why_dtype = _why_dtype(held, device, dtype, compute != fastest_dtype, differentiated)
-
-    # 2. The method and the products in this dtype.
-    check_method(method, coefficients)
+    compute, why_dtype = _choose_dtype(request, held, dtype, differentiated)
+    check_method(request.method, request.coefficients)
     chosen = plan_in(compute, request, why_dtype)
-
-    # 3. fp16 in place of bf16, where it is as fast and rounds less.
-    if dtype == "auto" and compute == torch.bfloat16 and _has_fast_fp16(device):
+    if dtype == "auto" and compute == torch.bfloat16 and _has_fast_fp16(request.device):
         chosen = in_fp16_if_better(chosen, request)
-
     # Stages that the caller has given are kept, also if this dtype rounds too much for them.
-    if isinstance(method, tuple) and chosen.bound is not None and chosen.bound > TOLERANCE:
+    if isinstance(request.method, tuple) and chosen.bound is not None and chosen.bound > TOLERANCE:
         _warn_of_stages(chosen.stages, chosen.dtype, chosen.bound)
     return chosen
+
+
+def _choose_dtype(
+    request: Request, held: torch.dtype, dtype: DTypeLike, differentiated: bool
+) -> tuple[torch.dtype, str]:
+    """Return the dtype of the products, and the reason for it as text. The arguments are as in `plan`.
+
+    It is the fastest dtype on the device, or a wider one for derivatives or for polynomials that would diverge in it. A
+    dtype given by the caller is taken as it is.
+    """
+    fastest_dtype = compute_dtype(held, request.device, dtype)
+    if differentiated and dtype == "auto":
+        fastest_dtype = wide_dtype(fastest_dtype)
+    compute = stable_dtype(fastest_dtype, request.coefficients, dtype)
+    return compute, _why_dtype(held, request.device, dtype, compute != fastest_dtype, differentiated)
 
 
 def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
@@ -247,11 +258,12 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
     in_fp16 = plan_in(torch.float16, request)
     if not _is_better_in_fp16(in_fp16, in_bf16):
         return in_bf16
-    why_bf16, _, _ = in_bf16.reasons
-    _, why_method, why_products = in_fp16.reasons
-    stages = len(in_fp16.stages)
-    why_dtype = f"{stages} stages, for which bf16 rounds too much; rounded to bf16 before and after: {why_bf16}"
-    return replace(in_fp16, rounded_to=torch.bfloat16, reasons=(why_dtype, why_method, why_products))
+    why_dtype = (
+        f"{len(in_fp16.stages)} stages, for which bf16 rounds too much; rounded to bf16 before and after: "
+        f"{in_bf16.reasons.dtype}"
+    )
+    reasons = Reasons(why_dtype, in_fp16.reasons.method, in_fp16.reasons.products)
+    return replace(in_fp16, rounded_to=torch.bfloat16, reasons=reasons)
 
 
 def check_method(method: MethodLike, coefficients: Polynomials) -> None:
@@ -292,7 +304,7 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
     if coefficients.table is None:
         bound = largest(coefficients.steps, restarts_of(stages), coefficients.safety, compute)
     shape = (request.short, request.long)
-    reasons = (why_dtype, why_method, why_products)
+    reasons = Reasons(why_dtype, why_method, why_products)
     return Plan(shape, compute, method, stages, products, small_products, reasons, bound, rates=rates)
 
 
@@ -546,12 +558,17 @@ def _stable_restarts(compute: torch.dtype, coefficients: Polynomials) -> tuple[i
 
 
 def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage, ...]:
-    """Return the stages of the Gram form, with a new Gram matrix after the numbers of steps in `restarts`."""
+    """Return the stages of the Gram form, with a new Gram matrix after the numbers of steps in `restarts`.
+
+    The restarts ``(2, 3)`` divide five steps into stages of 2, 1 and 2 steps.
+    """
     coefficients = request.coefficients
     short = max(fixed(request.short), 1)  # the centers of stages are constants of a traced graph
     long = max(fixed(request.long), 1)
-    mean = None  # the mean eigenvalue of the first Gram matrix
-    if not coefficients.row_scaling:  # its trace is the squared Frobenius norm, 1 / safety^2
+    # The first X is divided by `safety` times its norm. So the sum of the `short` eigenvalues of X X^T, which is the
+    # squared norm of X, is 1 / safety^2. Row scaling gives another sum, which is unknown.
+    mean = None
+    if not coefficients.row_scaling:
         mean = 1 / (short * coefficients.safety**2)
     return staged(coefficients.steps, restarts, mean, long / short)
 

@@ -47,8 +47,8 @@ _DIVERGED = 10.0
 def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
     """Return how much rounding in `dtype` may enlarge the result: 1.02 if singular values may be 2 percent larger.
 
-    This is a bound of the singular values after all steps, divided by the bound in exact arithmetic. It is infinite if
-    they are unbounded.
+    It is `bound(u) / bound(0)`, where `bound(u)` is a bound of the singular values after all steps if products have a
+    relative error of about `u`. Here `u` is the unit roundoff of `dtype`. The result is infinite if they are unbounded.
 
     Args:
         steps: the polynomial of each step.
@@ -57,10 +57,10 @@ def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, d
         dtype: the dtype of the products.
     """
     after_every_step = tuple(range(1, len(steps)))
-    exact = _largest(steps, after_every_step, safety, unit=0.0)
+    exact = _bound(steps, after_every_step, safety, unit=0.0)
     if exact == math.inf:  # these polynomials diverge without any rounding
         return 1.0
-    rounded = _largest(steps, restarts, safety, unit=torch.finfo(dtype).eps / 2)
+    rounded = _bound(steps, restarts, safety, unit=torch.finfo(dtype).eps / 2)
     return rounded / exact
 
 
@@ -88,7 +88,7 @@ def stable_restarts(
 
 
 @functools.lru_cache(maxsize=4096)
-def _largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, unit: float) -> float:
+def _bound(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, unit: float) -> float:
     """Return a bound of the singular values after all steps, or infinity if they diverge.
 
     `unit` is the unit roundoff of the dtype; 0 for exact arithmetic. `restarts` are the numbers of steps after which a
@@ -115,9 +115,12 @@ class _Eigenvalues(NamedTuple):
 def _after_stage(steps: Sequence[Step], top: float, error: float) -> float:
     """Bound singular values that begin in `[0, top]`, after steps on one Gram matrix.
 
-    The function follows `muonfx.polar.iteration.composed` on a grid of singular values `s`, with the eigenvalues of the
-    matrices R, G and Q. The error of each rounded product is assumed to be `error` times its largest eigenvalue.
-    Products of two errors are neglected.
+    A stage begins with `R = X X^T` and `Q = I`. Each step takes `G = a I + b R + c R^2`, `Q <- G Q` and `R <- G R G`.
+    The stage ends with `X <- Q X`. All small matrices have the eigenvectors of R. So this function computes their
+    eigenvalues for a grid of singular values `s` of X: r = s^2, g = a + b r + c r^2, and so on.
+
+    The error of each rounded product is assumed to be `error` times its largest eigenvalue. Products of two errors are
+    neglected.
     """
     s = _grid(top)
     r = _Eigenvalues(s * s, error * top * top)
