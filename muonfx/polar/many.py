@@ -375,7 +375,7 @@ def _run_batch(batch: list[_Chunk], job: _Job) -> dict[int, Tensor]:
     _write_to_destinations(batch, orthogonal_chunks)
 
     # A view keeps the whole batch in memory. If some results are copied out of the batch, all are.
-    must_copy = not job.in_one_batch and not _can_be_views(batch, job.kind)
+    must_copy = not job.in_one_batch and not _can_be_views(batch)
     new_results: dict[int, Tensor] = {}
     for chunk, value in zip(batch, orthogonal_chunks, strict=True):
         if chunk.destination is None:
@@ -409,13 +409,11 @@ def _result_like(x: Tensor, value: Tensor, must_copy: bool) -> Tensor:
     return value.reshape(x.shape).contiguous()
 
 
-def _can_be_views(batch: list[_Chunk], kind: _Kind) -> bool:
-    """Return True if all results can be views of their batch: new results, and not transposed."""
+def _can_be_views(batch: list[_Chunk]) -> bool:
+    """Return True if all results can be views of their batch: new results of inputs that were not transposed."""
     for chunk in batch:
-        if chunk.destination is not None:
-            return False
-        is_tall = chunk.input.shape[-2] != kind.short
-        if is_tall and not kind.in_buffers:  # it was transposed
+        was_transposed = chunk.matrices.shape[-2] != chunk.input.shape[-2]
+        if was_transposed or chunk.destination is not None:
             return False
     return True
 
@@ -430,13 +428,10 @@ def _most_in_a_batch(job: _Job) -> int | None:
     kind = job.kind
     if not can_be_stacked(kind.short, kind.long, kind.device):  # in a batch it would get other bits than alone
         return 1
-    if not kind.in_buffers:  # computed by `as_function`
+    if not kind.in_buffers:  # small matrices, computed by `as_function`
         return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
     limit = max(1, job.scratch // job.plan.scratch_bytes)
-    limit_of_cache = job.plan.at_once
-    if limit_of_cache is None:
-        return limit
-    return min(limit, limit_of_cache)
+    return min(limit, job.plan.at_once or limit)  # None: no limit by the cache of a CPU
 
 
 def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
@@ -480,25 +475,13 @@ def _batch_in_buffers(batch: list[_Chunk], job: _Job) -> Tensor:
     workspace = job.workspace or Workspace()  # memory for temporary tensors, which each batch overwrites
     workspace.clear()
     batch_dtype = plan.rounded_to or plan.dtype
-    memory_of_batch = workspace
-    if _has_views(batch, batch_dtype, job.kind):  # the next batch must not overwrite them
-        memory_of_batch = Workspace()
-    joined = _join_chunks(batch, batch_dtype, memory_of_batch)
-    return outside_autocast(
-        in_place,
-        joined,
-        plan,
-        job.coefficients,
-        tall=job.kind.is_tall,
-        workspace=workspace,
-        results=memory_of_batch,
-    )
-
-
-def _has_views(batch: list[_Chunk], batch_dtype: torch.dtype, kind: _Kind) -> bool:
-    """Return True if some results stay views of the batch: not copied to a destination or cast to another dtype."""
-    have_destinations = all(chunk.destination is not None for chunk in batch)
-    return not have_destinations and batch_dtype == kind.dtype
+    are_all_copied = batch_dtype != job.kind.dtype or all(chunk.destination is not None for chunk in batch)
+    results = workspace
+    if not are_all_copied:  # results stay views of this batch, which the next batch must not overwrite
+        results = Workspace()
+    joined = _join_chunks(batch, batch_dtype, results)
+    tall = job.kind.is_tall
+    return outside_autocast(in_place, joined, plan, job.coefficients, tall=tall, workspace=workspace, results=results)
 
 
 def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace) -> Tensor:
