@@ -105,20 +105,13 @@ def _checked_step(step: Sequence[float], i: int, name: str) -> Step:
 
     Raise if the step is no sequence of two or three finite numbers. `i` is the index of the step, for errors.
     """
-    # A common mistake is one flat list of numbers, so that a "step" is a number.
-    if not isinstance(step, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+    # A common mistake is one flat list of numbers, such as (3.4, -4.8). And `float` would accept texts and tensors.
+    is_sequence = isinstance(step, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_sequence or any(isinstance(number, str | torch.Tensor) for number in step):
         raise TypeError(_wrong_step(step, i, name))
-    for number in step:
-        if isinstance(number, str | torch.Tensor):  # `float` would accept a text or a tensor
-            raise TypeError(_wrong_step(step, i, name))
-    if len(step) not in (2, 3):
+    if len(step) not in (2, 3) or not all(math.isfinite(fixed(number)) for number in step):
         raise ValueError(_wrong_step(step, i, name))
-    for number in step:
-        if not math.isfinite(fixed(number)):
-            raise ValueError(_wrong_step(step, i, name))
-    c = 0.0
-    if len(step) == 3:
-        c = step[2]
+    c = step[2] if len(step) == 3 else 0.0
     return float(step[0]), float(step[1]), float(c)
 
 
