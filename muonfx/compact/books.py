@@ -31,7 +31,7 @@ class Book:
         raise NotImplementedError
 
     def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round each magnitude at random to the level below or above it; return the index of this level.
+        """Round each magnitude at random to the level below or above it; return the code of this level.
 
         Levels are the magnitudes that codes represent. Between the levels 0.2 and 0.3, a magnitude of 0.23 becomes 0.3
         with a probability of 0.3, else 0.2. So the mean is preserved. ``noise`` is uniform in [0, 1).
@@ -43,7 +43,11 @@ class Book:
         high = _look_up(levels, index + 1)
         fraction = (magnitudes - low) / (high - low)  # 0.3 for the magnitude 0.23
         rounds_up = noise < fraction
-        return index + rounds_up.to(torch.int64)
+        return self._code_at(index + rounds_up.to(torch.int64))
+
+    def _code_at(self, index: Tensor) -> Tensor:
+        """Return the codes of the levels at these indices: the indices themselves, except for codes of a float type."""
+        return index
 
     def fractions(self, codes: Tensor) -> Tensor:
         """Decode 8-bit codes to fp32 numbers in [-1, 1]. The caller multiplies them by the scale of their block."""
@@ -114,15 +118,11 @@ class Scaled(Book):
             return codes
         return codes.round()
 
-    def between(self, magnitudes: Tensor, noise: Tensor) -> Tensor:
-        """Round each magnitude stochastically to the level below or above it; return the code of this level.
-
-        The codes of an integer type are the indices of the levels. Codes of a float type are not.
-        """
-        index = super().between(magnitudes, noise)
+    def _code_at(self, index: Tensor) -> Tensor:
+        """Return the codes of the levels at these indices: for a float type, the numbers of which these are levels."""
         if not self.dtype.is_floating_point:
             return index
-        levels = table(self.levels, magnitudes.device)
+        levels = table(self.levels, index.device)
         return self.nearest(_look_up(levels, index))
 
     def fractions(self, codes: Tensor) -> Tensor:
@@ -193,13 +193,12 @@ FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 def float8(format: str, *, signed: bool) -> Scaled:
     """Return the codebook of the 8-bit float type "e4m3" or "e5m2": the magnitudes that its numbers represent.
 
-    They are its finite numbers, divided by the largest one, so they are from 0 to 1. The unsigned codebook of "e4m3",
-    for second moments, stores the square roots of magnitudes, for a wider range.
+    They are its finite numbers, divided by the largest one, so they are from 0 to 1. The unsigned codebook of "e4m3"
+    is for second moments, which span more orders of magnitude. It stores the square root of each: its levels are the
+    squares of these quotients.
     """
     dtype = FLOAT8[format]
-    roots = 0
-    if format == "e4m3" and not signed:
-        roots = 1  # the number of square roots that are taken before a magnitude is stored
+    roots = 1 if format == "e4m3" and not signed else 0  # how many square roots are taken of a stored magnitude
     bits = torch.arange(128, dtype=torch.uint8, device="cpu")  # of all numbers that are not negative
     numbers = bits.view(dtype).to(torch.float32)  # the same bits, read as floats
     largest = torch.finfo(dtype).max
