@@ -110,15 +110,14 @@ def forwarding(outer: Extras, inner: Iterable[Extras]) -> Extras:
     (['loss'], ['loss', 'value'])
     """
     required = outer.required
-    accepted = outer.named - _OUR_EXTRAS
-    accepts_any = False
+    accepted: frozenset[str] | None = outer.named - _OUR_EXTRAS
     for extras in inner:
         required |= extras.required - outer.named
-        if extras.accepted is None:
-            accepts_any = True
+        if accepted is None or extras.accepted is None:  # any name
+            accepted = None
         else:
             accepted |= extras.accepted
-    return Extras(outer.named, outer.takes_all, required, None if accepts_any else accepted)
+    return Extras(outer.named, outer.takes_all, required, accepted)
 
 
 def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> None:
