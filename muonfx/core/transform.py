@@ -287,7 +287,7 @@ class Transform(Recorded):
         if not schedule_parts:  # the usual case, found fast
             return schedules
         arguments = self.arguments
-        for name, types in self.factory.definition.plain.items():  # such as "learning_rate" and {"float"}
+        for name, types in self.factory.definition.accepted_types.items():  # such as "learning_rate" and {"float"}
             # An argument that is annotated with Schedule alone is passed to the constructor as it is.
             takes_number = "float" in types and "Schedule" not in types
             if takes_number and isinstance(arguments[name], Schedule):
@@ -519,16 +519,18 @@ class Transform(Recorded):
             check_numbers(self)
         cache: dict[Any, checks.ExpectedState] = self.structure.derived.setdefault("expected_states", {})
         key = (treedef, tuple(specs), number_shapes)
-        if key in cache:
-            return cache[key]
-        if None in specs:
-            return None
-        meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # init has already issued these warnings
-            state = self.functions.init(tree.unflatten(treedef, meta_leaves))
-        cache[key] = checks.ExpectedState.of(state)
+        if key not in cache:
+            if None in specs:
+                return None
+            meta_leaves = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
+            cache[key] = checks.ExpectedState.of(self._quiet_init(tree.unflatten(treedef, meta_leaves)))
         return cache[key]
+
+    def _quiet_init(self, params: PyTree) -> PyTree:
+        """Return the initial state for parameters, without the warnings that an `init` has already issued."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.functions.init(params)
 
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).

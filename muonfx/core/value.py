@@ -51,7 +51,7 @@ class Definition:
     """The parameters of the constructor, without its `Memory`."""
     kinds: tuple[tuple[str, str], ...]
     """Name and kind of each parameter, as strings because torch.compile can trace these."""
-    plain: Mapping[str, frozenset[str]]
+    accepted_types: Mapping[str, frozenset[str]]
     """By parameter, the names of the types that its annotation accepts, such as "float"."""
     name: str | None
     """The permanent public name, such as "acme.my_momentum", or None."""
@@ -66,7 +66,7 @@ class Definition:
 
     def is_number(self, name: str) -> bool:
         """Return True if an argument is annotated as a number: ``float`` or `ScalarOrSchedule`, perhaps ``| None``."""
-        return "float" in self.plain[name]
+        return "float" in self.accepted_types[name]
 
     def as_float(self, name: str, value: Any) -> object:
         """Return the value of an argument, converted to float if it is an int and the annotation is float."""
@@ -136,7 +136,7 @@ def make_factory(
         constructor=constructor,
         parameters=parameters,
         kinds=tuple([(argument, parameter.kind.name) for argument, parameter in parameters.items()]),
-        plain=_types_of_arguments(parameters, constructor),
+        accepted_types=_types_of_arguments(parameters, constructor),
         name=name,
         remembers=getattr(constructor, "takes_memory", False),
         transparent=transparent,
@@ -264,17 +264,6 @@ def _with_holes(argument: Any) -> object:
     if kind in (tuple, list):
         return kind(map(_with_holes, argument))
     return argument
-
-
-def _split(argument: object) -> tuple[object, list[object]]:
-    """Return an argument with placeholders for its numbers and transforms, and a list of these.
-
-    >>> _split(0.9), _split((torch.tensor(0.1), 0.2))  # a placeholder prints as *
-    ((*, [0.9]), ((*, 0.2), [tensor(0.1000)]))
-    """
-    if isinstance(argument, float):  # unlike a float in a container, it is a hyperparameter
-        return _HOLE, [argument]
-    return _with_holes(argument), parts_within(argument)
 
 
 def _items(container: Any) -> list[tuple[Any, Any]]:
@@ -422,8 +411,13 @@ class Recorded:
         for name, argument in bound.arguments.items():
             if argument is not definition.parameters[name].default:  # defaults are correct, so they need no check
                 argument = cls._checked(factory, name, argument)
-            skeleton[name], parts_of_argument = _split(definition.as_float(name, argument))
-            parts += parts_of_argument
+            argument = definition.as_float(name, argument)
+            if isinstance(argument, float):  # unlike a float in a container, it is a number that can be changed
+                skeleton[name] = _HOLE
+                parts.append(argument)
+            else:
+                skeleton[name] = _with_holes(argument)
+                parts += parts_within(argument)
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
@@ -437,7 +431,7 @@ class Recorded:
         if dataclasses.is_dataclass(default) and not isinstance(argument, type(default)):
             kind = type(default).__name__  # such as "MatrixView"
             raise TypeError(f"{factory.__name__}: {name} must be a {kind}, found {argument!r}: pass {kind}(...)")
-        type_names = factory.definition.plain[name]  # such as {"float", "None"}; empty if it is not checked
+        type_names = factory.definition.accepted_types[name]  # such as {"float", "None"}; empty if it is not checked
         if not type_names:
             return argument
         is_number = factory.definition.is_number(name)
@@ -740,33 +734,30 @@ def _text_of_call(recorded: Recorded) -> str:
     that a new argument with a default does not change the fingerprints of old checkpoints.
     """
     recorded = strip_transparent(recorded)
-    definition = recorded.factory.definition
-    parts = iter(recorded.parts)  # each placeholder in the arguments takes the next of these
+    parts = [part if isinstance(part, Recorded) else _HOLE for part in recorded.parts]  # with "*" for each number
     texts: list[str] = []
-    for name, skeleton in recorded.structure.skeleton.items():
-        text = _text_of_argument(skeleton, parts)
+    for name, argument in _join(recorded.structure.skeleton, iter(parts)).items():
+        text = _text_of_argument(argument)
         # A number is "*" here and as a default, so it is left out too.
-        if text != _text_of_default(definition, name):
+        if text != _text_of_default(recorded.factory.definition, name):
             texts.append(f"{name}={text}")
     return f"{public_name(recorded.factory)}({','.join(texts)})"
 
 
-_NUMBER = "*"
-"""The text of a number, and of an argument without a default."""
+_NUMBER = repr(_HOLE)
+"""The text of a number, and of an argument without a default: "*"."""
 
 
-def _text_of_argument(skeleton: object, parts: Iterator[object]) -> str:
-    """Return an argument as text for the fingerprint, in which numbers are "*": "(*,True)" for ``(tensor(0.1), True)``.
+def _text_of_argument(argument: object) -> str:
+    """Return an argument, in which numbers are placeholders, as text for the fingerprint: "(*,True)", for example.
 
-    A fingerprint identifies a transform in checkpoints, also if a run resumes with another learning rate. ``skeleton``
-    is the argument with placeholders for its numbers and transforms, which are the next of ``parts``.
+    A fingerprint identifies a transform in checkpoints, also if a run resumes with another learning rate.
     """
-    if skeleton is not _HOLE:  # a fixed value, such as True, or a container
-        return text_of(skeleton, lambda item: _text_of_argument(item, parts))
-    number_or_transform = next(parts)
-    if isinstance(number_or_transform, Recorded):
-        return _text_of_call(number_or_transform)
-    return _NUMBER
+    if isinstance(argument, Recorded):  # an inner transform or a schedule
+        return _text_of_call(argument)
+    if type(argument) in _CONTAINERS:  # which may contain transforms
+        return text_of(argument, _text_of_argument)
+    return text_of(argument)  # a fixed value, such as "True", or a number, whose text is "*"
 
 
 def _text_of_default(definition: Definition, name: str) -> str:
@@ -780,7 +771,7 @@ def _text_of_default(definition: Definition, name: str) -> str:
         return "()"
     if parameter.kind is parameter.VAR_KEYWORD:
         return "{}"
-    if parameter.default is parameter.empty:
+    default = definition.as_float(name, parameter.default)
+    if default is parameter.empty or isinstance(default, float):
         return _NUMBER
-    skeleton, parts = _split(definition.as_float(name, parameter.default))
-    return _text_of_argument(skeleton, iter(parts))
+    return _text_of_argument(default)

@@ -163,7 +163,7 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     """
     schedules: dict[str, Callable[[Tensor], Any]] = {}
     for index, inner in enumerate(within(tx)):
-        types_of = inner.factory.definition.plain  # by argument, its types, such as {"float", "Schedule"}
+        types_of = inner.factory.definition.accepted_types  # by argument, its types, such as {"float", "Schedule"}
         for name, value in inner.arguments.items():
             # A function is a schedule if its argument may be one: ``learning_rate=lambda step: 0.1 / (1 + step)``.
             is_function_as_schedule = callable(value) and "Schedule" in types_of[name]
