@@ -43,7 +43,7 @@ class Differences(NamedTuple):
     """Texts about the arguments that differ between the code of two chains."""
 
     structure: list[str]
-    """A text for each argument that is no number. There is at least one text."""
+    """A text for each argument that is no number. `differences_of_chains` returns at least one."""
     numbers: list[str]
     """A text for each number, which the fingerprints of chains ignore."""
 
@@ -64,9 +64,21 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
         values = _values_in(chain)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # code that Python cannot parse
         text = _first_difference(saved_chain, chain)
-        return Differences([text], [text])
-    structure: list[str] = []
-    numbers: list[str] = []
+        return Differences([text], [text])  # it may be a number or not
+    differences = _differences_of_values(saved_values, values)
+    if not differences.structure:  # for example, the transforms are in another order
+        differences.structure.append(_first_difference(saved_chain, chain))
+    return differences
+
+
+def _differences_of_values(
+    saved_values: Mapping[ArgumentPath, _Value], values: Mapping[ArgumentPath, _Value]
+) -> Differences:
+    """Compare the values of all arguments, by their paths in the code of two chains: return texts about differences.
+
+    The values 0.9 and 0.5 at (".momentum", ".decay") give "momentum.decay: 0.9 in the checkpoint, 0.5 here".
+    """
+    differences = Differences([], [])
     for path in dict.fromkeys([*saved_values, *values]):  # all arguments of either chain, each once
         saved_value = saved_values.get(path, _NOT_SET)
         value = values.get(path, _NOT_SET)
@@ -77,12 +89,10 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
         shown_path = "".join(path).removeprefix(".") or "the chain"
         text = f"{shown_path}: {saved_value.code:.{_LONGEST}} in the checkpoint, {value.code:.{_LONGEST}} here"
         if _is_number(path, saved_value) and _is_number(path, value):
-            numbers.append(text)
+            differences.numbers.append(text)
         else:
-            structure.append(text)
-    if not structure:  # for example, the transforms are in another order
-        structure.append(_first_difference(saved_chain, chain))
-    return Differences(structure, numbers)
+            differences.structure.append(text)
+    return differences
 
 
 def _is_within_difference(
