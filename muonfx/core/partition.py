@@ -412,11 +412,12 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
     shapes, and its result replaces it: ``{"w": "muon", "b": "adamw"}``.
     """
     choice = _LabelChooser("partition: labels", tx.arguments["labels"])(params)
-    if choice.routed_labels is None:
+    labels_with_shapes = choice.routed_labels  # made by `muonfx.routing`, which records the shapes of parameters
+    if labels_with_shapes is None:
         return tx.replace(labels=choice.value_of)
-    choice.routed_labels.check_shapes(tx.arguments["transforms"], params)
+    labels_with_shapes.check_shapes(tx.arguments["transforms"], params)
     # The resolved transform may run on shards, whose dims differ: a 0-d parameter is 1-d in a flat buffer.
-    return tx.replace(labels=choice.routed_labels.without_shapes())
+    return tx.replace(labels=labels_with_shapes.without_shapes())
 
 
 def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
