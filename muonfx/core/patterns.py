@@ -73,11 +73,11 @@ def _check_groups(pattern: NamePatterns, names: list[str]) -> None:
     matched_before: set[str] = set()  # by the groups so far
     for group in pattern.groups:
         matches = {name for name in candidates if _matches(name, group)}
-        if not matches:
-            is_optional = bool(group) and pattern.optional.issuperset(group)  # an empty group is always a mistake
-            if not is_optional:
-                _report(pattern, group, f"matches none of the {len(names)} parameters; {names_close_to(group, names)}")
-        elif pattern.first_counts and matches <= matched_before:  # as for "head.weight" after "*.weight"
+        is_optional = bool(group) and pattern.optional.issuperset(group)  # an empty group is always a mistake
+        if not matches and not is_optional:
+            _report(pattern, group, f"matches none of the {len(names)} parameters; {names_close_to(group, names)}")
+        has_no_effect = pattern.first_counts and matches <= matched_before  # as "head.weight" after "*.weight"
+        if matches and has_no_effect:
             shown = format_list(sorted(matches), shown_name)
             problem = f"matches only names that an earlier pattern matches, and the first counts: {shown}"
             _report(pattern, group, problem)
