@@ -312,13 +312,13 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
 
     For x = 1, y = 3 and the weight 0.25, the result is 1.5. With ``reuse``, the results overwrite ``xs``.
     """
-    weights = _scalar_for_each(weight, xs)
     if _cannot_use_foreach(xs, ys, scalar=weight):  # under torch.func or autograd
+        weights = _scalar_for_each(weight, xs)
         return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
     if not isinstance(weight, Tensor):
         return _foreach("lerp", xs, ys, weight, reuse=reuse)
     if _on_cpu(xs):  # there a 0-d weight gives the same bits as a number
-        return _foreach("lerp", xs, ys, weights, reuse=reuse)
+        return _foreach("lerp", xs, ys, _scalar_for_each(weight, xs), reuse=reuse)
     # On other devices, the formula itself: the differences, their products with the weight, and the sums.
     steps = list(torch._foreach_sub(ys, xs))
     return add(xs, mul(steps, weight, reuse=True), reuse=reuse)
