@@ -165,8 +165,9 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
     if as_one:
         common_entries = with_common_defaults(rules, entries, stepping.defaults)
         labels_with_rate = common_keys(rules).get("lr", {})
-        # A group needs one "lr": given, equal for all labels, or of a single label.
-        if "lr" in common_entries or len(labels_with_rate) < 2:
+        # The rate is given, equal for all labels, or of a single label.
+        has_one_rate = "lr" in common_entries or len(labels_with_rate) < 2
+        if has_one_rate:
             return [_complete_group(stepping, rules, common_entries, pairs)]
     # Otherwise a group for each rule, with the entries that its transforms read.
     groups: list[Group] = []
@@ -192,18 +193,16 @@ def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) 
     ``{"lr": 0.2, "my_key": 1}`` for "adamw". ``rule`` has the label and its hyperparameters, and ``rules`` those of all
     labels.
     """
+    if len(rules) == 1:  # the group is not split
+        return entries
     keys_of_rule = common_keys([rule]).keys()
     keys_of_others = common_keys(rules).keys() - keys_of_rule - NOT_HYPERPARAMS  # such as "momentum" for "adamw"
-    label_keys = keys_by_label(rules)  # such as "muon.lr" and "adamw.lr"
-    # 1. Values for all labels, and keys of the user.
-    entries_of_rule: Group = {}
-    for key, value in entries.items():
-        if key not in keys_of_others and key not in label_keys:
-            entries_of_rule[key] = value
-    # 2. A value for this label alone replaces a value for all labels.
+    left_out = keys_of_others | keys_by_label(rules)  # also "muon.lr" and "adamw.lr"
+    entries_of_rule = {key: value for key, value in entries.items() if key not in left_out}
+    # A value for this label alone, such as "adamw.lr", replaces a value for all labels.
     for key in keys_of_rule:
         label_key = f"{rule.label}.{key}"
-        if label_key in entries and label_key in label_keys:
+        if label_key in entries:
             entries_of_rule[key] = entries[label_key]
     return entries_of_rule
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx.core.checks import warn_caller
 from muonfx.core.order import combine_signs
-from muonfx.core.visit import Visit
+from muonfx.core.visit import OwnNumbers, Visit
 from muonfx.optimizer.group_numbers import Group, Hyperparam, Numbers, equal
 from muonfx.optimizer.named_parameters import NamedPairs, NamedTensors
 from muonfx.placement.placed import needs_matrices
@@ -158,10 +158,7 @@ def hyperparams_of(visits: Sequence[Visit]) -> list[Hyperparam]:
     repeated_keys = _repeated([visited.numbers.keys for visited in visits])  # names without labels
     hyperparams: list[Hyperparam] = []
     for visited in visits:
-        short_names = [name for name in visited.numbers.short_names if name not in repeated_short_names]
-        with_short_keys = _with_short_keys(visited, short_names)
-        hyperparams += with_short_keys
-        hyperparams += _with_long_keys(visited, with_short_keys, repeated_keys)
+        hyperparams += _hyperparams_of_transform(visited.numbers, repeated_short_names, repeated_keys)
     return hyperparams
 
 
@@ -171,45 +168,35 @@ def _repeated(names_of_transforms: Iterable[Iterable[str]]) -> set[str]:
     return {name for name, count in counts.items() if count > 1}
 
 
-def _with_long_keys(visited: Visit, with_short_keys: Iterable[Hyperparam], repeated_keys: Set[str]) -> list[Hyperparam]:
-    """Return the other hyperparameters of a transform, under the name without labels, or else under the full name.
+def _hyperparams_of_transform(
+    numbers: OwnNumbers, repeated_short_names: Set[str], repeated_keys: Set[str]
+) -> list[Hyperparam]:
+    """Return the hyperparameters of one transform, each with the shortest key that no other transform has.
+
+    For Adam, the short name "betas" sets two numbers: "scale_by_adam.b1" and "scale_by_adam.b2". The short name
+    "momentum" sets the first of them again, for schedulers: it is a mirror.
 
     Args:
-        visited: the visit of the transform.
-        with_short_keys: its hyperparameters that have a short key, such as "lr".
-        repeated_keys: the names without labels that several transforms have.
+        numbers: the names of the transform's hyperparameters.
+        repeated_short_names: short names that several transforms have.
+        repeated_keys: names without labels that several transforms have.
     """
-    names_with_short_key: set[str] = set()
-    for hyperparam in with_short_keys:
-        names_with_short_key.update(hyperparam.names)
     hyperparams: list[Hyperparam] = []
-    for name, key in zip(visited.numbers.names, visited.numbers.keys, strict=True):
-        if name in names_with_short_key:
+    names_with_key: set[str] = set()  # the full names of the numbers that the keys so far set
+    # 1. Short names, in their order, because a mirror repeats earlier keys.
+    for short_name, name_or_names in numbers.short_names.items():
+        if short_name in repeated_short_names:
             continue
-        unique_key = name if key in repeated_keys else key
-        hyperparams.append(Hyperparam(unique_key, (name,)))
-    return hyperparams
-
-
-def _with_short_keys(visited: Visit, short_names: Iterable[str]) -> list[Hyperparam]:
-    """Return the hyperparameters of a transform that have torch's keys in a param group, such as "lr" and "betas".
-
-    For Adam, "betas" sets two numbers, with the full names "scale_by_adam.b1" and "scale_by_adam.b2". Then "momentum"
-    is a mirror: it sets "scale_by_adam.b1" again, for schedulers.
-
-    Args:
-        visited: a record of the transform, with the full names of the numbers that each short name sets.
-        short_names: the short names to use as keys. They are in order, because a mirror repeats earlier keys.
-    """
-    hyperparams: list[Hyperparam] = []
-    names_so_far: set[str] = set()
-    for short_name in short_names:
-        name_or_names = visited.numbers.short_names[short_name]  # a tuple of full names, as for "betas", or one name
         is_tuple = isinstance(name_or_names, tuple)
         full_names = name_or_names if is_tuple else (name_or_names,)
-        is_mirror = names_so_far.issuperset(full_names)  # earlier keys set all of its numbers
+        is_mirror = names_with_key.issuperset(full_names)
         hyperparams.append(Hyperparam(short_name, full_names, is_tuple, is_mirror))
-        names_so_far.update(full_names)
+        names_with_key.update(full_names)
+    # 2. For all other numbers, the name without labels, or else the full name.
+    for full_name, key in zip(numbers.names, numbers.keys, strict=True):
+        if full_name not in names_with_key:
+            unique_key = full_name if key in repeated_keys else key
+            hyperparams.append(Hyperparam(unique_key, (full_name,)))
     return hyperparams
 
 
@@ -229,8 +216,8 @@ def distinct_rules(names: Iterable[str], rules: UpdateRules) -> list[UpdateRule]
 def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperparam, ...]:
     """Return the hyperparameters of a param group, which may have parameters of several labels, each with its rule.
 
-    For the labels "muon" and "adamw", a group with the key "weight_decay" sets the decay of both with it. If the group
-    lacks the key, each label has its own: "muon.weight_decay" and "adamw.weight_decay".
+    For the labels "muon" and "adamw", one key "weight_decay" sets the decay of both if the group has this key. It also
+    suffices if they have the transform in common. Otherwise the keys are "muon.weight_decay" and "adamw.weight_decay".
     """
     if len(rules) == 1:  # usually
         return rules[0].hyperparams
@@ -239,12 +226,11 @@ def group_hyperparams(rules: Sequence[UpdateRule], group: Group) -> tuple[Hyperp
         distinct = list(dict.fromkeys(hyperparam_of_label_key.values()))  # once, if rules have a transform in common
         is_one_transform = len(distinct) == 1
         is_common_value = key in group and _have_one_form(distinct)
-        if is_one_transform or is_common_value:  # one key suffices, such as "weight_decay"
+        if is_one_transform or is_common_value:
             hyperparams += distinct
-            continue
-        # Otherwise a key for each label, such as "muon.weight_decay" and "adamw.weight_decay".
-        for label_key, hyperparam in hyperparam_of_label_key.items():
-            hyperparams.append(hyperparam._replace(key=label_key))
+        else:
+            for label_key, hyperparam in hyperparam_of_label_key.items():
+                hyperparams.append(hyperparam._replace(key=label_key))
     return tuple(hyperparams)
 
 
@@ -265,11 +251,11 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
 
 
 def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
-    """Return the keys that a param group with parameters of several labels may have, such as "lr".
+    """Return the keys of a param group that set a hyperparameter of all labels, such as "lr".
 
-    Each key has a dict of the hyperparameters that it sets, one for each label, with keys to set them separately:
-    ``{"lr": {"muon.lr": ..., "adamw.lr": ...}}``. ``rules`` are the different rules of the group's parameters: the
-    label of a parameter, and the hyperparameters of its transforms.
+    Each has the hyperparameter of every label, under the key that sets it for this label alone:
+    ``{"lr": {"muon.lr": muon_rate, "adamw.lr": adamw_rate}}``. ``rules`` are the different rules of the group's
+    parameters: the label of a parameter, and the hyperparameters of its transforms.
     """
     common: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
@@ -279,9 +265,9 @@ def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]
             key = hyperparam.key
             hyperparam_of_label_key = common.setdefault(key, {})
             label_key = f"{rule.label}.{key}"
-            # Two rules have one label if a mask selects only some of its parameters. Then the full name is the key.
-            is_taken = label_key in hyperparam_of_label_key
-            if is_taken:
+            if (
+                label_key in hyperparam_of_label_key
+            ):  # two rules have one label if a mask selects some of its parameters
                 label_key = f"{hyperparam.names[0]}.{key}"  # "muon.momentum.decay.momentum"
             hyperparam_of_label_key[label_key] = hyperparam
     return common
