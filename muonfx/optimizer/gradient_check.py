@@ -97,7 +97,8 @@ class GradientCheck:
 class _OutsideParameters:
     """Finds the parameters of the models that are not in the optimizer.
 
-    A search walks through all modules. It is repeated only if the models may have changed since the last one.
+    A search walks through all modules, which takes time at every step. So it is repeated only if the models may have
+    got a new parameter since the last search.
 
     Args:
         parameters: the parameters of the optimizer, and the models that contain them.
@@ -105,14 +106,16 @@ class _OutsideParameters:
 
     def __init__(self, parameters: TrackedParameters) -> None:
         """Begin without a result: the first call of `find` searches the models."""
-        _count_registrations()  # from now on
+        _count_registrations()  # lets torch count, from now on, each parameter that a model gets
         self._parameters = parameters
         self._result: NamedTensors = {}
         """The parameters that the last search has found, by name."""
         self._module_lists: list[weakref.ref[nn.Module]] = []
-        """The lists of modules in the models, from the last search."""
+        """The lists of modules that the last search has found in the models."""
+        self._last_lengths: list[int] = []
+        """Their lengths at this search."""
         self._last_changes: object = None
-        """The values of `_changes` after the last search; None before the first one."""
+        """The signs of a change, as `find` compares them, at this search; None before the first one."""
 
     def find(self, named: NamedTensors, without_gradient: tuple[str, ...]) -> NamedTensors:
         """Return, by name, the parameters of the models that are not in the optimizer.
@@ -122,23 +125,23 @@ class _OutsideParameters:
             without_gradient: the names of those that have no gradient. A parameter that was replaced in a model has
                 none, so other names are a reason for a new search.
         """
-        if self._changes(without_gradient) != self._last_changes:
+        assignments = _registrations["assigned"]  # how many parameters and modules were assigned to any module
+        changes = (without_gradient, self._parameters.version, assignments)
+        if changes != self._last_changes or self._lengths() != self._last_lengths:
             self._result = self._parameters.outside(named)
             self._module_lists = _module_lists(self._parameters.models)
-            self._last_changes = self._changes(without_gradient)  # with the lengths of these lists
+            self._last_lengths = self._lengths()
+            self._last_changes = changes
         return self._result
 
-    def _changes(self, without_gradient: tuple[str, ...]) -> tuple[object, ...]:
-        """Return values of which one differs from the last search if a model may have got a new parameter since."""
-        # `ModuleList.insert` adds a module without an assignment that a hook of torch could count.
+    def _lengths(self) -> list[int]:
+        """Return how many modules each list has: `ModuleList.insert` adds one without an assignment to count."""
         lengths: list[int] = []
         for ref in self._module_lists:
             module = ref()
             if module is not None:
                 lengths.append(len(module._modules))
-        changes_of_parameters = self._parameters.version
-        assignments = _registrations["assigned"]  # of a parameter or a module to any module
-        return without_gradient, changes_of_parameters, assignments, lengths
+        return lengths
 
 
 def _module_lists(models: Iterable[nn.Module]) -> list[weakref.ref[nn.Module]]:
