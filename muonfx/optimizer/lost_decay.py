@@ -60,15 +60,10 @@ def warn_of_rounding(stepping: Stepping, groups: Sequence[TrackedGroup], params:
         groups: the param groups, which have the rates and decays.
         params: the parameters to check by name. Others in the groups are not checked.
     """
-    # 1. Parameters in bfloat16 or float16, unless `master_params` decays a float32 copy of them.
-    narrow_params = {name: param for name, param in params.items() if _is_narrow(param)}
-    for visited in stepping.visits:  # each transform with the names of its parameters
-        if visited.tx.factory is master_params:
-            for name in visited.param_names:
-                narrow_params.pop(name, None)
+    narrow_params = _narrow_params(stepping, params)
     if not narrow_params:
         return
-    # 2. A lost decay, whose warning says that such updates are lost, too; else lost updates.
+    # The warning of lost decay says that other updates of this size are lost, too, so that one warning suffices.
     lost_changes = _lost_decays(stepping, groups, narrow_params)
     if lost_changes:
         warn_caller(_no_effect(lost_changes, params))
@@ -78,6 +73,23 @@ def warn_of_rounding(stepping: Stepping, groups: Sequence[TrackedGroup], params:
     size = sum([param.numel() for param in narrow_params.values()])
     if lost_updates and lost_size >= size / 2:  # not norms alone, whose weights are large
         warn_caller(_updates_lost(lost_updates, params))
+
+
+def _narrow_params(stepping: Stepping, params: NamedTensors) -> NamedTensors:
+    """Return the parameters in bfloat16 or float16 by name, without those of which `master_params` has float32 copies.
+
+    Left out are also frozen parameters, and parameters without values: on the meta device, or fake tensors.
+    """
+    narrow_params: dict[str, Tensor] = {}
+    for name, param in params.items():
+        has_values = not param.is_meta and not isinstance(param, FakeTensor)
+        if param.requires_grad and has_values and param.dtype in (torch.bfloat16, torch.float16):
+            narrow_params[name] = param
+    for visited in stepping.visits:  # each transform with the names of its parameters
+        if visited.tx.factory is master_params:
+            for name in visited.param_names:
+                narrow_params.pop(name, None)
+    return narrow_params
 
 
 def _lost_decays(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> dict[str, float]:
@@ -177,12 +189,6 @@ def _smallest_change(dtype: torch.dtype) -> float:
     A unit in the last place of x is between eps / 2 and eps times x. Less than half a unit is rounded away.
     """
     return torch.finfo(dtype).eps / 4
-
-
-def _is_narrow(param: Tensor) -> bool:
-    """Return True for a parameter that is trained in bfloat16 or float16, and has values: not on the meta device."""
-    has_values = not param.is_meta and not isinstance(param, FakeTensor)
-    return param.requires_grad and has_values and param.dtype in (torch.bfloat16, torch.float16)
 
 
 def _no_effect(lost_changes: Mapping[str, float], params: NamedTensors) -> str:

@@ -219,17 +219,20 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
         rules: the transforms and hyperparameters of each parameter, by name.
     """
     distinct = distinct_rules(names, rules)  # without repetitions, such as the rules of "muon" and "adamw"
-    if len(distinct) < 2:  # a key that is missing gets a message of its own when the numbers of the group are read
+    if len(distinct) < 2:  # nothing was moved to other transforms; `GroupNumbers.read` raises for a key that is missing
         return
     required_keys = {hyperparam.key for hyperparam in group_hyperparams(distinct, group)}
-    if required_keys <= group.keys():
-        return
-    # The message shows two parameters that different transforms update.
+    if not required_keys <= group.keys():
+        raise _moved_between_transforms(names, rules)
+
+
+def _moved_between_transforms(names: Sequence[str], rules: UpdateRules) -> ValueError:
+    """Return an error that shows two of the named parameters of a group, which different transforms update."""
     first = names[0]
     first_rule = rules[first]
     others = [name for name in names if rules[name] != first_rule]
     other = others[0]
-    raise ValueError(
+    return ValueError(
         f"param_groups: {first!r} (label {first_rule.label!r}) and {other!r} (label {rules[other].label!r}) are in one "
         "group, but different transforms update them, and the group lacks hyperparameters of one: recreate the "
         "optimizer to change a label, or add_param_group to add parameters"

@@ -386,14 +386,14 @@ class TrackedParameters:
         For example, the DTensors after ``fully_shard(model)``. The state moves to them later, such as at the next step.
         """
         # The tensor that the optimizer has put into the groups for each name, at construction or by an earlier call.
-        param_of = {name: self._new_in_groups.get(name, tracked.param) for name, tracked in self.tracked.items()}
-        new_params = self._replaced_in_models(param_of)
+        former_params = {name: self._new_in_groups.get(name, tracked.param) for name, tracked in self.tracked.items()}
+        new_params = self._replaced_in_models(former_params)
         if not new_params:
             return
         self._new_in_groups.update(new_params)
-        new_param_of = {param_of[name]: new_param for name, new_param in new_params.items()}
+        replacement_of = {former_params[name]: new_param for name, new_param in new_params.items()}
         for group in groups:
-            group["params"] = [new_param_of.get(param, param) for param in group["params"]]
+            group["params"] = [replacement_of.get(param, param) for param in group["params"]]
 
     def _replaced_in_models(self, named: NamedTensors) -> NamedTensors:
         """Return, by name, the tensors that have replaced parameters in the models since the last `track`.
@@ -413,8 +413,7 @@ class TrackedParameters:
             is_gathered = id(new_param) in gathered_ids
             if not is_gathered and not self._is_of_engine(name, named[name]):
                 replaced[name] = new_param
-        _remove_tied(replaced, named)  # the third case
-        return replaced
+        return _without_tied(replaced, named)  # the third case
 
     def _is_of_engine(self, name: str, param_in_groups: Tensor) -> bool:
         """Return True if the tensor in the groups is an engine's: it has no state, and is not new from a model."""
@@ -446,13 +445,7 @@ class TrackedParameters:
         For example, Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed. The groups
         then have the weight of a layer that was frozen so far, and the result is ``{"0.weight": weight}``.
         """
-        known_params = {tracked.param for tracked in self.tracked.values()}
-        # Tensors that have replaced parameters. A wrapper that was put around their layer since, as accelerate does for
-        # activation checkpointing, has changed their names in the model, but not their positions.
-        known_params.update(self._others_in_models().values())
-        unknown_params: list[Tensor] = []
-        for group in groups:
-            unknown_params += [param for param in group["params"] if param not in known_params]
+        unknown_params = self._unknown_params(groups)
         if not unknown_params:  # usually; to look up names takes time
             return {}
         name_of = self.names
@@ -463,6 +456,17 @@ class TrackedParameters:
             if name is not None and name not in self.tracked:
                 added[name] = param
         return added
+
+    def _unknown_params(self, groups: Iterable[Group]) -> list[Tensor]:
+        """Return the tensors in the groups that have no state, and have not replaced a parameter of the models."""
+        known_params = {tracked.param for tracked in self.tracked.values()}
+        # Replacements are found by their position in a model, because a wrapper that was put around their layer since,
+        # as accelerate does for activation checkpointing, has changed their names.
+        known_params.update(self._others_in_models().values())
+        unknown_params: list[Tensor] = []
+        for group in groups:
+            unknown_params += [param for param in group["params"] if param not in known_params]
+        return unknown_params
 
     def names_of(self, groups: Iterable[Group]) -> list[list[str]]:
         """Return the names of the parameters in each group that a user or engine has edited: ``[["w"], ["b"]]``.
@@ -558,7 +562,7 @@ class TrackedParameters:
                 )
 
     def outside(self, named: NamedTensors) -> NamedTensors:
-        """Return the models' parameters, by name, that are not in the optimizer. ``named`` are those that are.
+        """Return the models' parameters, by name, that should be in the optimizer and are not. ``named`` are in it.
 
         For example, the weight of a layer that was added to the model after the optimizer was created. If the optimizer
         was given only some parameters of a model, this returns only tensors that have their names.
@@ -573,20 +577,18 @@ class TrackedParameters:
             for name, param in model.named_parameters():
                 if id(param) in known_ids or name in self._left_out:  # in the optimizer, or left out by its label
                     continue
-                # The optimizer has a parameter of this name, so that the tensor has replaced it. A parameter of another
-                # name may be another optimizer's, unless this one was given the whole model.
-                has_this_name = name in known_model.names or name in named
-                if known_model.has_all_params or has_this_name:
+                # A parameter of another name may be another optimizer's, unless this one was given the whole model.
+                is_replaced = name in known_model.names or name in named
+                if known_model.has_all_params or is_replaced:
                     outside[name] = param
         return outside
 
 
-def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
-    """Remove tensors that would be in the param groups twice, so that a step would update them twice.
+def _without_tied(replaced: NamedTensors, named: NamedTensors) -> NamedTensors:
+    """Leave out new tensors that would be in the param groups twice, so that a step would update them twice.
 
     For example, ``model.head.weight = model.embedding.weight`` ties two parameters. The head's name would get the
-    tensor that the groups have for the embedding, so it keeps its former tensor instead: "head.weight" is removed from
-    ``replaced``, in place.
+    tensor that the groups have for the embedding, so it keeps its former tensor instead: "head.weight" is left out.
 
     Args:
         replaced: the new tensors by parameter name.
@@ -595,8 +597,8 @@ def _remove_tied(replaced: dict[str, Tensor], named: NamedTensors) -> None:
     # Repeated, because a removal ties other names if the former tensor itself has replaced another one. For example,
     # the groups have A, B and C, and would get B, C and C: the second name keeps B, so the first must keep A.
     while tied_names := _tied_names(replaced, named):
-        for name in tied_names:
-            del replaced[name]
+        replaced = {name: param for name, param in replaced.items() if name not in tied_names}
+    return replaced
 
 
 def _tied_names(replaced: NamedTensors, named: NamedTensors) -> list[str]:
