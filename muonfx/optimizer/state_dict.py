@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, cast
 
@@ -130,18 +129,19 @@ def _new_name_of(saved_names: Sequence[str], groups: Sequence[TrackedGroup], ren
     """Return a dict from each saved parameter name to the name that this optimizer has for it.
 
     For example, "module.0.weight" was saved under DistributedDataParallel, and ``rename`` is ``{"0": "layers.0"}``. The
-    name in a compiled model is then "_orig_mod.layers.0.weight". The dict also has the plain name "0.weight", without
-    the prefixes of wrappers.
+    name in a compiled model is then "_orig_mod.layers.0.weight". The record of chains in a saved group has names
+    without the prefixes of wrappers, so the result has two keys for it: "module.0.weight" and "0.weight".
     """
-    # 1. Rename the plain names: {"module.0.weight": "layers.0.weight"}.
+    # 1. Remove the prefixes of wrappers, then rename.
     plain_name_of = unwrapped(saved_names)  # {"module.0.weight": "0.weight"}
-    renamed, problems = new_names(plain_name_of, rename, level=".", what="parameter")
-    # 2. Add the prefixes of this optimizer. A parameter that it lacks keeps the plain name.
+    renamed, problems = new_names(plain_name_of, rename, level=".", what="parameter")  # ... : "layers.0.weight"
+    # 2. Add the prefixes of this optimizer. A parameter that it lacks gets none.
     prefixed_name_of = {plain_name: name for name, plain_name in unwrapped(_names_in(groups)).items()}
     new_name_of = {saved_name: prefixed_name_of.get(name, name) for saved_name, name in renamed.items()}
     problems += _collisions(new_name_of)
     if problems:
         raise ValueError("nothing was loaded: rename: " + "; ".join(problems[:10]))
+    # 3. Add the names as the record of chains has them.
     new_name_of_plain = {plain_name: new_name_of[saved_name] for saved_name, plain_name in plain_name_of.items()}
     return {**new_name_of_plain, **new_name_of}
 
@@ -163,8 +163,8 @@ def match_groups(
 ) -> list[Group | None]:
     """Return the saved group of each group of this optimizer, or None if no parameter of the group was saved.
 
-    For example, the group with the names "w" and "v" has the saved group with these names. Groups without parameters
-    are matched by order.
+    For example, the group with the names "w" and "v" has the saved group with these names. The first group without
+    parameters has the first saved group of which this optimizer has no parameter, the second one the next, and so on.
 
     Args:
         saved_groups: the groups of a state dict, with the names of this optimizer as "param_names".
@@ -178,14 +178,13 @@ def match_groups(
     for saved in saved_groups:
         for name in saved["param_names"]:
             saved_group_of[name] = saved
-    # Saved groups of which no parameter is in this optimizer, in their order: empty groups take one each.
-    saved_without_known_names = deque([saved for saved in saved_groups if names.isdisjoint(saved["param_names"])])
+    saved_for_empty = [saved for saved in saved_groups if names.isdisjoint(saved["param_names"])]
     matched: list[Group | None] = []
     for tracked in groups:
         if tracked.names:
             matched.append(_saved_group_with(tracked.names, saved_group_of, names))
-        elif saved_without_known_names:
-            matched.append(saved_without_known_names.popleft())
+        elif saved_for_empty:
+            matched.append(saved_for_empty.pop(0))
         else:
             matched.append(None)
     return matched

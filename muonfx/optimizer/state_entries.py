@@ -189,19 +189,17 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
     """
     loads: list[Load] = []
     for index, slot in enumerate(entries.slots):  # for each leaf of the state
-        shown = entries.shown[index]
-        # The leaf of one parameter has one name. A step count, which all parameters share, has all of them.
-        names = [name for name in slot.names if name in entries_of]
-        values = {name: entries_of[name][slot.key] for name in names}
-        assigned = _assigned_values(slot.key, values, shown)
+        # A leaf of one parameter has one value. A step count, which all parameters share, has one for each of them.
+        values = {name: entries_of[name][slot.key] for name in slot.names if name in entries_of}
+        assigned = _assigned_values(slot.key, values, entries.shown[index])
         if not assigned:  # the usual case
             continue
-        common_value = _common_value(slot.key, assigned, len(names))
+        common_value = _common_value(slot.key, assigned, len(values))
         # Over ranks, the tensor may be a DTensor, of which this rank loads its own part.
         try:
-            local_value = stepping.local_value(index, shown, common_value)
+            local_value = stepping.local_value(index, entries.shown[index], common_value)
         except Misfit as misfit:
-            raise ValueError(f"optimizer.state: {slot.key!r} of {names[0]!r} {misfit}") from None
+            raise ValueError(f"optimizer.state: {slot.key!r} of {next(iter(values))!r} {misfit}") from None
         loads.append(Load(index, local_value))
     return loads
 
