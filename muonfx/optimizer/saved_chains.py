@@ -51,13 +51,13 @@ def chains_of(visited: Stepping | VisitedTransform, names: Iterable[str]) -> dic
         names: the names of the parameters.
     """
     arguments = _arguments_by_name(visited.inner)  # such as labels: they have a value for each parameter
-    chain_of_key: dict[tuple[object, ...], Transform] = {}  # to create the chain of many parameters once
+    # To create the chain of many parameters once: they have equal chains if the same transforms update them, and their
+    # labels, patterns and values of masks are equal.
+    chain_of_key: dict[tuple[object, ...], Transform] = {}
     chain_of: dict[str, Transform] = {}
     for name in names:
-        # Parameters with the same transforms, labels, patterns and values of masks have equal chains.
-        values = [str(_value_for(name, argument)) for argument in arguments]
-        indices = visited.rules[name].indices  # of the transforms that update the parameter
-        key = (indices, *values)
+        indices_of_transforms = visited.rules[name].indices
+        key = (indices_of_transforms, *[_text_for(name, argument) for argument in arguments])
         if key not in chain_of_key:
             chain_of_key[key] = _chain_of(name, visited.inner, visited.visits[0])
         chain_of[name] = chain_of_key[key]
@@ -77,15 +77,14 @@ def _arguments_by_name(tx: Transform) -> list[MatrixView | Mapping[Any, Any]]:
     return arguments
 
 
-def _value_for(name: str, argument: MatrixView | Mapping[Any, Any]) -> object:
-    """Return the value that an argument has for a parameter: its pattern, its label, or the value of a mask."""
-    if isinstance(argument, MatrixView):
-        return argument.text(name)  # such as "out in -> out in"
-    return argument.get(name)
+def _text_for(name: str, argument: MatrixView | Mapping[Any, Any]) -> str:
+    """Return the value that an argument has for a parameter, as text: "out in -> out in", "muon", or "True"."""
+    value = argument.text(name) if isinstance(argument, MatrixView) else argument.get(name)
+    return str(value)
 
 
 def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
-    """Return what a transform does to one parameter, as a transform without the labels of all parameters.
+    """Return what a transform does to one parameter, as a transform for this parameter alone, which a save records.
 
     For example, for a parameter with the label "muon", it is ``momentum()`` for
     ``partition({"muon": momentum(), "adamw": scale_by_adam()}, labels)``.
@@ -119,14 +118,15 @@ def _for_parameter(tx: Transform, name: str) -> Transform:
     """Return a transform in which each argument for all parameters has the value for one of them only.
 
     For example, a view with patterns of many parameters becomes ``MatrixView("out in -> out in")``, and the mask
-    ``{"w": True, "b": False}`` becomes ``{"parameter": True}`` for "w".
+    ``{"w": True, "b": False}`` becomes ``{"parameter": True}`` for "w". The name "parameter" is the same for all, so
+    that two parameters with equal values have equal transforms.
     """
     changes: dict[str, Any] = {}  # the new values by the name of the argument
     for argument, value in tx.arguments.items():
         if isinstance(value, MatrixView):
             changes[argument] = MatrixView(value.text(name))
         elif isinstance(value, Mapping) and name in value:
-            changes[argument] = {"parameter": value[name]}  # the transform accepts a dict only
+            changes[argument] = {"parameter": value[name]}
     if not changes:
         return tx
     return tx.replace(**changes)
@@ -210,11 +210,11 @@ class ChainRecord(NamedTuple):
         """Return, by name, the chains of the parameters of a saved group, of which ``names`` are the names.
 
         torch.distributed.checkpoint merges saved groups whose parameters are in one group now, and keeps the record of
-        one of them. Then it is not known which parameters have the usual chain, and only exceptions are returned.
+        one of them. Then only the chains that the record has by name are known: those of `exceptions`.
         """
-        is_merged = len(names) > self.param_count
-        is_of_other_names = not self.exceptions.keys() <= set(names)
-        if is_merged or is_of_other_names:
+        has_more_names = len(names) > self.param_count
+        lacks_names = not self.exceptions.keys() <= set(names)
+        if has_more_names or lacks_names:  # the record is of another group
             return self.exceptions
         return {name: self.chain_of(name) for name in names}
 
@@ -239,7 +239,7 @@ def record_of(chain_of: Mapping[str, SavedChain]) -> str:
 def record_of_group(
     visited: Stepping | VisitedTransform, names: Iterable[str], plain_name_of: Mapping[str, str]
 ) -> str:
-    """Return the text that a state dict has for the chains of the parameters in a group, as `record_of` describes it.
+    """Return the text that a state dict has for the chains of the parameters in a group: `record_of` has an example.
 
     Args:
         visited: has the transform of the optimizer.
