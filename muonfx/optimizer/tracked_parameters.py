@@ -168,9 +168,10 @@ class TrackedParameters:
         self.add_models(models)
         self.tracked: dict[str, TrackedParameter] = {}
         """The parameters that have state, by name."""
-        # By name. Frozen weights may be large, so the weights of a model are not kept alive.
-        self._frozen = self._without_reference(frozen)
-        self._left_out = self._without_reference(left_out)
+        self._frozen = self._sources_of(frozen)
+        """Where the frozen parameters are, by name. It keeps no weights of a model alive, which may be large."""
+        self._left_out = self._sources_of(left_out)
+        """The same for the parameters with the label None."""
         self._new_in_groups: dict[str, Tensor] = {}
         """New tensors of the models that the groups have already, by name, while the state is of the former ones."""
         self.version = 0
@@ -252,9 +253,9 @@ class TrackedParameters:
 
     def leave_out(self, frozen: NamedTensors) -> None:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
-        self._frozen.update(self._without_reference(frozen))
+        self._frozen.update(self._sources_of(frozen))
 
-    def _without_reference(self, params: NamedTensors) -> dict[str, Position | KeptParameter]:
+    def _sources_of(self, params: NamedTensors) -> dict[str, Position | KeptParameter]:
         """Return the position of each parameter in a model, which keeps no tensor alive: ``(model[0], "weight")``.
 
         A parameter that is in no known model has no position. It is kept itself, as a `KeptParameter`.
