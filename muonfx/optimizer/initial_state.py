@@ -64,7 +64,7 @@ class InitialState:
         recorded = _recorded({path: leaves[path] for path in self._leaves})
         return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
 
-    def renewed(self, params: NamedTensors, state: PyTree, initial: PyTree) -> InitialState:
+    def renew(self, params: NamedTensors, state: PyTree, new_values: PyTree) -> InitialState:
         """Copy the initial values for new weights into a state, and return a new record, of the tensors copied.
 
         For example, the iterate that `schedule_free` keeps becomes a copy of the new weights. Tensors that the caller
@@ -73,13 +73,13 @@ class InitialState:
         Args:
             params: the parameters with their new weights.
             state: the state to change.
-            initial: the initial state for the new weights.
+            new_values: the initial state for the new weights.
         """
         unwritten_paths = self.unwritten(state)
         leaves = _tensors(state)
-        initial_leaves = _tensors(initial)
+        new_value_at = _tensors(new_values)
         for path in unwritten_paths:
-            leaves[path].copy_(initial_leaves[path])
+            leaves[path].copy_(new_value_at[path])
         return InitialState(params, state, unwritten_paths)
 
 
@@ -95,9 +95,10 @@ def with_new_leaves(
         state: the state. Its other leaves have the values of ``former_state``.
         former_state: the state before.
     """
-    if record is not None:
-        # Before the first step, other leaves have initial values, too, perhaps from weights that were replaced since.
-        # The next step initializes all of them again.
+    is_before_first_step = record is not None
+    if is_before_first_step:
+        # Earlier leaves have initial values, too, perhaps of weights that were replaced since. So the next step
+        # initializes all of them again, without a comparison of weights.
         return InitialState.to_renew(state, new_paths | record.unwritten(former_state))
     if new_paths:
         return InitialState(params, state, new_paths)

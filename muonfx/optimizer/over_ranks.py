@@ -12,7 +12,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.optimizer.group_numbers import TrackedGroup
+from muonfx.optimizer.group_numbers import CallersTensors, TrackedGroup
 from muonfx.optimizer.local_values import Load, apart_from, is_whole, on_this_rank, require_same_position
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
@@ -53,6 +53,7 @@ def stepping_for(
     layout: Layout | None,
     settings: Settings,
     bucket_bytes: int | None,
+    callers_tensors: CallersTensors,
 ) -> Stepping:
     """Return the object that runs an optimizer's steps: over ranks with a layout or DTensors, else in one process.
 
@@ -63,15 +64,16 @@ def stepping_for(
         layout: which rank has which part of each parameter; None for DTensors and in one process.
         settings: options of the communication.
         bucket_bytes: how many bytes of parameters are updated at a time; None for a default.
+        callers_tensors: records tensors that were put into several groups, of which each has a copy.
     """
     layout = _complete_layout(layout, params, others)  # None: no parameter is sharded or replicated
     if layout is not None:
         if bucket_bytes is not None:
             settings = settings._replace(bucket_bytes=bucket_bytes)
-        return SteppingOverRanks(tx, layout.meta(list(params)), layout, settings)
+        return SteppingOverRanks(tx, layout.meta(list(params)), layout, settings, callers_tensors)
     if bucket_bytes is None:
         bucket_bytes = _default_bucket_bytes(params)
-    return Stepping(tx, meta_like(dict(params)), bucket_bytes)
+    return Stepping(tx, meta_like(dict(params)), bucket_bytes, callers_tensors)
 
 
 def _default_bucket_bytes(params: NamedTensors) -> int:
@@ -121,6 +123,7 @@ class SteppingOverRanks(Stepping):
         meta_params: the parameters in full by name, as meta tensors.
         layout: which rank has which part of each parameter.
         settings: options of the communication.
+        callers_tensors: as in `Stepping`.
     """
 
     is_over_ranks = True
@@ -131,9 +134,16 @@ class SteppingOverRanks(Stepping):
     _placements: Sequence[LeafPlacement | None]  # of each leaf of the state: its shape, and the ranks that hold it
     _on_one_rank: dict[int, LeafPlacement]  # by index, the leaves that `optimizer.state` shows on one rank only
 
-    def __init__(self, tx: Transform, meta_params: PyTree, layout: Layout, settings: Settings) -> None:
+    def __init__(
+        self,
+        tx: Transform,
+        meta_params: PyTree,
+        layout: Layout,
+        settings: Settings,
+        callers_tensors: CallersTensors,
+    ) -> None:
         """Plan the communication for a layout. `init` creates the state later, together with all ranks."""
-        super().__init__(tx, meta_params, None)
+        super().__init__(tx, meta_params, None, callers_tensors)
         self.layout = layout
         self._settings = settings
         self.binding: Binding = bind(layout, settings, store_of(tx))
@@ -154,8 +164,8 @@ class SteppingOverRanks(Stepping):
         """True if no rank had a gradient in the last step. It is equal on all ranks."""
         return self._progress.has_lacked_gradients
 
-    def transform_with(self, tx: Transform) -> Transform:
-        """Return the sharded transform that updates the optimizer's parameters."""
+    def sharded_if_over_ranks(self, tx: Transform) -> Transform:
+        """Return ``tx`` as a sharded transform, which updates the shards of the parameters."""
         return sharded_with(self._progress, tx, self.layout, self._settings)
 
     def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:

@@ -144,6 +144,7 @@ class Stepping:
         tx: the transform, with the hyperparameters from construction.
         meta_params: the parameters in full by name, as meta tensors.
         bucket_bytes: how many bytes of parameters are updated at a time; None for all.
+        callers_tensors: records tensors that were put into several groups, of which each has a copy.
     """
 
     is_over_ranks = False
@@ -153,7 +154,9 @@ class Stepping:
         """True if no rank had a gradient in the last step; in one process, `GradientCheck` finds it before the step."""
         return False
 
-    def __init__(self, tx: Transform, meta_params: PyTree, bucket_bytes: int | None) -> None:
+    def __init__(
+        self, tx: Transform, meta_params: PyTree, bucket_bytes: int | None, callers_tensors: CallersTensors
+    ) -> None:
         """Find the transforms within ``tx``, with their parameters and numbers. `init` creates the state later."""
         self.tx = tx
         self.inner = inner_of(tx)
@@ -169,8 +172,7 @@ class Stepping:
         self._store = store_of(tx)
         """The memory of the state, such as host memory under `offload`."""
         self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
-        self.callers_tensors = CallersTensors()
-        """Records tensors that were put into several groups, of which each has a copy. An optimizer sets its own."""
+        self._callers_tensors = callers_tensors
         # `refresh` replaces the following attributes if the numbers in the param groups have changed.
         self._last_read: _LastRead | None = None
         self._placed = self.inner
@@ -181,8 +183,8 @@ class Stepping:
         It changes when groups get different numbers for the first time, so that `by_groups` is needed.
         """
 
-    def transform_with(self, tx: Transform) -> Transform:
-        """Return the transform that updates the parameters: ``tx``, or a sharded transform over several ranks."""
+    def sharded_if_over_ranks(self, tx: Transform) -> Transform:
+        """Return ``tx`` in one process, and over several ranks a sharded transform."""
         return tx
 
     def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
@@ -292,7 +294,7 @@ class Stepping:
         if not torch.compiler.is_compiling():
             if tree.device_of(params).type != "meta":
                 _require_values_of_numbers(groups, numbers)
-            numbers = separate_tensors(groups, numbers, self.callers_tensors)
+            numbers = separate_tensors(groups, numbers, self._callers_tensors)
         common_tensors = CommonTensors(self.visits, numbers)
         common_tensors.check()
         self._rebuild(params, groups, numbers)

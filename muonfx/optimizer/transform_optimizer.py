@@ -66,7 +66,7 @@ from muonfx.optimizer.state_entries import (
 from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.optimizer.tracked_groups import OneRateCheck, TrackedGroups
 from muonfx.optimizer.tracked_parameters import TrackedParameters, check_real, check_usable, models_of
-from muonfx.optimizer.update_rules import distinct_rules, warn_of_ascent
+from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, warn_of_ascent
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
@@ -262,11 +262,7 @@ class TransformOptimizer(Optimizer):
         """Return the attributes for ``copy.deepcopy`` and pickle. Raise TypeError if the optimizer runs over ranks."""
         if self._stepping.is_over_ranks:
             raise TypeError("an optimizer over ranks cannot be copied: recreate it and load its state_dict()")
-        # A copy cannot compare with earlier values: first adopt what the caller has changed since the last step.
-        self._adopt_state()  # in `optimizer.state`
-        self._tracked_groups.follow(self._groups, self._stepping.rules)  # in the members of groups
-        self._update_initial_state_alone()  # in the weights
-        self._tracked_groups.synchronize()  # in the numbers of groups
+        self._adopt_edits()  # a copy does not have the earlier values by which edits are found
         attributes: dict[str, Any] = {
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
@@ -275,9 +271,16 @@ class TransformOptimizer(Optimizer):
             "tx": self._stepping.tx,
         }
         initial = self._current["initial"]
-        if initial is not None:  # its record of writes into the state is not valid for a copy
+        if initial is not None:  # before the first step: the leaves of the state that a copy may initialize again
             attributes["initial_paths"] = initial.unwritten(self._current["state"])
         return {**super().__getstate__(), **attributes}
+
+    def _adopt_edits(self) -> None:
+        """Adopt everything that a caller has edited since the last step, except replaced parameters."""
+        self._adopt_state()  # the tensors in `optimizer.state`
+        self._tracked_groups.follow(self._groups, self._stepping.rules)  # the members of groups
+        self._update_initial_state_alone()  # the weights
+        self._tracked_groups.synchronize()  # the numbers in groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer from the attributes that `__getstate__` has returned.
@@ -289,7 +292,13 @@ class TransformOptimizer(Optimizer):
         initial_paths: set[Path] | None = attributes.pop("initial_paths", None)
         self._groups = attributes.pop("param_groups")
         super().__setstate__(attributes)  # sets the other attributes of `__getstate__`
-        # Create the attributes that are not copied, for the copied parameters.
+        if initial_paths is not None:
+            self._current["initial"] = InitialState.to_renew(self._current["state"], initial_paths)
+        self._create_helpers(tx)
+        own_groups(self)
+
+    def _create_helpers(self, tx: Transform) -> None:
+        """Create the attributes that are not copied, for the copied parameters in the groups."""
         named = self._named_params()
         self._callers_tensors = CallersTensors()
         self._steppings = []
@@ -297,11 +306,8 @@ class TransformOptimizer(Optimizer):
         self._track(TrackedParameters([], None, trained=named, frozen={}, left_out={}))
         self._tracked_groups.record(self._groups, self._stepping.rules)
         self._rate_check = OneRateCheck(self._tracked_groups.rates())
-        if initial_paths is not None:
-            self._current["initial"] = InitialState.to_renew(self._current["state"], initial_paths)
         # A step does this, too, but torch.compile may trace the first one.
         self._stepping.refresh(named, self._tracked_groups.groups)
-        own_groups(self)
 
     def _track(self, parameters: TrackedParameters) -> None:
         """Create the objects that find replaced parameters, edited groups and missing gradients."""
@@ -350,33 +356,26 @@ class TransformOptimizer(Optimizer):
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
         with self._undone_on_error() as former:
-            trained = self._extend_transform_to(unfrozen, named)
+            self._extend_stepping(unfrozen, named)
+            trained, _left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
             if pairs and not trained:
                 raise ValueError(
                     f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
                     "another label for it"
                 )
             self._add_groups(param_group, list(trained.items()), as_one=True)
-            self._create_state(former)  # earlier parameters keep their values
+            self._create_state_from(former)  # earlier parameters keep their values
             self._record_added(param_group, trained, frozen)
         warn_of_rounding(self._stepping, self._tracked_groups.groups, trained)
 
-    def _extend_transform_to(self, added: NamedTensors, earlier: NamedTensors) -> NamedTensors:
-        """Prepare steps that update added parameters, too. Return, by name, those of them that are trained.
+    def _extend_stepping(self, added: NamedTensors, earlier: NamedTensors) -> None:
+        """Replace `_stepping`, which is for fixed parameters, by one that also updates ``added`` parameters.
 
-        Added parameters with the label None are not trained. A `Stepping`, which creates states and runs steps, is for
-        fixed parameters, so a new one is made.
-
-        Args:
-            added: the parameters to add, by name.
-            earlier: the parameters that the optimizer trains already, by name.
+        ``earlier`` are the parameters that the optimizer trains already. Both are by name.
         """
         tx = self._transform_for(added)  # has labels for them
         all_params = {**earlier, **added}
         self._stepping = self._stepping_for(tx, all_params, self._parameters.not_trained_params())
-        # The rules have the parameters that some transform updates. Those that are left out have the label None.
-        trained, _left_out = divide(added, self._stepping.rules)
-        return trained
 
     def _record_added(self, param_group: Group, trained: NamedTensors, frozen: NamedTensors) -> None:
         """Record the parameters of a group that was added, so that later steps find tensors that replace them."""
@@ -391,11 +390,12 @@ class TransformOptimizer(Optimizer):
             group: the group of the caller, such as ``{"params": ..., "lr": 0.1}``. Hyperparameters that it lacks are
                 added.
             pairs: the names and the parameters.
-            as_one: False to split the group, so that the same transforms update all parameters of each.
+            as_one: True to keep the parameters in one group if the labels have no different rates.
         """
         entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if not pairs:  # a group without parameters is kept as it is
-            super().add_param_group({"label": None, "lr": 0.0, **entries, "params": [], "param_names": []})
+        if not pairs:
+            empty_group = {"label": None, "lr": 0.0, **entries, "params": [], "param_names": []}
+            super().add_param_group(empty_group)
             return
         self._callers_tensors.note(entries)  # to warn if the caller writes into a tensor of which groups have copies
         for new_group in new_groups(self._stepping, entries, pairs, as_one=as_one):
@@ -485,15 +485,17 @@ class TransformOptimizer(Optimizer):
         layout, settings = self._settings
         check_usable(named, layout)
         _, others = divide(not_trained, named)
-        stepping = stepping_for(tx, named, others, layout, settings, self.bucket_bytes)
-        # Only the transform has the labels, as in ``partition(transforms, {"w": "muon", "b": None})``. So they are read
-        # from an object for all parameters. If some have the label None, it is replaced by one for the others.
+
+        def create(trained: NamedTensors, others: NamedTensors) -> Stepping:
+            return stepping_for(tx, trained, others, layout, settings, self.bucket_bytes, self._callers_tensors)
+
+        stepping = create(named, others)
+        # Its rules have the parameters with the label None, such as "b" in ``partition(transforms, {"b": None})``.
         names_left_out = {name for name, rule in stepping.rules.items() if rule.is_left_out}
-        if names_left_out:
-            left_out, trained = divide(named, names_left_out)
-            stepping = stepping_for(tx, trained, {**others, **left_out}, layout, settings, self.bucket_bytes)
-        stepping.callers_tensors = self._callers_tensors
-        return stepping
+        if not names_left_out:
+            return stepping
+        left_out, trained = divide(named, names_left_out)
+        return create(trained, {**others, **left_out})
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -514,7 +516,8 @@ class TransformOptimizer(Optimizer):
         """
         self._use_replacements_alone()  # reads the groups, which may have been edited
         numbers = self._stepping.current_numbers(self._tracked_groups.groups)
-        return self._stepping.transform_with(with_hyperparams(self.tx, numbers))
+        tx = with_hyperparams(self.tx, numbers)
+        return self._stepping.sharded_if_over_ranks(tx)
 
     @property
     def transform_state(self) -> PyTree:
@@ -547,28 +550,37 @@ class TransformOptimizer(Optimizer):
         grads = _gradients_of(named)
         return self._stepping.snapshot(self._current["state"], params, grads, self._tracked_groups.groups)
 
-    def _create_state(self, former: FormerState | None = None) -> None:
-        """Create the optimizer state for the parameters in the groups, and show it in ``optimizer.state``.
-
-        If ``former`` is given, the leaves that it has keep its values, and leaves of added parameters have their
-        initial values. If it is None, or of parameters on the meta device, all leaves have their initial values.
-        """
-        if self._parameters.on_meta:
-            former = None  # state on the meta device has no values to keep
-        self._tracked_groups.record(self._groups, self._stepping.rules)
+    def _create_state(self) -> None:
+        """Create the state of the parameters in the groups, and show it in ``optimizer.state``."""
+        state = self._new_state(None)
         named = self._named_params()
-        # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            state = self._stepping.init(named, self._tracked_groups.groups, former)
-        if former is None:
-            initial = InitialState(named, state)
-        else:
-            # A path names a leaf, such as ("momentum", "trace", "0.weight"). Only leaves of added parameters are new.
-            added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
-            initial = with_new_leaves(self._current["initial"], added_paths, named, state, former.state)
+        self._current["initial"] = InitialState(named, state)
+        self._current["state"] = state
+        self._show_all(named)
+
+    def _create_state_from(self, former: FormerState) -> None:
+        """Create a new state after parameters were added or replaced, and show it in ``optimizer.state``.
+
+        Leaves that the former state has keep its values. Leaves of added parameters have their initial values.
+        """
+        if self._parameters.on_meta:  # the former state has no values
+            self._create_state()
+            return
+        state = self._new_state(former)
+        named = self._named_params()
+        # A path names a leaf, such as ("momentum", "trace", "0.weight"). Only leaves of added parameters are new.
+        added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
+        initial = with_new_leaves(self._current["initial"], added_paths, named, state, former.state)
         self._current["initial"] = initial
         self._current["state"] = state
         self._show_all(named)
+
+    def _new_state(self, former: FormerState | None) -> PyTree:
+        """Read the groups, and return a state for their parameters, with the values that a former state has."""
+        self._tracked_groups.record(self._groups, self._stepping.rules)
+        # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._stepping.init(self._named_params(), self._tracked_groups.groups, former)
 
     def _update_initial_state(self, problem: Exception | None = None) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
@@ -588,11 +600,11 @@ class TransformOptimizer(Optimizer):
         has_changed = False
         if problem is None and not self._parameters.on_meta:  # parameters on the meta device have no values
             has_changed = not initial.is_of(params)
-        # All ranks initialize the state again if one of them has changed parameters. A problem is raised here.
-        if self._stepping.is_on_any_rank(has_changed, problem):
+        has_changed_on_any_rank = self._stepping.is_on_any_rank(has_changed, problem)  # raises a problem of any rank
+        if has_changed_on_any_rank:
             with torch.no_grad():
-                new_state = self._stepping.initial_state(params)
-                self._current["initial"] = initial.renewed(params, self._current["state"], new_state)
+                new_values = self._stepping.initial_state(params)
+                self._current["initial"] = initial.renew(params, self._current["state"], new_values)
 
     def _update_initial_state_alone(self) -> None:
         """In one process, initialize the state again if parameters were changed before the first step.
@@ -617,58 +629,57 @@ class TransformOptimizer(Optimizer):
         self._current["entries"] = entries
 
     def _adopt_state(self) -> None:
-        """Copy tensors that were assigned to ``optimizer.state`` into the state; start emptied states again.
+        """If a caller has edited ``optimizer.state``, copy the edits into the state of the transform.
 
-        Examples are ``optimizer.state[param]["momentum.trace"] = tensor`` and ``optimizer.state.clear()``. The tensors
-        of the state stay the same objects: they receive the values.
+        The steps read that state, and ``optimizer.state`` only shows its tensors.
         """
-        entries = self._current["entries"]  # what `optimizer.state` had before
-        if self._current["initial"] is not None:
-            entries.count_writes()  # before `_show_all` makes new DTensors
-        if not entries.is_edited(self.state):
-            return
+        entries = self._current["entries"]  # what the optimizer has put into `optimizer.state`
+        if self._current["initial"] is not None:  # before the first step, which keeps tensors that were written
+            entries.count_writes()
+        if entries.is_edited(self.state):
+            self._copy_edits(entries)
+
+    def _copy_edits(self, entries: StateEntries) -> None:
+        """Copy the edits of ``optimizer.state`` into the state of the transform. Raise before any change.
+
+        A tensor of the state receives the values of the one that was assigned in its place, as in
+        ``optimizer.state[param]["momentum.trace"] = tensor``. If all entries of a parameter were removed, as by
+        ``optimizer.state.clear()``, its state gets initial values. ``optimizer.state`` then shows the tensors of the
+        state again. ``entries`` is what it had before the edits.
+        """
         named = self._tracked_groups.named
-        # 1. Read and check all changes.
+        # 1. Read and check all edits.
         entries_of = entries_by_name(entries, self.state, self._groups)
-        # Emptied: parameters that have state, and whose entries the caller has removed.
-        emptied = [name for name in named if entries.indices[name] and name not in entries_of]
+        removed_names = [name for name in named if entries.indices[name] and name not in entries_of]
         assigned_values = read_assigned(entries, entries_of, self._stepping)
-        initial_values = self._initial_values_of(emptied, named)
-        # 2. Copy the values into the state, and show its tensors in place of those that were assigned.
-        with torch.no_grad():
-            self._stepping.assign(assigned_values + initial_values, self._current["state"])
-        self._record_restarted(initial_values, named)
-        self._show_all(named)
-        warn_of_shared(entries, emptied)
-
-    def _record_restarted(self, initial_values: list[Load], named: NamedTensors) -> None:
-        """Record which leaves got initial values, so that a step renews them if weights are loaded before it.
-
-        ``named`` are all parameters.
-        """
-        if not initial_values:
-            return
+        initial_values = self._initial_values_of(removed_names, named)
+        # 2. Copy their values.
         state = self._current["state"]
-        paths = tree.paths(state)
-        restarted_paths = {paths[load.leaf_index] for load in initial_values}
-        self._current["initial"] = with_new_leaves(self._current["initial"], restarted_paths, named, state, state)
+        with torch.no_grad():
+            self._stepping.assign(assigned_values + initial_values, state)
+        if initial_values:  # if weights are loaded before the next step, it initializes these leaves again
+            paths = tree.paths(state)
+            initial_paths = {paths[load.leaf_index] for load in initial_values}
+            self._current["initial"] = with_new_leaves(self._current["initial"], initial_paths, named, state, state)
+        self._show_all(named)
+        warn_of_shared(entries, removed_names)
 
-    def _initial_values_of(self, emptied: list[str], named: NamedTensors) -> list[Load]:
+    def _initial_values_of(self, removed_names: list[str], named: NamedTensors) -> list[Load]:
         """Return the initial values of the state of parameters whose entries were removed from ``optimizer.state``.
 
-        ``emptied`` are their names, and ``named`` all parameters. A leaf that all parameters share, such as a step
-        count, is included only if the entries of all were removed.
+        ``removed_names`` are their names, and ``named`` all parameters. A leaf that all parameters share, such as a
+        step count, is included only if the entries of all were removed.
         """
-        if not emptied:
+        if not removed_names:
             return []
-        if self._stepping.is_over_ranks:  # the caller may have emptied the state on one rank only
-            raise _emptied_over_ranks(emptied[0])
+        if self._stepping.is_over_ranks:  # the caller may have removed them on one rank only
+            raise _emptied_over_ranks(removed_names[0])
         initial_leaves = tree.leaves(self._stepping.initial_state(named))
-        emptied_names = set(emptied)
+        removed = set(removed_names)
         loads: list[Load] = []
         for leaf_index, slot in enumerate(self._current["entries"].slots):
             # The parameter of this leaf, or all parameters if they share it.
-            if emptied_names.issuperset(slot.names):
+            if removed.issuperset(slot.names):
                 loads.append(Load(leaf_index, initial_leaves[leaf_index]))
         return loads
 
@@ -682,8 +693,7 @@ class TransformOptimizer(Optimizer):
         """
         self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
         if not self._tracked_groups.are_current(self._groups):  # rarely
-            self._follow_groups()
-            self._use_tensors(self._parameters.current_params(self._named_params()))
+            self._use_tensors(self._follow_groups())
         self._update_initial_state_alone()
 
     def _use_replacements_at_step(self) -> None:
@@ -693,46 +703,50 @@ class TransformOptimizer(Optimizer):
         """
         self._adopt_state()
         if not self._tracked_groups.are_current(self._groups):
-            self._follow_groups()
-            named = self._parameters.current_params(self._named_params())
-            self._parameters.require_new_gradients(named)
-            self._use_tensors(named)
+            current_params = self._follow_groups()
+            self._parameters.require_new_gradients(current_params)
+            self._use_tensors(current_params)
 
     def _use_replacements_alone(self) -> None:
-        """Use tensors that have replaced parameters, without communication: on this rank alone.
+        """Use tensors that have replaced parameters, as far as this rank can do it without the others.
 
         Over ranks, errors and changes that need all ranks are left to the next step. Until then, only `param_groups`
         shows new tensors to which the state has to move.
         """
         try:
             self._adopt_state()
-            if not self._tracked_groups.are_current(self._groups):
-                self._follow_alone()
+            if not self._tracked_groups.are_current(self._groups) and not self._must_add_over_ranks():
+                current_params = self._follow_groups()
+                if not self._must_move_over_ranks(current_params):
+                    self._use_tensors(current_params)
             self._update_initial_state_alone()
         except (TypeError, ValueError):
             # Groups or ``optimizer.state`` may have been edited wrongly on one rank only.
             if not self._stepping.is_over_ranks:
                 raise
 
-    def _follow_alone(self) -> None:
-        """Read edited groups and use new tensors, unless all ranks have to create or move state together."""
-        if self._stepping.is_over_ranks and self._parameters.added_in(self._groups):  # their state must be created
-            return
-        self._follow_groups()
-        named = self._parameters.current_params(self._named_params())
-        replaced = self._parameters.replaced(named)
-        must_move = not self._parameters.have_same_placement(replaced)  # to another device, or sharded in another way
-        if must_move and self._is_over_ranks(named):
-            return
-        self._use_tensors(named)
+    def _must_add_over_ranks(self) -> bool:
+        """Return True if all ranks must create state together, for parameters that were put into the groups."""
+        return self._stepping.is_over_ranks and bool(self._parameters.added_in(self._groups))
 
-    def _follow_groups(self) -> None:
-        """Read groups that somebody has edited. Create state for parameters of the model that were put into them."""
+    def _must_move_over_ranks(self, current_params: NamedTensors) -> bool:
+        """Return True if all ranks must move the state together, such as after ``fully_shard(model)``."""
+        replaced = self._parameters.replaced(current_params)
+        must_move = not self._parameters.have_same_placement(replaced)  # to another device, or sharded in another way
+        return must_move and self._is_over_ranks(current_params)
+
+    def _follow_groups(self) -> NamedTensors:
+        """Read groups that somebody has edited, and return the current tensor of each parameter by name.
+
+        Parameters of the model that were put into the groups get state. Where the model has another tensor than the
+        groups, as after ``fully_shard(model)``, the result has the one of the model.
+        """
         added = self._parameters.added_in(self._groups)
         if added:
             self._add_params_in_groups(added)
         # Other changes, such as parameters that were moved to another group.
         self._tracked_groups.follow(self._groups, self._stepping.rules)
+        return self._parameters.current_params(self._named_params())
 
     def _use_tensors(self, named: NamedTensors) -> None:
         """Use the tensors that the parameters have now, and move the state to those that have replaced others.
@@ -746,9 +760,9 @@ class TransformOptimizer(Optimizer):
         if self._parameters.have_same_placement(replaced):
             self._put_in_groups(named)
             self._show_all(named)
-            self._parameters.track(named)
         else:
             self._move_state(named)
+        self._parameters.track(named)  # as the tensors that have state
 
     def _is_over_ranks(self, named: NamedTensors) -> bool:
         """Return True if state over ranks is used, or will be, because parameters have become DTensors."""
@@ -765,15 +779,9 @@ class TransformOptimizer(Optimizer):
         with self._undone_on_error() as former, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # construction has given the warnings
             self._stepping = self._stepping_for(self.tx, named, self._parameters.not_trained_params())
-            # The state fits only if the same transforms update each parameter.
-            for name, rule in self._stepping.rules.items():
-                if rule != former.stepping.rules[name]:
-                    raise ValueError(
-                        f"{name!r} has other labels now than when the optimizer was created: recreate the optimizer"
-                    )
+            _require_same_rules(self._stepping.rules, former.stepping.rules)
             self._put_in_groups(named)
-            self._create_state(former)
-        self._parameters.track(named)
+            self._create_state_from(former)
 
     def _add_params_in_groups(self, added: NamedTensors) -> None:
         """Train parameters of the model that were written into ``param_groups``, and not given to `add_param_group`.
@@ -782,8 +790,8 @@ class TransformOptimizer(Optimizer):
         groups get the hyperparameters that are missing. ``added`` are these parameters, by their names in the model.
         """
         with self._undone_on_error() as former:
-            trained = self._extend_transform_to(added, self._tracked_groups.named)
-            names_left_out = added.keys() - trained.keys()  # those with the label None
+            self._extend_stepping(added, self._tracked_groups.named)
+            names_left_out = added.keys() - self._stepping.rules.keys()  # those with the label None
             if names_left_out:
                 raise ValueError(
                     f"param_groups: {min(names_left_out)!r} was added, but its label is None, so that it is not "
@@ -792,7 +800,7 @@ class TransformOptimizer(Optimizer):
             self._parameters.track(added)  # first: the lookup of names in groups raises for unknown tensors
             self._complete_groups_with(added)
             self._tracked_groups.follow(self._groups, self._stepping.rules)
-            self._create_state(former)  # earlier parameters keep their values
+            self._create_state_from(former)  # earlier parameters keep their values
 
     def _complete_groups_with(self, added: NamedTensors) -> None:
         """Add missing hyperparameters, such as "momentum", to the groups that have one of the added parameters."""
@@ -810,23 +818,19 @@ class TransformOptimizer(Optimizer):
         state is not restored, because a block sets it after all checks. The value of the context manager is the state
         before the block, with the object that created it.
         """
-        # Everything that is restored after an error. Groups are copied, because a block changes the dicts.
         former = FormerState(self._stepping, self._current["state"])
-        initial = self._current["initial"]
-        parameters = self._parameters.saved()
-        tracked_groups = self._tracked_groups.groups
-        former_groups = [dict(group) for group in self._groups]
+        former_initial = self._current["initial"]
+        former_parameters = self._parameters.saved()
+        former_tracked_groups = self._tracked_groups.groups
+        former_groups = [dict(group) for group in self._groups]  # copies, because a block changes the dicts
         try:
             yield former
         except BaseException:
             self._stepping = former.stepping
-            self._current["initial"] = initial
-            self._parameters.restore(parameters)
-            self._tracked_groups.groups = tracked_groups
-            del self._groups[len(former_groups) :]  # groups that were added
-            for group, former_group in zip(self._groups, former_groups, strict=True):
-                group.clear()  # the dict itself stays, because a scheduler may have it
-                group.update(former_group)
+            self._current["initial"] = former_initial
+            self._parameters.restore(former_parameters)
+            self._tracked_groups.groups = former_tracked_groups
+            _restore_groups(self._groups, former_groups)
             raise
 
     # ----------------------------------------------------------------------------------------------------- stepping
@@ -872,14 +876,13 @@ class TransformOptimizer(Optimizer):
         following calls, which all ranks make together, raise it on all of them.
         """
         inputs = self._inputs_of_step(closure)
-        self._update_initial_state(inputs.problem)
+        self._update_initial_state(inputs.problem)  # before the first step
         donate = Donation(updates=self.donate_grads, state=True)  # the step may overwrite these tensors
         call = Arguments(inputs.gradients, self._current["state"], inputs.params, donate, extras)
         state = self._stepping.step(call, inputs.problem)
-        # Keep the new state, and show it in `optimizer.state`.
         self._current["state"] = state
         self._current["initial"] = None  # weights that are loaded from now on do not change the state
-        self._current["entries"].update(self.state, state, self._stepping.show)
+        self._current["entries"].update(self.state, state, self._stepping.show)  # `optimizer.state` shows it
         if self._stepping.has_lacked_gradients:
             self._gradient_check.warn_of_none(inputs.params)
         return inputs.loss
@@ -1151,16 +1154,17 @@ class TransformOptimizer(Optimizer):
 def _copy_into(leaf: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor of the state, unless it is that tensor itself.
 
-    A write would mark the tensor as loaded. `load_changed` leaves new tensors as they are, so that the first step
-    initializes them again if weights are loaded meanwhile.
+    Torch counts the writes into each tensor, and the first step initializes those without a write again if weights were
+    loaded. So a copy of the tensor into itself, which `load_changed` would make, must not count.
     """
     if is_dtensor(leaf):
         value = cast("Any", value).redistribute(leaf.device_mesh, leaf.placements)
-    memory, memory_of_value = local_of(leaf), local_of(value)
-    is_itself = memory.data_ptr() == memory_of_value.data_ptr() and memory.stride() == memory_of_value.stride()
+    # Not into the DTensor: torch would not count the write for the tensor of the state, which is the local one.
+    local_leaf = local_of(leaf)
+    local_value = local_of(value)
+    is_itself = local_leaf.data_ptr() == local_value.data_ptr() and local_leaf.stride() == local_value.stride()
     if not is_itself:
-        # Not into the DTensor: torch would not count the write for the tensor of the state, which is the local one.
-        memory.copy_(memory_of_value)
+        local_leaf.copy_(local_value)
 
 
 def _require_same_sharding(state: PyTree, expected: PyTree) -> None:
@@ -1203,6 +1207,26 @@ def _layout_for(named: NamedTensors, layout: LayoutLike) -> Layout | None:
             f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
         )
     return layout
+
+
+def _restore_groups(groups: list[Group], former_groups: Sequence[Group]) -> None:
+    """Remove the groups that were added at the end, and give the others their former entries.
+
+    The dicts stay the same objects, because a scheduler may have them.
+    """
+    del groups[len(former_groups) :]
+    for group, former_group in zip(groups, former_groups, strict=True):
+        group.clear()
+        group.update(former_group)
+
+
+def _require_same_rules(rules: UpdateRules, former_rules: UpdateRules) -> None:
+    """Raise ValueError if other transforms update a parameter now, so that its former state does not fit."""
+    for name, rule in rules.items():
+        if rule != former_rules[name]:
+            raise ValueError(
+                f"{name!r} has other labels now than when the optimizer was created: recreate the optimizer"
+            )
 
 
 def _evaluate(closure: Callable[[], Any]) -> Any:
