@@ -165,22 +165,19 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
 
 
 def _require_tensors(visited: Visit, names: Iterable[str], groups: Sequence[GroupMembers]) -> None:
-    """Raise if a number differs between groups, and is no tensor, though its transform runs once for all parameters.
+    """Raise if a transform runs once for all parameters, but groups have different numbers for it, such as two floats.
 
-    Each group has a tensor of its own, and `CommonTensors` requires that all have one value. ``names`` are the dotted
-    names of the numbers that differ.
+    Different tensors are accepted here: each group has a tensor of its own, and `CommonTensors` compares their values.
+
+    Args:
+        visited: the visit of the transform.
+        names: the dotted names of the numbers that differ between groups, such as "clip_by_global_norm.max_norm".
+        groups: the numbers of each group.
     """
     for name in names:
         numbers = [group.numbers[name] for group in groups if name in group.numbers]
         if not all(isinstance(number, Tensor) for number in numbers):
             raise different_values(visited, name)
-
-
-class _Version(NamedTuple):
-    """A transform with the numbers of some param groups, and the parameters of these groups."""
-
-    tx: Transform
-    names: list[str]
 
 
 def _with_versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:
@@ -190,17 +187,17 @@ def _with_versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]
     the same numbers.
     """
     default_of = dict(zip(visited.numbers.names, numbers_of(tx), strict=True))  # by dotted name
-    version_of: dict[tuple[object, ...], _Version] = {}  # by its numbers
+    # Groups with equal numbers have one version. Both dicts have its numbers as key.
+    version_of: dict[tuple[object, ...], Transform] = {}
+    members_of: dict[tuple[object, ...], tuple[str, ...]] = {}
     for group in groups:
         # A group of parameters that `tx` does not update may lack the numbers: its defaults have no effect.
         numbers = [group.numbers.get(name, default) for name, default in default_of.items()]
-        key = tuple([_identity(number) for number in numbers])  # groups with equal numbers have one version
+        key = tuple([_identity(number) for number in numbers])
         if key not in version_of:
-            version_of[key] = _Version(with_numbers(tx, iter(numbers)), [])
-        version_of[key].names.extend(group.names)
-    versions = tuple([version.tx for version in version_of.values()])
-    members = tuple([tuple(version.names) for version in version_of.values()])
-    return by_groups(versions, members)
+            version_of[key] = with_numbers(tx, iter(numbers))
+        members_of[key] = (*members_of.get(key, ()), *group.names)
+    return by_groups(tuple(version_of.values()), tuple(members_of.values()))
 
 
 def _identity(number: Number) -> object:

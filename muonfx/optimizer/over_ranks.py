@@ -95,16 +95,17 @@ def _complete_layout(layout: Layout | None, params: NamedTensors, others: NamedT
     """
     all_params = {**params, **others}
     dtensor_names = [name for name, param in all_params.items() if is_dtensor(param)]
+    if layout is None and not dtensor_names:  # one process
+        return None
     if layout is None:
-        if not dtensor_names:  # one process
-            return None
         return from_dtensors(all_params)
-    if dtensor_names and not layout.dtensors:  # a layout for plain tensors
+    is_for_plain_tensors = not layout.dtensors
+    if is_for_plain_tensors and dtensor_names:
         raise TypeError(
             f"layout: found {layout!r}, expected none, because {dtensor_names[0]!r} is a DTensor: leave layout out"
         )
     # The layout may lack a parameter that was added. If every rank has all others in full, it also has the added one.
-    is_replicated = not layout.dtensors and not layout.is_flat
+    is_replicated = is_for_plain_tensors and not layout.is_flat
     lacks_params = not params.keys() <= layout.specs.keys()
     if is_replicated and lacks_params:
         return replicated(all_params, layout.group or layout.size)
@@ -196,26 +197,23 @@ class SteppingOverRanks(Stepping):
                 self._on_one_rank[index] = placement
 
     def _is_on_one_rank(self, placement: LeafPlacement) -> bool:
-        """Return True if one rank alone has a tensor of the state, so that a state dict of others would lack it.
+        """Return True if only the owner of a matrix has a leaf of the state, so that a state dict must gather it.
 
-        The rank is the owner of a matrix: it computes the update for all. Return False if a DTensor can show the tensor
-        on all ranks.
+        For example, the state of `normalize_neurons`. The owner is the rank that computes the update of the matrix.
         """
-        is_sharded_like_param = not placement.owned
-        is_in_full_on_all_ranks = all(shard.owner is None for shard in placement.shards)  # each computes all matrices
-        if not self._is_distributed or is_sharded_like_param or is_in_full_on_all_ranks:
-            return False
-        return not self._is_sharded_over_owners(placement)
+        is_on_owners = placement.owned and any(shard.owner is not None for shard in placement.shards)
+        return self._is_distributed and is_on_owners and not self._is_shown_by_dtensor(placement)
 
-    def _is_sharded_over_owners(self, placement: LeafPlacement) -> bool:
-        """Return True if each owner has the matrices of its shard of a DTensor, so that a DTensor shows them all.
+    def _is_shown_by_dtensor(self, placement: LeafPlacement) -> bool:
+        """Return True if `optimizer.state` has a DTensor for a leaf that several owners have, each one shard of it.
 
         For example, a stack of four matrices is sharded over two ranks, and each rank computes the two that it holds.
         """
-        if placement.name is None or placement.name not in self.layout.dtensors:  # of no parameter, or of a plain one
+        name = placement.name
+        shards = placement.shards  # of the owners
+        if name is None or name not in self.layout.dtensors:  # of no parameter, or of a plain one
             return False
-        has_several_owners = len(placement.shards) > 1
-        return has_several_owners and own_what_they_hold(self.layout, placement.name, placement.shards, placement.shape)
+        return len(shards) > 1 and own_what_they_hold(self.layout, name, shards, placement.shape)
 
     def _local_part(self, index: int, leaf: Any, full_value: Tensor) -> Any:
         """Return this rank's part of a full state tensor; None if the rank has no part of it.
@@ -256,19 +254,21 @@ class SteppingOverRanks(Stepping):
     def show(self, index: int, leaf: Tensor | None) -> Tensor | None:
         """Convert a leaf of the state to its form in ``optimizer.state``, with which torch can save and reshard it.
 
-        For example, this rank's rows of a momentum become a DTensor with the shape of the whole momentum.
+        - A DTensor, if the parameter is one. For example, this rank's rows of a momentum become a DTensor with the
+          shape of the whole momentum.
+        - A `FlatShardTensor`, if this rank has an interval of the flattened tensor.
+        - The leaf itself, if this rank has it in full, such as a step count.
         """
         placement = self._placements[index]  # which rank has which part
-        if placement is None or placement.name is None:  # of no parameter, such as a step count
+        if placement is None or placement.name is None:  # of no parameter: every rank has it in full
             return leaf
-        dtensor = leaf_to_dtensor(self.binding, placement, leaf)
+        dtensor = leaf_to_dtensor(self.binding, placement, leaf)  # the leaf itself, if the parameter is a plain tensor
         if is_dtensor(dtensor):
             return dtensor
-        # The parameter is a plain tensor, or an interval of a flattened one.
-        piece = global_leaf(self.binding, self._device, placement, leaf)
-        if isinstance(piece, FlatShard):
-            return FlatShardTensor.of(piece)
-        return piece
+        full_or_interval = global_leaf(self.binding, self._device, placement, leaf)
+        if isinstance(full_or_interval, FlatShard):
+            return FlatShardTensor.of(full_or_interval)
+        return full_or_interval
 
     # ------------------------------------------------------------------------------------------------- persistence
 
@@ -288,12 +288,15 @@ class SteppingOverRanks(Stepping):
             self._gathering = Gathering(self.layout, self._device, owned_leaves)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
-        """Return the leaves of the state to save that `optimizer.state` shows on one rank only, by index.
+        """Return the leaves that a state dict needs on all ranks and `optimizer.state` has on one rank only, by index.
 
-        For example, the state of `normalize_neurons` is on the owner of each matrix. Under DDP, these leaves are full
-        tensors. For DTensors, all ranks call this together and get DTensors, so that torch can save them.
+        For example, the state of `normalize_neurons` is on the owner of each matrix.
+
+        - Under DDP, `_share` has copied these leaves to all ranks. The result has full tensors.
+        - For DTensors, all ranks call this together to gather them. The result has DTensors, which torch can save.
+        - Otherwise the result is empty: each rank saves the part that `optimizer.state` has there.
         """
-        if self._gathering is not None:  # under DDP: `_share` has started to copy these leaves to all ranks
+        if self._gathering is not None:  # under DDP
             return self._gathering.wait()
         if self._on_one_rank and self.layout.dtensors:
             return self._gathered_as_dtensors(tree.leaves(state))
@@ -321,24 +324,22 @@ class SteppingOverRanks(Stepping):
         return self.layout.dtensors[placement.name].mesh
 
     def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
-        """Return the part of a saved tensor to load on this rank. `assign` copies it into the state.
+        """Return what `assign` copies into a leaf of the state on this rank: a part of a saved tensor, or all of it.
 
-        A tensor of the state may have been saved in two forms: as ``optimizer.state`` shows it, or as `exported`
-        returns it, if only the owner of a matrix (the rank that computes its update) has it. The latter is a full
-        tensor, or a DTensor that is sharded evenly over the parameter's mesh. ``leaf`` is what ``optimizer.state`` has
-        now.
+        It is this rank's part. But if only the owner of a matrix (the rank that computes its update) has the leaf, a
+        state dict has it in the form of `exported`, and the result is the whole tensor, of which `assign` takes the
+        part: a full tensor, or a DTensor that is sharded evenly over the parameter's mesh. ``leaf`` is what
+        ``optimizer.state`` has now.
         """
         placement = self._placements[index]
         if placement is None or not placement.owned:  # every rank has it, or it is sharded like its parameter
             return on_this_rank(leaf, value)
-        # 1. In the forms of `exported`.
         if is_whole(value):
-            return value  # `assign` cuts this rank's part out of it
+            return value
         mesh = self._mesh_of(placement)
-        if mesh is not None and _is_on(mesh, value) and not _is_on(mesh, leaf):
+        if mesh is not None and _is_on(mesh, value) and not _is_on(mesh, leaf):  # sharded evenly
             return _on_mesh_of_this_process(value, mesh)
-        # 2. In the form of `optimizer.state`.
-        return on_this_rank(leaf, value)
+        return on_this_rank(leaf, value)  # saved in the form of `optimizer.state`
 
     def require_no_problem(self, problem: Exception | None, without_state: Sequence[str]) -> None:
         """Raise if this rank has a ``problem`` with a state dict and, if parameters are sharded, if any rank has one.
@@ -346,14 +347,14 @@ class SteppingOverRanks(Stepping):
         Then also raise if the ranks found different parameters ``without_state``. Under DDP, each rank has all of the
         state, and may load alone.
         """
-        is_sharded = self._is_distributed and not self._is_replicated
-        if not is_sharded:
+        may_load_alone = self._is_replicated or not self._is_distributed
+        if may_load_alone:
             super().require_no_problem(problem, without_state)
             return
         assert self.layout.group is not None
         wait_for_all(self.layout.group, "load_state_dict()")
-        reports = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
-        agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: reports)
+        texts = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
+        agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: texts)
 
     def load(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy saved values into this rank's part of the state, and let the next step compare the ranks again."""
@@ -368,26 +369,28 @@ class SteppingOverRanks(Stepping):
             self._progress.load()
 
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
-        """Copy values into this rank's part of the state.
+        """Copy values into this rank's part of the state. A value is this rank's part, or of the whole leaf.
 
         Under DDP, also copy them into the full tensors that `exported` returns. They are not gathered again, because
         this rank may load alone.
         """
-        leaves = tree.leaves(state)
+        local_leaves = tree.leaves(state)
         full_leaves: dict[int, Tensor] = {}  # those that `exported` returns under DDP, by index
         if self._gathering is not None:
             full_leaves = self._gathering.wait()
         # A value may share memory with a tensor that an earlier load overwrites: clone it first.
-        for load in apart_from([*leaves, *full_leaves.values()], loads):
+        for load in apart_from([*local_leaves, *full_leaves.values()], loads):
             index = load.leaf_index
             value = load.value
-            if is_dtensor(value):  # sharded evenly, as `exported` has returned it
+            if is_dtensor(value):  # of the whole leaf, as `exported` has returned it
                 value = value.full_tensor()
-            if index in full_leaves and value.shape == full_leaves[index].shape:
-                full_leaves[index].copy_(value)
-            leaf = leaves[index]  # this rank's part
-            if leaf is not None:  # else another rank has it
-                leaf.copy_(self._owned_part(index, value).view(leaf.shape))
+            full_leaf = full_leaves.get(index)
+            if full_leaf is not None and value.shape == full_leaf.shape:
+                full_leaf.copy_(value)
+            local_leaf = local_leaves[index]
+            if local_leaf is not None:  # else another rank has it
+                local_value = self._owned_part(index, value)
+                local_leaf.copy_(local_value.view(local_leaf.shape))
 
     def _owned_part(self, index: int, value: Tensor) -> Tensor:
         """Return this rank's part of a full value of an owned leaf. Another value is this rank's part already."""
@@ -510,24 +513,18 @@ class Gathering:
 
     def __init__(self, layout: Layout, device: torch.device, leaves: Mapping[int, OwnedLeaf]) -> None:
         """Start the copy of all leaves. `wait` returns them."""
-        sizes: list[int] = []  # in bytes
-        for placement, _ in leaves.values():
-            sizes.append(prod(placement.shape) * placement.dtype.itemsize)
-        padded_sizes = [size + -size % _ALIGNED for size in sizes]  # -20 % 16 is 12, so 20 becomes 32
-        # One buffer of bytes for all leaves, so that a single collective copies them. Each byte is written by one rank
-        # and is zero on the others, so the sum over ranks has the exact bits of the owners.
-        buffer = torch.zeros(sum(padded_sizes), dtype=torch.uint8, device=device)
-        # Write this rank's parts of the leaves into the buffer.
-        self._full_leaves: dict[int, Tensor] = {}
-        for index, size, leaf_bytes in zip(leaves, sizes, buffer.split(padded_sizes), strict=True):
-            placement, part = leaves[index]
-            flat = leaf_bytes[:size].view(placement.dtype)  # the whole leaf, flattened, without the padding
+        # Each byte of the buffer is written by one rank and is zero on the others, so the sum over ranks has the exact
+        # bits of the owners. A single collective copies all leaves.
+        placements = {index: leaf.placement for index, leaf in leaves.items()}
+        buffer, self._full_leaves = _zeros_in_one_buffer(placements, device)
+        for index, (placement, part) in leaves.items():
             shard = placement.shard  # the matrices that this rank computes
-            # If all ranks have the elements, only rank 0 writes them.
-            if part is not None and shard is not None and (shard.owner is not None or layout.rank == 0):
+            if part is None or shard is None:  # none
+                continue
+            is_on_all_ranks = shard.owner is None
+            if not is_on_all_ranks or layout.rank == 0:
                 start, stop = interval_of(placement, shard)
-                flat[start:stop] = part.reshape(-1)
-            self._full_leaves[index] = flat.view(placement.shape)
+                self._full_leaves[index].view(-1)[start:stop] = part.reshape(-1)
         # Start the sum, and let the step continue: `wait` waits for its end.
         self._work: Any = None
         if device.type == "meta":  # no values to send, and torch 2.10 cannot
@@ -541,3 +538,22 @@ class Gathering:
             with collective(_GATHERING):
                 self._work.wait()
         return self._full_leaves
+
+
+def _zeros_in_one_buffer(
+    placements: Mapping[int, LeafPlacement], device: torch.device
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return a buffer of zero bytes, and a view of it for each whole leaf, with its shape and dtype, by index.
+
+    For example, leaves of 20 and 16 bytes are views of the bytes 0 to 20 and 32 to 48.
+    """
+    sizes: list[int] = []  # in bytes
+    for placement in placements.values():
+        sizes.append(prod(placement.shape) * placement.dtype.itemsize)
+    padded_sizes = [size + -size % _ALIGNED for size in sizes]  # -20 % 16 is 12, so 20 becomes 32
+    buffer = torch.zeros(sum(padded_sizes), dtype=torch.uint8, device=device)
+    views: dict[int, Tensor] = {}
+    for index, size, leaf_bytes in zip(placements, sizes, buffer.split(padded_sizes), strict=True):
+        placement = placements[index]
+        views[index] = leaf_bytes[:size].view(placement.dtype).view(placement.shape)
+    return buffer, views
