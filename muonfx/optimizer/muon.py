@@ -151,14 +151,14 @@ class Muon(TransformOptimizer):
     def _transform_for(self, new: NamedTensors) -> Transform:
         """Return the transform with labels for the ``new`` parameters too; earlier parameters keep their labels."""
         new_labels = self._labels_of_new(new)
-        routes: dict[str, Route] = {}  # a route: the label of a parameter, with its reason and its view as matrices
-        # 1. Earlier parameters.
+        # A route is the label of a parameter, with its reason, and with its view: how it divides into matrices.
+        routes: dict[str, Route] = {}
         for name, route in self.tx.arguments["labels"].routes.items():
-            # Without the view of the parameter: construction has used it, or has warned that it is not used.
+            # The transform has the views of earlier parameters. Labels with views would warn again of unused ones.
             routes[name] = Route(route.label, route.reason, shape=route.shape)
-        # 2. New parameters, whose views the transform needs, too.
-        labels = Labels(routes | dict(new_labels.routes))
-        return with_views(self.tx.replace(labels=labels), new_labels)
+        routes.update(new_labels.routes)
+        tx = self.tx.replace(labels=Labels(routes))
+        return with_views(tx, new_labels)
 
     def _labels_of_new(self, new: NamedTensors) -> Labels:
         """Return labels for parameters that are added after construction, chosen as at construction.

@@ -399,12 +399,12 @@ class SteppingOverRanks(Stepping):
             return value
         return _owned_interval(placement, value)
 
-    def is_on_any_rank(self, is_here: bool, problem: Exception | None) -> bool:
+    def is_true_on_any_rank(self, is_true_here: bool, problem: Exception | None) -> bool:
         """Return True if a fact is true on any rank. If one rank has a ``problem``, all ranks raise."""
         if not self._is_distributed:
-            return super().is_on_any_rank(is_here, problem)
+            return super().is_true_on_any_rank(is_true_here, problem)
         assert self.layout.group is not None
-        return agree("the first step", self.layout.group, problem, request=is_here).is_requested
+        return agree("the first step", self.layout.group, problem, request=is_true_here).is_requested
 
     def initial_state(self, params: NamedTensors) -> PyTree:
         """Return the initial state of this rank's shards. All ranks call this together, and raise if one has an error.
@@ -418,7 +418,7 @@ class SteppingOverRanks(Stepping):
             state = self.binding.init(self._current, local_params)
         except Exception as error:  # perhaps on this rank only
             problem = error
-        self.is_on_any_rank(False, problem)  # raises an error of one rank on all ranks
+        self.is_true_on_any_rank(False, problem)  # raises an error of one rank on all ranks
         return state
 
     def snapshot(
@@ -427,7 +427,7 @@ class SteppingOverRanks(Stepping):
         """Return the transform with the current hyperparameters, and the state, parameters and gradients, gathered."""
         return super().snapshot(state, self.layout.gather(params), self.layout.gather(grads), groups)
 
-    def _use(self, tx: Transform, params: NamedTensors) -> None:
+    def _set_current(self, tx: Transform, params: NamedTensors) -> None:
         self._current = tx
 
     def step(self, call: Arguments, problem: Exception | None) -> PyTree:

@@ -268,11 +268,11 @@ class Stepping:
     def note_loaded(self, state: PyTree) -> None:
         """Update what this object derives from the state, after all ranks have copied values into their state."""
 
-    def is_on_any_rank(self, is_here: bool, problem: Exception | None) -> bool:
+    def is_true_on_any_rank(self, is_true_here: bool, problem: Exception | None) -> bool:
         """Return True if a fact is true on any rank. A ``problem``, an error of this rank, is raised on all ranks."""
         if problem is not None:
             raise problem
-        return is_here
+        return is_true_here
 
     def initial_state(self, params: NamedTensors) -> PyTree:
         """Return the initial state for named parameters. Over ranks, all of them call this together."""
@@ -290,11 +290,10 @@ class Stepping:
         if last is not None and last.groups is groups and all(map(is_, numbers, last.numbers)):
             last.common_tensors.check()  # a caller may have written into a tensor
             return
-        # Each group gets its own tensors; those that must have one value are compared.
         if not torch.compiler.is_compiling():
             if tree.device_of(params).type != "meta":
                 _require_values_of_numbers(groups, numbers)
-            numbers = separate_tensors(groups, numbers, self._callers_tensors)
+            numbers = separate_tensors(groups, numbers, self._callers_tensors)  # each group gets its own tensors
         common_tensors = CommonTensors(self.visits, numbers)
         common_tensors.check()
         self._rebuild(params, groups, numbers)
@@ -310,17 +309,17 @@ class Stepping:
         such as "lr".
         """
         try:
-            self._use(self._with_numbers(groups, numbers), params)
+            self._set_current(self._with_numbers(groups, numbers), params)
         except ValueError:
             for tracked, group_numbers in zip(groups, numbers, strict=True):
                 require_in_range(self.tx, tracked.numbers.hyperparams, group_numbers, self.defaults)
             raise  # no single number is the cause
 
     def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> Transform:
-        """Return the transform with the hyperparameters of the param groups, ``numbers``.
+        """Return the transform with the hyperparameters of the param groups: ``numbers`` of each group by dotted name.
 
-        If groups have different numbers for a transform, such as two rates, `by_groups` replaces it. That runs the
-        transform once for each set of numbers.
+        If groups have different numbers for a transform, such as two rates, it is replaced by a `by_groups`, which runs
+        it once for each set of numbers.
         """
         tx = for_groups(self.inner, self.root, self.members(groups, numbers))
         if torch.compiler.is_compiling() and self._accumulates():
@@ -362,14 +361,15 @@ class Stepping:
         whole_leaves = [self.full_leaf(index, leaf) for index, leaf in enumerate(leaves)]
         return tx, tree.unflatten(treedef, whole_leaves), params, grads
 
-    def _use(self, tx: Transform, params: NamedTensors) -> None:
-        """Run ``tx``, which was rebuilt with the current hyperparameters, in the following steps.
+    def _set_current(self, tx: Transform, params: NamedTensors) -> None:
+        """Run ``tx``, which has the current hyperparameters, in the following steps.
 
-        It is *placed*: divided into buckets of parameters, and connected with the memory of the state.
+        First it is *placed*: divided into buckets of parameters, and connected with the memory of the state. This takes
+        long, so if only numbers have changed since the last call, they are put into the transform that is placed.
         """
         if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
             placed = with_numbers(self._placed, iter(numbers_of(tx)))
-        else:  # the first time, or `by_groups` is needed: this takes longer
+        else:  # the first time, or `by_groups` has replaced a part
             placed = self._placed_transforms(tx, params)
             self._placed_structure = tx.structure
         self._placed = prepared(placed)  # a bad number raises now, not in the step
@@ -381,13 +381,14 @@ class Stepping:
         """
         if problem is not None:
             raise problem
-        # Extra arguments, such as value=loss: a transform must accept each of them.
+        # A transform must accept each extra argument, such as value=loss.
         check_extras(self.tx, call.extras)
         check_values_of_extras([visited.tx for visited in self.visits], call.extras)
         call = _with_separate_memory(call)
         if self._store != IN_MEMORY:
             require_room(self._store, call.state, call.params, call.donate)
-        # Each bucket of parameters is changed as soon as its updates are computed, which saves memory.
+        # The placed transform calls `add_in_place` as soon as the updates of a bucket of parameters are computed. This
+        # saves memory.
         extras = {**call.extras, "apply_to_params": add_in_place}
         _, new_state = self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)
         return new_state

@@ -600,8 +600,8 @@ class TransformOptimizer(Optimizer):
         has_changed = False
         if problem is None and not self._parameters.on_meta:  # parameters on the meta device have no values
             has_changed = not initial.is_of(params)
-        has_changed_on_any_rank = self._stepping.is_on_any_rank(has_changed, problem)  # raises a problem of any rank
-        if has_changed_on_any_rank:
+        # All ranks initialize the state again if one of them has changed parameters. A problem is raised here.
+        if self._stepping.is_true_on_any_rank(has_changed, problem):
             with torch.no_grad():
                 new_values = self._stepping.initial_state(params)
                 self._current["initial"] = initial.renew(params, self._current["state"], new_values)
