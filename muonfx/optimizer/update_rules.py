@@ -265,9 +265,8 @@ def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]
             key = hyperparam.key
             hyperparam_of_label_key = common.setdefault(key, {})
             label_key = f"{rule.label}.{key}"
-            if (
-                label_key in hyperparam_of_label_key
-            ):  # two rules have one label if a mask selects some of its parameters
+            # Two rules have one label if a mask selects some of its parameters.
+            if label_key in hyperparam_of_label_key:
                 label_key = f"{hyperparam.names[0]}.{key}"  # "muon.momentum.decay.momentum"
             hyperparam_of_label_key[label_key] = hyperparam
     return common
