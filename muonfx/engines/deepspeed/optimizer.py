@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
 from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, raise_on_all_ranks
 from muonfx.engines.deepspeed.flat_params import (
-    FlatParams,
     are_partitioned,
     flats_of,
     locate,
@@ -181,7 +180,7 @@ class ZeroOptimizer(Optimizer):
         numbers_per_group = [self._numbers_of(group).read(group) for group in self.param_groups]
         prepared: list[tuple[FlatOptimizer, dict[str, Any]]] = []
         for group, numbers in zip(self.param_groups, numbers_per_group, strict=True):
-            for optimizer in self._optimizers_of(group["param_names"], group["params"]):
+            for optimizer in self._optimizers_to_step(group):
                 prepared.append((optimizer, numbers))
         # A state that DeepSpeed has loaded may be of another transform.
         for optimizer, _ in prepared:
@@ -229,7 +228,11 @@ class ZeroOptimizer(Optimizer):
         self._require_same_trained()
         optimizers: list[FlatOptimizer] = []
         for group in self.param_groups:
-            optimizers += self._optimizers_of(group["param_names"], self._stepped_tensors(group), without_grads=True)
+            tensors = self._stepped_tensors(group)
+            if _are_unflattened(tensors, self._params_of(group).values()):
+                optimizers.append(self._optimizer_at_stage_0(group))
+            else:
+                optimizers += [self._optimizer_of_flat(flat_tensor, group) for flat_tensor in tensors]
         return optimizers
 
     @contextmanager
@@ -249,9 +252,9 @@ class ZeroOptimizer(Optimizer):
             for tensor in self.state.keys() - with_state:
                 del self.state[tensor]
 
-    def _stepped_tensors(self, group: Mapping[str, Any]) -> list[Tensor]:
+    def _stepped_tensors(self, group: Group) -> list[Tensor]:
         """Return the tensors of a param group on which DeepSpeed steps: flat tensors, or at stage 0 parameters."""
-        params = [self._params[name] for name in group["param_names"]]
+        params = self._params_of(group).values()
         engine = stage_3_of(params)
         if engine is None:
             return group["params"]
@@ -272,44 +275,37 @@ class ZeroOptimizer(Optimizer):
                 else:  # it may be longer than the view, by padding
                     local_shard.data.view(-1)[: view.numel()].copy_(view.reshape(-1))
 
-    def _optimizers_of(
-        self, names: Sequence[str], tensors: list[Tensor], *, without_grads: bool = False
-    ) -> list[FlatOptimizer]:
-        """Return the flat optimizers of one param group, and create those that do not exist.
+    def _optimizers_to_step(self, group: Group) -> list[FlatOptimizer]:
+        """Return the flat optimizers of a group that a step uses: at stages 1 to 3, of flat tensors with a gradient."""
+        if _are_unflattened(group["params"], self._params_of(group).values()):
+            return [self._optimizer_at_stage_0(group)]
+        with_grads = [flat_tensor for flat_tensor in group["params"] if flat_tensor.grad is not None]
+        return [self._optimizer_of_flat(flat_tensor, group) for flat_tensor in with_grads]
 
-        At stage 0 the group has one for all its parameters. At other stages it has one for each flat tensor. They are
-        stored by their first tensor, so that the state remains from step to step.
+    def _optimizer_at_stage_0(self, group: Group) -> FlatOptimizer:
+        """Return the flat optimizer of all parameters of a group at ZeRO stage 0; the first call creates it."""
+        tensors: list[Tensor] = group["params"]  # the parameters, or copies of them in fp32
+        if tensors[0] not in self._flat_optimizers:
+            stepped_tensors = dict(zip(group["param_names"], tensors, strict=True))
+            tensor_group = tensor_group_of(self.model.modules())
+            flat = locate_at_stage_0(stepped_tensors, self._params_of(group), self._whole_params, tensor_group)
+            self._flat_optimizers[tensors[0]] = FlatOptimizer(self.tx, self._whole_params, flat, self.state)
+        return self._flat_optimizers[tensors[0]]
 
-        Args:
-            names: the parameters from which DeepSpeed made the group.
-            tensors: the tensors that are in the group now. At stage 0 these are the parameters, or copies of them in
-                fp32; at other stages flat tensors with shards of the parameters.
-            without_grads: whether to include flat tensors without a gradient, which a step does not update.
+    def _optimizer_of_flat(self, flat_tensor: Tensor, group: Group) -> FlatOptimizer:
+        """Return the flat optimizer of a flat tensor of ZeRO stages 1 to 3; the first call creates it.
+
+        The flat tensor has shards of parameters of the group.
         """
-        params = {name: self._params[name] for name in names}
-        tensor_group = tensor_group_of(self.model.modules())
-        # Stage 0: one flat optimizer for all tensors.
-        if _are_unflattened(tensors, list(params.values())):
-            first_tensor = tensors[0]
-            if first_tensor not in self._flat_optimizers:
-                stepped_tensors = dict(zip(names, tensors, strict=True))
-                flat = locate_at_stage_0(stepped_tensors, params, self._whole_params, tensor_group)
-                self._flat_optimizers[first_tensor] = self._new_flat_optimizer(flat)
-            return [self._flat_optimizers[first_tensor]]
-        # Stages 1 to 3: one for each flat tensor.
-        optimizers: list[FlatOptimizer] = []
-        for flat_tensor in tensors:
-            if flat_tensor.grad is None and not without_grads:
-                continue
-            if flat_tensor not in self._flat_optimizers:
-                flat = locate(flat_tensor, params, self._whole_params, tensor_group)
-                self._flat_optimizers[flat_tensor] = self._new_flat_optimizer(flat)
-            optimizers.append(self._flat_optimizers[flat_tensor])
-        return optimizers
+        if flat_tensor not in self._flat_optimizers:
+            tensor_group = tensor_group_of(self.model.modules())
+            flat = locate(flat_tensor, self._params_of(group), self._whole_params, tensor_group)
+            self._flat_optimizers[flat_tensor] = FlatOptimizer(self.tx, self._whole_params, flat, self.state)
+        return self._flat_optimizers[flat_tensor]
 
-    def _new_flat_optimizer(self, flat: FlatParams) -> FlatOptimizer:
-        """Return the optimizer of a flat tensor, or of all parameters of a group at stage 0."""
-        return FlatOptimizer(self.tx, self._whole_params, flat, self.state)
+    def _params_of(self, group: Group) -> dict[str, Tensor]:
+        """Return the parameters of the model from which DeepSpeed made a group, by name."""
+        return {name: self._params[name] for name in group["param_names"]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict. Each group also has what a load compares: its schedules, chains and first rate.
@@ -469,18 +465,18 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
             return
 
 
-def _are_unflattened(tensors: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Return True if tensors have the shapes of the parameters, as at stage 0; False for flat tensors.
+def _are_unflattened(tensors: Sequence[Tensor], params: Collection[Tensor]) -> bool:
+    """Return True if the tensors of a param group have the shapes of its parameters, as at stage 0, and are not flat.
 
     >>> weight = torch.zeros(2, 3)
     >>> _are_unflattened([weight.double()], [weight]), _are_unflattened([weight.flatten()], [weight])
     (True, False)
     """
-    are_vectors = all(tensor.dim() == 1 for tensor in tensors)
-    if are_vectors and are_partitioned(params):  # a flat tensor may have the shape of a bias that is alone in its group
+    # A flat tensor may have the shape of a bias that is alone in its group.
+    may_be_flat = all(tensor.dim() == 1 for tensor in tensors)
+    if may_be_flat and are_partitioned(params):
         return False
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    return shapes == list(map(local_shape_of, params))
+    return [tuple(tensor.shape) for tensor in tensors] == [local_shape_of(param) for param in params]
 
 
 def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:
