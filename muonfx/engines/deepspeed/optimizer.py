@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,15 @@ _REQUESTED_RATE = "requested_lr"
 """The key in a saved group with its learning rate at construction, which DeepSpeed's schedulers overwrite in "lr"."""
 
 
+class _GroupRecord(NamedTuple):
+    """The reader of the hyperparameters of a param group, and the learning rate with which the group was made."""
+
+    numbers: GroupNumbers
+    """The object that reads the hyperparameters of the group in each step."""
+    requested_rate: float
+    """The learning rate at construction, which schedulers overwrite in the group."""
+
+
 class ZeroOptimizer(Optimizer):
     """The optimizer that `optimizer` returns for DeepSpeed; it applies a transform to DeepSpeed's flat tensors.
 
@@ -71,8 +80,8 @@ class ZeroOptimizer(Optimizer):
         self._params = trained_parameters(model)
         self._whole_params = _whole_params(self._params)
         tx.init(self._whole_params)  # raises if the transform cannot handle the parameters
-        self._numbers: dict[tuple[str, ...], GroupNumbers] = {}
-        """The object that reads the hyperparameters of each group, by the parameter names of the group."""
+        self._record_of_names: dict[tuple[str, ...], _GroupRecord] = {}
+        """The record of each group by the names of its parameters, since DeepSpeed may replace the group."""
         self._flat_optimizers: dict[Tensor, FlatOptimizer] = {}
         """Those that exist, by their first tensor: a flat tensor, or at stage 0 the first parameter of a group."""
         self._has_stepped = False
@@ -82,12 +91,6 @@ class ZeroOptimizer(Optimizer):
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         _warn_of_unequal_stages(model, self.param_groups)
         self._rates = GroupRates(self.param_groups)
-        self._requested_rates = {tuple(group["param_names"]): float(group["lr"]) for group in self.param_groups}
-        """The learning rate of each group at construction, by the parameter names of the group."""
-        # A number of a transform may have two keys in a group. Each later read compares both keys with their values
-        # in the read before, and takes the key that has changed. This is the first read.
-        for group in self.param_groups:
-            self._numbers_of(group).read(group)
 
     def _new_groups(self) -> list[dict[str, Any]]:
         """Return the param groups: parameters with one update rule (their label and transforms) are in one group.
@@ -113,23 +116,25 @@ class ZeroOptimizer(Optimizer):
 
         An example is ``{"label": "muon", "lr": 0.02, "momentum": 0.95, "params": [("fc.weight", weight)]}``.
         """
-        # 1. The object that reads the numbers of the group in each step.
+        # 1. The group. Schedulers need an "lr" in each group, also if the rule has none: then it begins at 0.
         numbers = GroupNumbers(rule.hyperparams)
-        param_names = tuple([name for name, _ in pairs])
-        self._numbers[param_names] = numbers
-        # 2. The group. Schedulers need an "lr" in each group, also if the rule has none: then it begins at 0.
         defaults = hyperparams(self.tx)
         entries = numbers.entries({name: defaults[name] for name in numbers.names})
-        group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
+        group: Group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
         if expert_group is not None:
             # With these entries ZeRO partitions the group among the ranks that have the same experts.
             group["moe"] = True
             group["name"] = expert_group
+        # 2. Its record. A number may have two keys in a group, as in "betas" and "momentum". Later reads take the key
+        # that has changed since this first one.
+        numbers.read(group)
+        param_names = tuple([name for name, _ in pairs])
+        self._record_of_names[param_names] = _GroupRecord(numbers, float(group["lr"]))
         return group
 
-    def _numbers_of(self, group: Mapping[str, Any]) -> GroupNumbers:
-        """Return the object that reads the hyperparameters of a group."""
-        return self._numbers[tuple(group["param_names"])]
+    def _record_of(self, group: Mapping[str, Any]) -> _GroupRecord:
+        """Return the record of a param group, which is found by the names of its parameters."""
+        return self._record_of_names[tuple(group["param_names"])]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, marked so that another optimizer that steps on it raises."""
@@ -160,7 +165,7 @@ class ZeroOptimizer(Optimizer):
         # loaded before it, and some transforms copy them.
         is_first = not self._has_stepped
         self._has_stepped = True
-        if is_first and self._has_zero_gradients():
+        if is_first and self._only_allocates():
             self._flat_optimizers.clear()
             self.state.clear()
             return loss
@@ -177,7 +182,7 @@ class ZeroOptimizer(Optimizer):
         self._require_same_trained()
         self._rates.check(self.param_groups)
         # All groups are read before a flat optimizer is made: a wrong hyperparameter raises first.
-        numbers_per_group = [self._numbers_of(group).read(group) for group in self.param_groups]
+        numbers_per_group = [self._record_of(group).numbers.read(group) for group in self.param_groups]
         prepared: list[tuple[FlatOptimizer, dict[str, Any]]] = []
         for group, numbers in zip(self.param_groups, numbers_per_group, strict=True):
             for optimizer in self._optimizers_to_step(group):
@@ -187,19 +192,19 @@ class ZeroOptimizer(Optimizer):
             optimizer.check_and_cast(self.state)
         return prepared
 
-    def _has_zero_gradients(self) -> bool:
-        """Return True if all tensors are fp32 copies of the parameters of stage 0, whose gradients are zero.
+    def _only_allocates(self) -> bool:
+        """Return True if DeepSpeed takes this step only to allocate the state.
 
-        DeepSpeed steps on such copies to allocate the state.
+        Then all tensors are fp32 copies of the parameters of stage 0, and their gradients are zero.
         """
         if any(optimizer.flat.is_flat for optimizer in self._flat_optimizers.values()):  # not stage 0
             return False
         model_params = set(self._params.values())
-        # One tensor that is no copy, or has a gradient other than zero, shows that this is a real step.
         for group in self.param_groups:
             for tensor in group["params"]:
                 is_copy = tensor not in model_params
-                if not is_copy or tensor.grad is None or tensor.grad.any():
+                has_zero_gradient = tensor.grad is not None and not tensor.grad.any()
+                if not (is_copy and has_zero_gradient):  # this is a real step
                     return False
         return True
 
@@ -242,14 +247,14 @@ class ZeroOptimizer(Optimizer):
         For example, a save before the first step makes the initial state. The next step makes it again, because weights
         may be loaded before it, and some transforms copy them.
         """
-        with_state = {tensor for tensor, entries in self.state.items() if entries}
+        tensors_with_state = {tensor for tensor, entries in self.state.items() if entries}
         try:
             yield
         finally:  # also after an error in the block
             for first_tensor, optimizer in list(self._flat_optimizers.items()):
-                if not with_state.issuperset(optimizer.flat.tensors):
+                if not tensors_with_state.issuperset(optimizer.flat.tensors):
                     del self._flat_optimizers[first_tensor]
-            for tensor in self.state.keys() - with_state:
+            for tensor in self.state.keys() - tensors_with_state:
                 del self.state[tensor]
 
     def _stepped_tensors(self, group: Group) -> list[Tensor]:
@@ -318,7 +323,7 @@ class ZeroOptimizer(Optimizer):
             names = tracked.names
             saved_group.update(schedule_entries(self.tx, tracked))
             saved_group[CHAINS] = record_of_group(visited, names, {name: name for name in names})
-            saved_group[_REQUESTED_RATE] = self._requested_rates[tuple(names)]
+            saved_group[_REQUESTED_RATE] = self._record_of(tracked.group).requested_rate
         return state_dict
 
     def _visited(self) -> VisitedTransform:
@@ -365,7 +370,9 @@ class ZeroOptimizer(Optimizer):
 
     def _tracked_groups(self) -> list[TrackedGroup]:
         """Return the groups with the names of their parameters and the objects that read their numbers."""
-        return [TrackedGroup(group, group["param_names"], self._numbers_of(group)) for group in self.param_groups]
+        return [
+            TrackedGroup(group, group["param_names"], self._record_of(group).numbers) for group in self.param_groups
+        ]
 
     def _warnings_of_load(self, saved_groups: Sequence[Group]) -> list[str]:
         """Return the warnings for saved groups whose numbers or chain differ from this optimizer.
@@ -376,7 +383,7 @@ class ZeroOptimizer(Optimizer):
         source = "load_state_dict: DeepSpeed's checkpoint"
         lines: list[str] = []
         for tracked, saved_group in zip(self._tracked_groups(), saved_groups, strict=True):
-            group = _with_first_rate(tracked.group, self._requested_rates[tuple(tracked.names)])
+            group = _with_first_rate(tracked.group, self._record_of(tracked.group).requested_rate)
             saved_with_first_rate = _with_first_rate(saved_group, saved_group[_REQUESTED_RATE])
             lines += differences(self.tx, tracked._replace(group=group), saved_with_first_rate)
         texts: list[str] = []
@@ -402,7 +409,7 @@ class ZeroOptimizer(Optimizer):
         # 2. All hyperparameters, such as "lr", and the rate from construction. Further keys, such as a
         # scheduler adds, are accepted.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            for key in (*self._numbers_of(group).keys, _REQUESTED_RATE):
+            for key in (*self._record_of(group).numbers.keys, _REQUESTED_RATE):
                 if key not in saved_group:
                     first_name = group["param_names"][0]
                     raise ValueError(f"the state has no hyperparameter {key!r} for the group of {first_name!r}")

@@ -26,12 +26,9 @@ class GroupRates:
         self._requested = _labels_and_rates(groups)
         """The label and the rate of each group at construction, such as ``("muon", 0.02)``."""
         self._needs_checks = _have_different_rates(self._requested)
-        """False if all groups were made with one rate, or once the rates of a step have differed."""
+        """True until the rates of a step differ; False from the beginning if all groups were made with one rate."""
         self._rate_of_group: dict[tuple[str, ...], float] = {}
-        """The rates of the groups that `check` has received in this step, by the names of their parameters.
-
-        DeepSpeed may pass one group in each call. Empty again after the last group.
-        """
+        """The rates of the groups that `check` has received in this step, by the names of their parameters."""
         self._warned_rate: float | None = None
         """The rate of which a warning was given, because all groups had it in a step; None before that."""
 
@@ -43,21 +40,18 @@ class GroupRates:
         """
         if not self._needs_checks:
             return
-        rates = self._rates_of_step(groups)
-        if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
-            self._needs_checks = False
-        elif len(rates) == 1:
-            self._check_common_rate(rates.pop())
-
-    def _rates_of_step(self, groups: Sequence[Mapping[str, Any]]) -> set[float]:
-        """Return the distinct rates of all groups in this step, or none until all groups have been passed."""
+        # 1. Collect the rates of all groups, since DeepSpeed may pass one group in each call.
         for group in groups:
             self._rate_of_group[tuple(group["param_names"])] = float(group["lr"])
         if len(self._rate_of_group) < len(self._requested):
-            return set()
+            return
         rates = set(self._rate_of_group.values())
         self._rate_of_group.clear()
-        return rates
+        # 2. Check them.
+        if len(rates) > 1:  # the scheduler has a rate for each group, and will have one in all steps
+            self._needs_checks = False
+        else:
+            self._check_common_rate(rates.pop())
 
     def _check_common_rate(self, rate: float) -> None:
         """Warn of the first rate that all groups have, if it may be of a warmup; raise ValueError otherwise.
