@@ -18,6 +18,7 @@ from torch import Tensor
 from muonfx import checkpoint, tree
 from muonfx.core import Transform
 from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, States
+from muonfx.engines.deepspeed.flat_params import FlatParams, WithPosition
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
 from muonfx.engines.deepspeed.parallel import gather_objects, global_names
 from muonfx.sharding.shards.flat_shard import FlatShard
@@ -61,7 +62,7 @@ def save(
     """
     optimizer = _optimizer_of(engine)
     with optimizer.without_new_state():
-        values = _Values.of(optimizer, to_load=False)
+        values = _Values.of(optimizer, FlatParams.to_save)
         group = _all_ranks()
         return checkpoint.save(
             path, values.state, tx=values.tx, params=values.params, step=step, extra=extra, keep=keep, group=group
@@ -119,22 +120,11 @@ def _loaded_values(path: str | os.PathLike[str], optimizer: ZeroOptimizer) -> tu
 
     All ranks must call this together.
     """
-    # 1. The values of all ranks, under their names in the checkpoint.
     group = _all_ranks()
-    values = _Values.of(optimizer, to_load=True)
+    values = _Values.of(optimizer, FlatParams.with_position)
     loaded_params = checkpoint.load_params(path, like=values.params, group=group)
     loaded_state = checkpoint.load(path, like=values.state, tx=values.tx, group=group)
-    # 2. This rank's parameters, under its own names: it numbers its experts from 0, but the checkpoint has the index of
-    # an expert among all experts.
-    global_name_of = global_names(optimizer.model)
-    params: dict[str, Any] = {}
-    for flat_optimizer in optimizer.all_flat_optimizers():
-        for name in flat_optimizer.flat.tensor_of:
-            params[name] = loaded_params[global_name_of.get(name, name)]
-    # 3. The leaves of this rank's state. None stays None.
-    leaf_of_path = dict(zip(tree.paths(loaded_state), tree.leaves(loaded_state), strict=True))
-    leaves = [leaf_of_path.get(state_path) for state_path in values.paths]
-    return params, leaves
+    return values.local_params(loaded_params), values.local_leaves(loaded_state)
 
 
 def _optimizer_of(engine: Any) -> ZeroOptimizer:
@@ -158,62 +148,69 @@ class _Values(NamedTuple):
     """A dict from name to parameter. A parameter that only other ranks hold is an empty `FlatShard`."""
     state: PyTree
     """The state as nested dicts. A leaf that only other ranks hold is an empty `FlatShard`."""
+    global_name_of: dict[str, str]
+    """For each parameter of this rank, its name in ``params``. Experts have another index there."""
     paths: list[tuple[Any, ...]]
     """The path in ``state`` of each leaf of this rank's own state."""
     tx: Transform | None
     """The transform; None if it differs between ranks, because labels name the parameters of a rank."""
 
     @classmethod
-    def of(cls, optimizer: ZeroOptimizer, *, to_load: bool) -> _Values:
+    def of(cls, optimizer: ZeroOptimizer, with_position: WithPosition) -> _Values:
         """Collect the values of this rank, and add empty ones for other ranks. All ranks must call this together.
 
         If rank 0 has "up.weight" and rank 1 has "down.weight", ``params`` has both names on both ranks. On rank 0,
         "down.weight" is an empty `FlatShard`. The same holds for the state, as at ("momentum", "trace", "down.weight").
+
+        ``with_position`` is `FlatParams.to_save`, or `FlatParams.with_position` to load.
         """
-        global_name_of = global_names(optimizer.model)  # only for the names that differ in a checkpoint
+        expert_name_of = global_names(optimizer.model)  # other parameters have their own names in a checkpoint
         flat_optimizers = optimizer.all_flat_optimizers()
-        leaf_of_path = _local_state(flat_optimizers, optimizer.state, global_name_of, to_load=to_load)
-        params = _local_params(flat_optimizers, global_name_of, to_load=to_load)
+        leaf_of_path = _local_state(flat_optimizers, optimizer.state, expert_name_of, with_position)
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
+        global_name_of: dict[str, str] = {}
+        params: dict[str, Any] = {}
+        for flat_optimizer in flat_optimizers:
+            flat = flat_optimizer.flat
+            for name, param in flat.params().items():
+                global_name_of[name] = expert_name_of.get(name, name)
+                params[global_name_of[name]] = with_position(flat, name, param)
         return cls(
             params=_with_leaves_of_others(params),
             state=_nest_leaves(_with_leaves_of_others(local_leaves)),
+            global_name_of=global_name_of,
             paths=list(leaf_of_path),
-            tx=_common_transform(optimizer.tx, has_own_names=bool(global_name_of)),
+            tx=_common_transform(optimizer.tx, has_local_names=bool(expert_name_of)),
         )
 
+    def local_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters of this rank, by its own names for them, from those of all ranks."""
+        return {name: params[global_name] for name, global_name in self.global_name_of.items()}
 
-def _local_params(
-    flat_optimizers: Sequence[FlatOptimizer], global_name_of: Mapping[str, str], *, to_load: bool
-) -> dict[str, Any]:
-    """Return this rank's parameters by their names in a checkpoint; shards have their positions (`FlatShard`).
-
-    ``to_load`` is False to save them: then shards that another rank saves are empty.
-    """
-    params: dict[str, Any] = {}
-    for flat_optimizer in flat_optimizers:
-        flat = flat_optimizer.flat
-        with_position = flat.with_position if to_load else flat.to_save
-        for name, param in flat.params().items():
-            global_name = global_name_of.get(name, name)
-            params[global_name] = with_position(name, param)
-    return params
+    def local_leaves(self, state: PyTree) -> list[Any]:
+        """Return the leaves of this rank's own state from a state of all ranks. A leaf that is None remains None."""
+        leaf_of_path = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
+        return [leaf_of_path.get(path) for path in self.paths]
 
 
 def _local_state(
-    flat_optimizers: Sequence[FlatOptimizer], states: States, global_name_of: Mapping[str, str], *, to_load: bool
+    flat_optimizers: Sequence[FlatOptimizer],
+    states: States,
+    expert_name_of: Mapping[str, str],
+    with_position: WithPosition,
 ) -> dict[tuple[Any, ...], Any]:
     """Return this rank's optimizer state: a dict from the path in a checkpoint to the leaf, which may be None.
 
-    ``states`` is ``optimizer.state``, and ``to_load`` is as in `_local_params`.
+    ``states`` is ``optimizer.state``. In a path, a name of ``expert_name_of`` is replaced; see `_rename_path`.
+    ``with_position`` is as in `_Values.of`.
     """
     leaf_of_path: dict[tuple[Any, ...], Any] = {}
     for flat_optimizer in flat_optimizers:
         flat_optimizer.check_and_cast(states)
-        leaves = flat_optimizer.global_leaves(states, to_load=to_load)
+        leaves = flat_optimizer.global_leaves(states, with_position)
         # All flat optimizers have the same paths. The leaf at a path is None in those without the parameter.
         for state_path, leaf in zip(flat_optimizer.state_paths, leaves, strict=True):
-            path = _rename_path(state_path, global_name_of)
+            path = _rename_path(state_path, expert_name_of)
             leaf_of_path[path] = _merge_leaves(leaf_of_path.get(path), leaf)
     return leaf_of_path
 
@@ -230,18 +227,16 @@ def _rename_path(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple
     return tuple(entries)
 
 
-def _common_transform(tx: Transform, *, has_own_names: bool) -> Transform | None:
+def _common_transform(tx: Transform, *, has_local_names: bool) -> Transform | None:
     """Return the transform of this rank if all ranks have the same; else None. All ranks must call this together.
 
-    ``has_own_names`` is True if this rank has other names for its parameters than the checkpoint. Then the labels of
-    its transform do not fit the checkpoint.
+    ``has_local_names`` is True if this rank has other names for its experts than the checkpoint. The labels of its
+    transform, which name parameters, then do not fit the checkpoint, and the result is None on all ranks.
     """
-    # A fingerprint is a text by which transforms of two ranks are compared.
-    identities = gather_objects((tx.fingerprint, has_own_names))
-    for fingerprint, has_other_names in identities:  # of each rank
-        if has_other_names or fingerprint != tx.fingerprint:
-            return None
-    return tx
+    # A fingerprint is a text by which transforms are compared.
+    fingerprints = gather_objects(None if has_local_names else tx.fingerprint)
+    is_common = all(fingerprint == tx.fingerprint for fingerprint in fingerprints)
+    return tx if is_common else None
 
 
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:

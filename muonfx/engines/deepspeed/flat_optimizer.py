@@ -12,7 +12,7 @@ from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.value import prepared
-from muonfx.engines.deepspeed.flat_params import FlatParams
+from muonfx.engines.deepspeed.flat_params import FlatParams, WithPosition
 from muonfx.optimizer.group_numbers import fitted
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.state_entries import path_of
@@ -63,10 +63,10 @@ class FlatOptimizer:
         self._state_leaves = _state_leaves_of(new_state, self._all_names, params)
         """For each leaf of the state, where it is in ``optimizer.state``. A leaf that is None is not in it."""
         new_entries_of = self._entries_of(new_state)
-        self._specs: dict[Tensor, dict[str, Spec]] = {}
+        self._specs: dict[Tensor, dict[str, Spec]] = {
+            tensor: tree.spec(entries) for tensor, entries in new_entries_of.items()
+        }
         """The expected shape and dtype of each entry in ``optimizer.state``, by tensor and key."""
-        for tensor, new_entries in new_entries_of.items():
-            self._specs[tensor] = tree.spec(new_entries)
         _add_missing(new_entries_of, states)
 
     def _transform(self) -> Transform:
@@ -211,13 +211,12 @@ class FlatOptimizer:
         self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
         self._numbers = numbers
 
-    def global_leaves(self, states: States, *, to_load: bool) -> list[Any]:
+    def global_leaves(self, states: States, with_position: WithPosition) -> list[Any]:
         """Return the leaves of the optimizer state: whole tensors, or shards with their positions (`FlatShard`).
 
-        Call `check_and_cast` before. A leaf for a parameter of another flat tensor is None. ``to_load`` is False to
-        save the state: then shards that another rank saves are empty.
+        Call `check_and_cast` before. A leaf for a parameter of another flat tensor is None. ``with_position`` is
+        `FlatParams.with_position`, or `FlatParams.to_save`, with which shards that another rank saves are empty.
         """
-        with_position = self.flat.with_position if to_load else self.flat.to_save
         # 1. With a layout, the leaves that the transform shards become `FlatShard`.
         state = self._read(states)
         if self.flat.layout is not None:
@@ -226,7 +225,7 @@ class FlatOptimizer:
         leaves: list[Any] = []
         for (_, name), leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
             if name is not None and isinstance(leaf, Tensor):
-                leaves.append(with_position(name, leaf))
+                leaves.append(with_position(self.flat, name, leaf))
             else:
                 leaves.append(leaf)
         return leaves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -118,16 +118,20 @@ class FlatParams(NamedTuple):
         """
         if self.layout is None:  # each rank has whole parameters
             return value
-        position = self.layout.position(name)  # which elements this rank holds
         shape = self.layout.specs[name].shape
-        # At stage 0 with AutoTP, a rank has the whole parameter, or some rows or columns, in their own shape.
-        if not self.is_flat:
-            if position == ShardPosition.whole(shape):
-                return value
-            position = position.interval_of_shard(0, position.numel)  # the same elements, as a 1-d shard
+        position = self.layout.position(name)  # which elements this rank holds
+        if position == ShardPosition.whole(shape):  # at stage 0, a parameter that AutoTP has not split
+            return value
         if position.start is not None:  # an interval of the flattened parameter
             return FlatShard(shape, position.start, value.reshape(-1))
-        return FlatShard(shape, 0, value.reshape(-1), elements=position)  # some rows or columns of AutoTP
+        # Some rows or columns of AutoTP, which are flattened at stages 1 to 3, and here at stage 0.
+        if not self.is_flat:
+            position = position.interval_of_shard(0, position.numel)
+        return FlatShard(shape, 0, value.reshape(-1), elements=position)
+
+
+WithPosition = Callable[[FlatParams, str, Tensor], Tensor | FlatShard]
+"""`FlatParams.with_position` or `FlatParams.to_save`."""
 
 
 def locate(
@@ -390,25 +394,39 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
     tensor_rank = dist.get_rank(tensor_group)
     # 1. For each rank, its tensor-parallel rank, and its interval of each parameter.
     ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects((tensor_rank, partition.intervals), group)
+    # 2. For each parameter, which elements of the whole each rank holds.
     cuts: dict[str, Cut] = {}
     unsplit_names: list[str] = []
-    # 2. For each parameter, which elements of the whole each rank holds.
     for name, param in params.items():
         shape = whole_shape_of(param)
         shards = tensor_shards_of(name, param, tensor_size)
         if shards is None:
             unsplit_names.append(name)
-        positions: list[ShardPosition] = []  # of each rank
-        for rank_in_tensor_group, intervals in ranks:
-            start = intervals[name].start_in_param
-            stop = start + intervals[name].length
-            if shards is None:  # the interval is one of the whole parameter
-                positions.append(ShardPosition.interval(shape, start, stop))
-            else:  # it counts elements of the flattened rows or columns of the tensor-parallel rank
-                positions.append(shards[rank_in_tensor_group].interval_of_shard(start, stop))
-        cuts[name] = Listed(shape, positions)
+        interval_of_rank = [(rank_in_tensor_group, intervals[name]) for rank_in_tensor_group, intervals in ranks]
+        cuts[name] = Listed(shape, _positions_in_whole(shape, shards, interval_of_rank))
     saved_elsewhere = _saved_elsewhere(unsplit_names, tensor_rank)
-    return _Partition(cuts, partition.intervals, group, partition.misplaced_name, saved_elsewhere)
+    return partition._replace(cuts=cuts, group=group, saved_elsewhere=saved_elsewhere)
+
+
+def _positions_in_whole(
+    shape: tuple[int, ...], shards: Sequence[ShardPosition] | None, interval_of_rank: Iterable[tuple[int, FlatInterval]]
+) -> list[ShardPosition]:
+    """Return which elements of a whole parameter each rank holds, if both AutoTP and ZeRO partition it.
+
+    Args:
+        shape: the shape of the whole parameter.
+        shards: the rows or columns of each tensor-parallel rank; None if AutoTP has not split the parameter.
+        interval_of_rank: for each rank, its tensor-parallel rank, and its interval of the flattened rows or columns.
+    """
+    positions: list[ShardPosition] = []
+    for tensor_rank, interval in interval_of_rank:
+        start = interval.start_in_param
+        stop = start + interval.length
+        if shards is None:
+            positions.append(ShardPosition.interval(shape, start, stop))
+        else:
+            positions.append(shards[tensor_rank].interval_of_shard(start, stop))
+    return positions
 
 
 def _saved_elsewhere(unsplit_names: Sequence[str], tensor_rank: int) -> frozenset[str]:
