@@ -217,16 +217,18 @@ def _with_rates_of_code(changed_rates: list[str], optimizer: Any, state_dict: di
 
 
 def _saved_chains(flat: dict[str, Any], optimizer: Any) -> dict[str, SavedChain]:
-    """Return the chain with which each parameter of an optimizer was saved, from the record of its saved group.
+    """Return the chain with which each parameter of an optimizer was saved. A new parameter is not in the result.
 
-    ``flat`` is the flat state dict. A new parameter is not in the result.
+    ``flat`` is the flat state dict. For each parameter, it has a text with the chains of all parameters that were in
+    one group with it: from ``{"param_groups.up.weight.chain_code": '[1, ["momentum()", "d4c1"]]'}`` the result is
+    ``{"up.weight": SavedChain("momentum()", "d4c1")}``.
     """
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     chain_of: dict[str, SavedChain] = {}
     for name, plain_name in unwrapped(names).items():  # without the components of wrappers, such as "_orig_mod"
-        record = flat.get(f"param_groups.{name}.{CHAINS}")
-        if record:
-            chain_of[name] = ChainRecord.from_text(record).chain_of(plain_name)
+        chains_of_group = flat.get(f"param_groups.{name}.{CHAINS}")
+        if chains_of_group:
+            chain_of[name] = ChainRecord.from_text(chains_of_group).chain_of(plain_name)
     return chain_of
 
 
