@@ -49,10 +49,14 @@ def default_restarts(steps: int) -> tuple[int, ...]:
 
 
 def staged(steps: Sequence[Step], restarts: Sequence[int], mean: float | None, aspect: float) -> tuple[GramStage, ...]:
-    """Split steps into stages with one Gram matrix each, which end after the numbers of steps in `restarts`.
+    """Split the steps of an iteration into stages, whose steps share one Gram matrix `X X^T`.
 
-    A Gram matrix is stored as `center * I + E`, where the center is about its mean eigenvalue. Five steps with restarts
-    ``(2, 3)`` give stages of 2, 1 and 2 steps.
+    Each stage also has a `center`, about the mean eigenvalue of its Gram matrix. The iteration stores the difference
+    from `center * I`: its diagonal is small, and so are the errors of rounding it to bf16.
+
+    >>> steps = [(1.5, -0.5, 0.0)] * 5
+    >>> [len(stage.steps) for stage in staged(steps, restarts=(2, 3), mean=None, aspect=4.0)]
+    [2, 1, 2]
 
     Args:
         steps: the polynomial of each step.
@@ -85,22 +89,15 @@ def _mean_after(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
 def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> float:
     """Return the mean eigenvalue of `X X^T` after `steps`, for a Gaussian `X` whose mean eigenvalue was `mean`.
 
-    The stage that begins there stores its Gram matrix relative to this number, so that its diagonal rounds less.
     `aspect` is the long side of `X` divided by its short side. If the polynomials diverge, the result is 0.
+
+    >>> round(_mean_after_cached((), mean=0.25, aspect=4.0), 6)
+    0.25
     """
-    # The average of the eigenvalues after the steps, over the distribution of the eigenvalues before them. That is the
-    # Marchenko-Pastur law of the eigenvalues, divided by their mean: with eigenvalues at `middle + half_width * cos(t)`
-    # the density of t is proportional to `sin(t)^2` over the eigenvalue. Its integrals are sums over equidistant t
-    # (Gauss-Chebyshev quadrature of the second kind).
-    points = 256
-    middle = 1 + 1 / aspect
-    half_width = 2 / math.sqrt(aspect)
+    # The average over the eigenvalues of a Gaussian matrix of this shape, each after the steps.
     sum_of_weights = 0.0
     weighted_sum = 0.0
-    for k in range(1, points + 1):
-        angle = math.pi * k / (points + 1)
-        eigenvalue = middle + half_width * math.cos(angle)
-        weight = math.sin(angle) ** 2 / eigenvalue
+    for eigenvalue, weight in _gaussian_eigenvalues(aspect):
         first_eigenvalue = min(mean * eigenvalue, 1.0)  # X is divided by its norm, so none exceeds 1
         sum_of_weights += weight
         weighted_sum += weight * _eigenvalue_after(steps, first_eigenvalue)
@@ -108,6 +105,26 @@ def _mean_after_cached(steps: tuple[Step, ...], mean: float, aspect: float) -> f
     if not 0 <= mean_after <= _LARGEST_MEAN:  # they diverge
         return 0.0
     return mean_after
+
+
+def _gaussian_eigenvalues(aspect: float) -> list[tuple[float, float]]:
+    """Return eigenvalues of `X X^T` for a large Gaussian `X`, divided by their mean, and how frequent each one is.
+
+    `aspect` is the long side of `X` divided by its short side. The result has pairs ``(eigenvalue, weight)``.
+    """
+    # The Marchenko-Pastur law: with eigenvalues at `middle + half_width * cos(t)`, the density of t is proportional to
+    # `sin(t)^2` over the eigenvalue. Its integrals are sums over equidistant t (Gauss-Chebyshev quadrature of the
+    # second kind).
+    points = 256
+    middle = 1 + 1 / aspect
+    half_width = 2 / math.sqrt(aspect)
+    eigenvalues: list[tuple[float, float]] = []
+    for k in range(1, points + 1):
+        angle = math.pi * k / (points + 1)
+        eigenvalue = middle + half_width * math.cos(angle)
+        weight = math.sin(angle) ** 2 / eigenvalue
+        eigenvalues.append((eigenvalue, weight))
+    return eigenvalues
 
 
 def _eigenvalue_after(steps: Sequence[Step], r: float) -> float:
