@@ -156,7 +156,10 @@ class Orthogonalizer:
         dtype: DTypeLike = "auto",
         products: ProductsLike = "auto",
     ) -> None:
-        """Look up the coefficients. The other arguments are checked when the first plan is made."""
+        """Look up the coefficients. The other arguments are checked when the first plan is made.
+
+        The arguments are those of `orthogonalize`.
+        """
         resolved = polynomials(coefficients, steps)  # such as five polynomials (a, b, c) for "polar_express_5"
         self._polynomials = resolved
         self._method: MethodLike = method
@@ -165,8 +168,8 @@ class Orthogonalizer:
         # From (kind, whether derivatives are taken) to the plan.
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
-        # A trace reads the polynomials from this function. With dynamic=True, torch.compile would make symbols of the
-        # numbers in `_polynomials`. It calls this function once, and takes the result as a constant.
+        # Only torch.compile(dynamic=True) needs this function. It would replace the numbers in `_polynomials` by
+        # symbols, as if they could change. The result of a function that is `called_once` is a constant for it.
         @called_once
         def constant_fields() -> tuple[Any, ...]:
             return tuple(resolved)
@@ -206,7 +209,10 @@ class Orthogonalizer:
         donate: bool = False,
         workspace: Workspace | None = None,
     ) -> list[Tensor]:
-        """Orthogonalize a list of matrices, without checking them; arguments are as in `orthogonalize_many`."""
+        """Orthogonalize a list of matrices, without checking them; arguments are as in `orthogonalize_many`.
+
+        Matrices that can be computed together, such as all of one shape, form a job. The jobs run one after another.
+        """
         if max_scratch_bytes is not None and max_scratch_bytes < 1:
             raise ValueError(f"max_scratch_bytes: found {max_scratch_bytes}, expected at least 1")
         inputs = list(xs)
@@ -215,16 +221,17 @@ class Orthogonalizer:
         watched = is_watched(*inputs)  # autograd, torch.func or a compiler records them, so none may be overwritten
         differentiated = watched and is_differentiated(*inputs)
 
-        # A job for each shape, dtype and device. All plans are made before any result, so that invalid settings raise
-        # an error before anything is written.
+        # 1. The jobs. All are made before any result, so that invalid settings raise before anything is written.
         jobs = self._jobs(xs, watched, differentiated, max_scratch_bytes, workspace)
 
-        overwrite = [False] * len(xs)  # which inputs are overwritten by their results
+        # 2. The inputs that are overwritten by their results: contiguous ones that share memory with no other input.
+        overwrite = [False] * len(xs)
         if donate and not watched:
-            shared = sharing(xs)
-            overwrite = [x.is_contiguous() and i not in shared for i, x in enumerate(xs)]
+            indices_with_shared_memory = sharing(xs)
+            overwrite = [x.is_contiguous() and i not in indices_with_shared_memory for i, x in enumerate(xs)]
 
-        result_of: dict[int, Tensor] = {}  # by the position of the input
+        # 3. The results, by the position of the input.
+        result_of: dict[int, Tensor] = {}
         for job in jobs:
             result_of.update(_run_in_batches(xs, overwrite, job))
         return [result_of[i] for i in range(len(xs))]
@@ -237,22 +244,21 @@ class Orthogonalizer:
         max_scratch_bytes: int | None,
         workspace: Workspace | None,
     ) -> list[_Job]:
-        """Return a job for each shape, dtype and device of the matrices `xs`: their indices, plan and settings.
+        """Group matrices that can be computed together. Return a job for each group: its indices, plan and settings.
 
-        Matrices of the shapes (2, 3), (4, 4) and (3, 2) give two jobs, for the indices [0, 2] and [1].
+        They have one dtype and device, and one shape or its transpose. `watched` is True if autograd, `torch.func` or a
+        compiler records the call, and `differentiated` if derivatives are taken.
 
-        Args:
-            xs: the matrices of one call.
-            watched: whether autograd, `torch.func` or a tracer observes the call, so that nothing is overwritten.
-            differentiated: whether derivatives are taken.
-            max_scratch_bytes: the limit of memory for temporary tensors; None for the default of the device.
-            workspace: memory that is reused.
+        >>> xs = [torch.zeros(2, 3), torch.zeros(4, 4), torch.zeros(3, 2)]
+        >>> jobs = Orthogonalizer()._jobs(xs, False, False, max_scratch_bytes=None, workspace=None)
+        >>> [job.indices for job in jobs]
+        [[0, 2], [1]]
         """
         sides: list[int] = []
         for x in xs:
             sides += x.shape
-        traced = is_traced(*sides)  # a tracer may pass symbols as sides
-        # The iteration that reuses buffers takes coefficients as numbers, and has no derivatives.
+        traced = is_traced(*sides)  # a compiler or `make_fx` may pass symbols as sides, which cannot be hashed
+        # The iteration in reused buffers has no derivatives and no row scaling, and needs coefficients as numbers.
         may_use_buffers = not watched and self._polynomials.table is None and not self._polynomials.row_scaling
         jobs: list[_Job] = []
         for kind, indices in _grouped(xs, may_use_buffers):
@@ -328,29 +334,30 @@ class _Chunk(NamedTuple):
 
 
 def _run_in_batches(xs: Sequence[Tensor], overwrite: list[bool], job: _Job) -> dict[int, Tensor]:
-    """Orthogonalize the tensors with the indices of a job. Return their results, by these indices.
+    """Orthogonalize the tensors ``xs[i]`` for the indices ``i`` of a job. Return a dict from ``i`` to the result.
 
-    A tensor may be a matrix, or a stack ``(..., m, n)``. `overwrite` is True for each tensor that its result
-    overwrites. The matrices of all tensors are distributed over batches, which are computed one after another. Example:
-    with a limit of 4 matrices, stacks of 3, 2 and 6 matrices give the batches (3), (2), (4) and (2).
+    A tensor is a matrix or a stack ``(..., m, n)``. If ``overwrite[i]``, the result is the tensor itself, overwritten.
+
+    The matrices of all tensors are distributed over batches, which are computed one after another. With a limit of 4
+    matrices in a batch, stacks of 3, 2 and 6 matrices give the batches (3), (2), (4) and (2).
     """
-    limit = _most_in_a_batch(job)
+    limit = _most_in_a_batch(job)  # None: any number
     results: dict[int, Tensor] = {}
     chunks: list[_Chunk] = []
     for i in job.indices:
         x = xs[i]
-        results[i] = x  # an overwritten tensor is its own result
+        results[i] = x  # an overwritten tensor is its own result; for any other, this is replaced
         if x.numel() == 0:
             if not overwrite[i]:
                 results[i] = torch.empty_like(x)
             continue
         matrices = _as_batch(x, job.kind)
         fits_one_batch = limit is None or matrices.shape[0] <= limit
-        if fits_one_batch:  # one chunk, whose result is the input's memory or a new tensor
+        if fits_one_batch:  # one chunk; without a destination, `_run_batch` returns a new tensor
             destination = matrices if overwrite[i] else None
             chunks.append(_Chunk(i, x, matrices, destination))
             continue
-        # Several chunks, which write into one result.
+        # A stack for several batches: each of its chunks is written to its part of the result.
         if not overwrite[i]:
             results[i] = torch.empty_like(x, memory_format=torch.contiguous_format)
         destination = _as_batch(results[i], job.kind)
@@ -435,9 +442,14 @@ def _most_in_a_batch(job: _Job) -> int | None:
 
 
 def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
-    """View the matrices of an input as a batch: (2, 3, 64, 16) becomes (6, 16, 64), since tall ones are transposed.
+    """View the matrices of an input as a batch ``(b, short, long)``: tall matrices are transposed.
 
-    Matrices in buffers are never transposed: (2, 3, 64, 16) becomes (6, 64, 16).
+    Large matrices, which are computed in reused buffers, are never transposed.
+
+    >>> x = torch.zeros(2, 3, 64, 16)
+    >>> small = _kind_of(x, may_use_buffers=False)
+    >>> _as_batch(x, small).shape, _as_batch(x, small._replace(in_buffers=True)).shape
+    (torch.Size([6, 16, 64]), torch.Size([6, 64, 16]))
     """
     if kind.in_buffers:
         return x.reshape(-1, *x.shape[-2:])
@@ -451,18 +463,23 @@ def _as_batch(x: Tensor, kind: _Kind) -> Tensor:
 
 
 def _new_batch(batch: list[_Chunk], job: _Job) -> Tensor:
-    """Orthogonalize chunks `(b, short, long)` as one batch in new memory. Return the batch in their dtype."""
+    """Orthogonalize chunks of the inputs as one batch in new memory. Return the batch in the dtype of the inputs.
+
+    Chunks of 3 and 2 matrices `(short, long)` are joined to a batch `(5, short, long)`.
+    """
     matrices = [chunk.matrices for chunk in batch]
+    # 1. Under autograd or a compiler, all matrices are one batch. They are rounded before they are joined, to save
+    # memory. Else the iteration rounds the batch, which gives the same values.
     dtype = job.kind.dtype
     batch_dtype = job.plan.rounded_to or job.plan.dtype
     is_narrower = batch_dtype.itemsize < dtype.itemsize and same_range(dtype, batch_dtype)
     if job.in_one_batch and is_narrower:
-        matrices = [x.to(batch_dtype) for x in matrices]  # now, so that the joined batch takes half the memory
-    # Sums round in another order for other strides and addresses. So the batch is always contiguous and begins at a
-    # multiple of 64 bytes, as a result of `cat` does. A single chunk is copied if it must be.
+        matrices = [x.to(batch_dtype) for x in matrices]
+    # 2. Join them. Sums round in another order for other strides and addresses. So the batch is always contiguous and
+    # begins at a multiple of 64 bytes, as a result of `cat` does. A single chunk is copied if it must be.
     if len(matrices) > 1:
         joined = torch.cat(matrices)
-    elif job.in_one_batch:  # it may be traced, and has no address then
+    elif job.in_one_batch:  # a traced tensor has no address
         joined = matrices[0].contiguous()
     else:
         joined = aligned(matrices[0])
@@ -485,20 +502,17 @@ def _batch_in_buffers(batch: list[_Chunk], job: _Job) -> Tensor:
 
 
 def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace) -> Tensor:
-    """Return the matrices of chunks as one batch `(b, rows, columns)` that the iteration may overwrite.
+    """Return the matrices of chunks as one batch in a dtype: chunks of 3 and 2 matrices give a batch of 5.
 
-    A chunk is one input or a part of one: chunks of 3 and 2 matrices give a batch of 5.
-
-    No copy is made if the matrices have the given dtype, follow each other in memory, and are overwritten by their
-    results. Else the batch is in memory of the workspace.
+    The iteration overwrites the batch. It is copied to memory of the workspace, unless the chunks are such a batch
+    already: they have the dtype, follow each other in memory, and may be overwritten.
     """
     matrices = [chunk.matrices for chunk in chunks]
     counts = list(map(len, matrices))
     first = matrices[0]
     shape = (sum(counts), *first.shape[1:])
     if first.dtype == dtype and _are_one_buffer(chunks):
-        # View the memory of the first chunk, and of all that follow it, as one tensor.
-        return first.as_strided(shape, first.stride())
+        return first.as_strided(shape, first.stride())  # a view of the first chunk and all that follow it in memory
     if not same_range(first.dtype, dtype):
         # Rounding alone, such as from fp32 to fp16, could give zeros or infinities. So each matrix is scaled too.
         matrices = [rounded_and_scaled(x, dtype) for x in matrices]
@@ -509,7 +523,11 @@ def _join_chunks(chunks: list[_Chunk], dtype: torch.dtype, workspace: Workspace)
 
 
 def _are_one_buffer(chunks: list[_Chunk]) -> bool:
-    """Return True if matrices follow each other in the same aligned memory, and their results overwrite them."""
+    """Return True if one tensor can view the matrices of all chunks, and their results overwrite them.
+
+    Each must be contiguous, and begin in memory where the one before it ends, as the halves ``buffer[:3]`` and
+    ``buffer[3:]`` of one buffer do. The first must begin at an aligned address.
+    """
     first = chunks[0].matrices
     if not is_aligned(first):
         return False
