@@ -33,6 +33,9 @@ def newton_schulz_cost(
     Matrices are distributed over ranks by their loads, so all ranks must compute the same load. Unlike `explain`, this
     function therefore assumes the same hardware on all machines.
 
+    >>> newton_schulz_cost((64, 128)).load < newton_schulz_cost((128, 256)).load
+    True
+
     Args:
         shape: the numbers of rows and columns.
         device: the type of the device, such as "cuda".
@@ -45,7 +48,9 @@ def newton_schulz_cost(
     """
     resolved = polynomials(coefficients, steps)
     policy.check_method(method, resolved)
-    if resolved.table is not None:  # coefficients in a tensor always take the standard form and full products
+    if resolved.table is not None:
+        # Coefficients in a tensor, which always take the standard form and full products. A plan without numbers has
+        # no load, so other numbers take their place.
         resolved = _with_numbers(resolved.table, resolved.indices)
         method = "standard"
         products = "batched"

@@ -43,10 +43,11 @@ def unit_power(x: Tensor, dim: tuple[int, ...] = (-2, -1)) -> Tensor:
 def power_of_two(largest: Tensor) -> Tensor:
     """Return, for each positive fp32 or fp64 number in `largest`, the power of two that scales it into [1, 2).
 
-    It is ``2 ** -floor(log2(x))``. Elements are multiplied by it before they are squared, so that no square overflows.
+    It is ``2 ** -floor(log2(x))``, without rounding. A matrix is multiplied by the power of its largest magnitude, so
+    that no square of an element overflows.
 
-    The power is always a normal number. For a subnormal number, or one in the top binade, it is the nearest normal
-    power, so the scaled number is in [2^-51, 4). The power is 1 for zero, and the smallest for infinity and NaN.
+    For the smallest (subnormal) and the largest numbers, this power is no normal number. They get the nearest power
+    that is, and the scaled number is in [2^-51, 4). The power is 1 for zero, and the smallest for infinity and NaN.
 
     >>> power_of_two(torch.tensor([5.0, 0.3, 0.0]))
     tensor([0.2500, 4.0000, 1.0000])
@@ -79,7 +80,10 @@ def same_range(held: torch.dtype, compute: torch.dtype) -> bool:
 def rounded_and_scaled(x: Tensor, compute: torch.dtype) -> Tensor:
     """Round each matrix of `x` to the dtype `compute`, and scale it such that its largest magnitude is in [1, 2).
 
-    The factor is a power of two, which changes no digit. The rounded values are returned in fp32 or wider.
+    The factor is a power of two, so scaling does not round. The rounded values are returned in fp32 or wider.
+
+    >>> rounded_and_scaled(torch.tensor([[[3e-20, 0.0]]]), torch.float16)
+    tensor([[[1.1064, 0.0000]]])
     """
     wide = wide_dtype(compute)
     if same_range(x.dtype, compute):
@@ -95,8 +99,13 @@ def rounded_and_scaled(x: Tensor, compute: torch.dtype) -> Tensor:
 def frobenius_normalized(x: Tensor, compute: torch.dtype, safety: float = 1.0) -> Tensor:
     """Divide nonempty matrices by `safety` times their Frobenius norm; return them in the dtype `compute`.
 
-    At a zero matrix, the gradient is finite.
+    A zero matrix stays zero, and has a finite gradient.
+
+    >>> frobenius_normalized(torch.tensor([[[3.0, 4.0]]]), torch.float32)
+    tensor([[[0.6000, 0.8000]]])
     """
+    # The sum of squares must not overflow or lose small elements. Compiled code sums in fp64 without a copy. Else fp64
+    # would need a wide copy of the matrix, so its elements are scaled to magnitudes below 2 first.
     if torch.compiler.is_compiling() and can_sum_in_fp64(x.device, compute):
         return normalized_in_fp64(x, compute, safety)
     x = rounded_and_scaled(x, compute)
@@ -111,14 +120,17 @@ def can_sum_in_fp64(device: torch.device, compute: torch.dtype) -> bool:
 
 
 def normalized_in_fp64(x: Tensor, compute: torch.dtype, safety: float) -> Tensor:
-    """Divide matrices by `safety` times their norm, as `frobenius_normalized` does, without powers of two.
+    """Divide matrices by `safety` times their norm, computed in fp64. Return them in the dtype `compute`.
 
-    The compiler keeps the wide values in registers. Uncompiled, they would be copies with 8 bytes for each element.
+    It is for compiled code, which keeps the wide values in registers. Uncompiled, they would be copies with 8 bytes for
+    each element.
     """
+    # 1. Round first, so that a matrix that is given in the dtype `compute` has the same result as a wider one.
     if same_range(x.dtype, compute):
         x = x.to(compute)
-    elif x.dtype.itemsize > compute.itemsize:  # fp32 to fp16; bf16 is not rounded before it is normalized
+    elif x.dtype.itemsize > compute.itemsize:  # fp32 to fp16, which needs a scale; bf16 is rounded at the end only
         x = rounded_and_scaled(x, compute)
+    # 2. Normalize.
     wide = x.double()
     total = (wide * wide).sum((-2, -1), keepdim=True)
     return (wide * inverse_root(total, safety)).to(compute)
@@ -153,19 +165,19 @@ def normalize_in_fp64_(batch: Tensor, safety: float, compute: torch.dtype) -> Te
 
 
 def normalize_by_powers_(batch: Tensor, safety: float, compute: torch.dtype) -> Tensor:
-    """Divide each matrix by `safety` times its norm, as `normalize_` does, without wide temporary tensors.
+    """Divide each matrix of a batch by `safety` times its Frobenius norm, in place, without wide copies of the batch.
 
-    The batch is overwritten. `compute` is the dtype of the iteration, such as bf16.
+    Return the batch in the dtype `compute`, which has as many bytes, such as bf16 or fp16.
     """
     wide = wide_dtype(compute)
-    # First multiply each matrix by a power of two, to magnitudes below 2, so that no square overflows or is lost.
+    # 1. Multiply each matrix by a power of two, to magnitudes below 2, so that no square overflows or is lost.
     extremes = [torch.aminmax(matrix) for matrix in batch.unbind()]  # in 1/30 of the time of infinity norms
     minima = torch.stack([extreme.min for extreme in extremes])
     maxima = torch.stack([extreme.max for extreme in extremes])
     largest_magnitudes = torch.maximum(maxima, -minima).to(wide)
     _multiply_(batch, power_of_two(largest_magnitudes))
     result = rounded_in_place(batch, compute)
-    # Then multiply it by 1 / (safety * norm). Norms are taken by rows: for a whole bf16 matrix, CPUs make a wide copy.
+    # 2. Multiply it by 1 / (safety * norm). Norms are taken by rows: for a whole bf16 matrix, CPUs make a wide copy.
     row_norms = torch.linalg.vector_norm(result, dim=-1, dtype=wide)
     squared_norms = row_norms.square().sum(-1)  # sums are pairwise, norms are not
     _multiply_(result, inverse_root(squared_norms, safety))
@@ -196,6 +208,11 @@ def row_normalized(x: Tensor) -> tuple[Tensor, Tensor]:
     Each row is divided by the square root of its row sum of `|x x^T|` (Gershgorin; arXiv 2208.03160). The spectral norm
     is closer to 1 than after a division by the Frobenius norm. The singular vectors change, so the iteration finds the
     polar factor of another matrix. A zero row stays zero.
+
+    >>> result, gram = row_normalized(torch.tensor([[[2.0, 0.0], [0.0, 5.0]]]))
+    >>> result
+    tensor([[[1., 0.],
+             [0., 1.]]])
     """
     # First scale rows to norm 1, x_i = norm_i u_i: in fp16 the squares of small rows underflow next to large ones.
     wide = wide_dtype(x.dtype)
@@ -224,7 +241,10 @@ def as_function(x: Tensor, plan: Plan, coefficients: Polynomials) -> Tensor:
 
 
 def _orthogonalized(x: Tensor, plan: Plan, coefficients: Polynomials) -> Tensor:
-    """Normalize a batch of matrices and run the iteration. Return it in `plan.dtype`."""
+    """Divide matrices by their norm and run the Newton-Schulz iteration. Return them in `plan.dtype`.
+
+    The iteration is one of two: with coefficients in a tensor, or with numbers, in the stages of the plan.
+    """
     # Also before `row_normalized`: it does not change that result, and keeps row sums in the range of fp16.
     x = frobenius_normalized(x, plan.dtype, coefficients.safety)
     if coefficients.table is not None:  # coefficients in a tensor
@@ -246,18 +266,18 @@ def _functional_products(x: Tensor, plan: Plan) -> Functional:
 def in_place(
     batch: Tensor, plan: Plan, coefficients: Polynomials, *, tall: bool, workspace: Workspace, results: Workspace
 ) -> Tensor:
-    """Orthogonalize a batch of large matrices in reused memory, which saves the time to allocate it.
+    """Orthogonalize a batch of large matrices, and overwrite it. All other memory is reused, which saves time.
 
     Args:
-        batch: matrices `(b, n, m)`, or `(b, m, n)` if `tall`. They are overwritten.
+        batch: matrices `(b, n, m)`, or `(b, m, n)` if `tall`.
         plan: the dtype, the stages and the products of the iteration.
-        coefficients: the polynomial of each step.
+        coefficients: their `safety` is used: the matrices are divided by it times their norm.
         tall: True if the matrices have more rows than columns.
-        workspace: memory for temporary tensors.
-        results: memory in which the result may be, if it is not in the memory of `batch`.
+        workspace: memory for small matrices, which the next call may overwrite.
+        results: memory for a second batch. The iteration writes into `batch` and into this one in turn.
 
     Returns:
-        The result in the dtype of `batch`: `plan.dtype`, or `plan.rounded_to` if that is not None.
+        The result, in the memory of `batch` or of the second batch, and in the dtype of `batch`.
     """
     x = normalize_(batch, coefficients.safety, plan.dtype)
     products = Buffered(
@@ -291,10 +311,11 @@ def newton_schulz(x: Tensor, stages: Sequence[GramStage], products: Functional, 
 
 
 def composed(products: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted:
-    """Combine the steps of a stage: return the matrix `Q` such that `Q X` is `X` after them, given `r = X X^T`.
+    """Combine several steps of the iteration: return the matrix `Q` such that `Q X` is `X` after all of them.
 
-    Each step is `X <- G X` with a polynomial `G` of the current `R = X X^T`. So `Q <- G Q` and `R <- G R G`. All are
-    small matrices, stored as `Shifted`: a multiple of the identity plus a multiple of the matrix `rest`.
+    A step `(a, b, c)` is `X <- G X`, with `R = X X^T` and `G = a I + b R + c R^2`. For the next step, `R <- G R G` and
+    `Q <- G Q`. So the large matrix X is not needed; `r` is its first `X X^T`. All matrices are `Shifted`: a multiple of
+    the identity plus a multiple of the matrix `rest`.
     """
     g = _polynomial(products, r, steps[0])
     q = g  # the product of G and the first Q, which is the identity
@@ -307,7 +328,10 @@ def composed(products: Functional, r: Shifted, steps: Sequence[Step]) -> Shifted
 
 
 def _polynomial(products: Functional, r: Shifted, step: Step) -> Shifted:
-    """Return `a I + b R + c R^2` for a step `(a, b, c)` and a symmetric matrix `r`, as `Shifted`, with one product."""
+    """Return the matrix `a I + b R + c R^2` for a step `(a, b, c)` and a symmetric matrix R, with one product.
+
+    A matrix is stored as `Shifted(shift, scale, rest)`, which is `shift * I + scale * rest`.
+    """
     # With R = s I + t E: a I + b R + c R^2 = (a + b s + c s^2) I + (b + 2 c s) t E + c t^2 E^2.
     a, b, c = step
     s, t, e = r
@@ -316,7 +340,8 @@ def _polynomial(products: Functional, r: Shifted, step: Step) -> Shifted:
     square = c * t**2
     if c == 0:
         return Shifted(shift, linear, e)
-    return Shifted(shift, 1.0, products.symmetric(e, e, e, beta=linear, alpha=square))
+    rest = products.symmetric(e, e, e, beta=linear, alpha=square)  # linear * E + square * E E
+    return Shifted(shift, 1.0, rest)
 
 
 def _times(products: Functional, p: Shifted, q: Shifted) -> Shifted:

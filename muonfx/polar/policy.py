@@ -116,8 +116,12 @@ class Plan(Shown):
     def load(self) -> float:
         """The estimated time for one matrix, in operations: the number that full matrix products do in this time.
 
-        A multiply-add counts as two operations. This is not the operation count of the plan: halved products save less
-        time than operations, and memory passes take time too.
+        A multiply-add counts as two operations. The count of operations alone would be too low: a product that computes
+        one half of a symmetric matrix takes more than half of the time, and passes over memory take time too.
+
+        >>> plan = explain((100, 1000), coefficients=[(1.5, -0.5, 0.0)], dtype=torch.float32, products="batched")
+        >>> plan.load  # X X^T, and its product with X: 2 operations * 2 products * 100 * 100 * 1000
+        40000000.0
         """
         products = (self.products, self.small_products)
         multiply_adds = _cost(self.stages, *self.shape, self.rates, products)
@@ -315,17 +319,17 @@ def _has_fast_fp16(device: torch.device) -> bool:
 
 
 def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan) -> bool:
-    """Return True if a plan in fp16 has fewer stages than one in bf16, and takes less time.
+    """Return True if a plan with products in fp16 is better than one in bf16: faster, or equally fast and more exact.
 
-    With equally many stages, it takes the same time, and is better only if bf16 rounds too much and fp16 rounds less.
+    A stage is some steps that share one Gram matrix. fp16 rounds less than bf16, so more steps can share one.
     """
     if in_fp16.bound is None or in_bf16.bound is None:  # a tensor of coefficients: its rounding is not bounded
         return False
+    # A bound above the tolerance means that rounding may push singular values too far from 1.
     fp16_stages = len(in_fp16.stages)
     bf16_stages = len(in_bf16.stages)
-    if fp16_stages == bf16_stages:
+    if fp16_stages == bf16_stages:  # they take the same time
         return in_bf16.bound > TOLERANCE and in_fp16.bound < in_bf16.bound
-    # A bound above the tolerance means that rounding may push singular values too far from 1.
     if fp16_stages > bf16_stages or in_fp16.bound > TOLERANCE:
         return False
     return in_fp16.load < in_bf16.load  # the estimated times
@@ -333,7 +337,10 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan) -> bool:
 
 @called_once  # warns when it is traced
 def _warn_of_stages(stages: tuple[GramStage, ...], compute: torch.dtype, bound: float) -> bool:
-    """Warn that given stages may diverge in a dtype. Return True, a constant for the tracer."""
+    """Warn that stages that the caller has chosen, such as ``method=(2, 3)``, may diverge in a dtype.
+
+    Return True, since torch.compile takes the result of a `called_once` function as a constant.
+    """
     warnings.warn(
         f"orthogonalize: in stages of {_lengths(stages)} steps, rounding to {compute} may make singular values "
         f"{bound:.3g} times as large as in exact arithmetic, above the accepted {TOLERANCE}: give shorter stages, a "
@@ -437,7 +444,10 @@ def _warn_of_rounding(compute: torch.dtype) -> bool:
 def _why_dtype(
     held: torch.dtype, device: torch.device, requested: DTypeLike, widened: bool, differentiated: bool
 ) -> str:
-    """Return why the products have their dtype, for `explain`. The first reason that applies is returned.
+    """Return why matrix products have their dtype, as text for `explain`: the first reason that applies.
+
+    >>> _why_dtype(torch.float64, torch.device("cpu"), "auto", widened=False, differentiated=False)
+    'float64 stays float64'
 
     Args:
         held: the dtype of the matrix.
@@ -467,7 +477,11 @@ def _why_dtype(
 def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> tuple[Products, Products, str]:
     """Choose how symmetric products are computed: "batched" in full, "blocks" or "quack" by half and a mirrored copy.
 
-    Return the choice for `X X^T`, the choice for products of the smaller Gram matrices, and the reason as text.
+    Return the choice for the product `X X^T` of a large matrix, the choice for products of the small matrices
+    `X X^T`, and the reason as text.
+
+    A choice of the caller is taken as it is. Else quack-kernels is used where it runs. Everywhere else, half of a
+    product is skipped if the product is large enough for the device.
     """
     requested = request.products
     if requested not in ("auto", "batched", "blocks"):
@@ -480,8 +494,7 @@ def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> tu
         if refusal is None:
             return "quack", "quack", f"quack-kernels passed its self-test on {request.device}"
         return "batched", "batched", refusal
-    # Half of a product is skipped if the whole product has enough multiply-adds: X X^T, or one of Gram matrices.
-    threshold = rates.halving_threshold
+    threshold = rates.halving_threshold  # the multiply-adds of a large enough product
     multiply_adds_of_gram = short * short * long
     multiply_adds_of_small = short**3
     gram: Products = "blocks" if multiply_adds_of_gram >= threshold else "batched"
@@ -499,10 +512,11 @@ class _Method(NamedTuple):
 
 
 def _choose_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
-    """Choose the form of the iteration, by the argument `method` of `orthogonalize`.
+    """Choose the form of the iteration, by the argument `method` of `orthogonalize`, such as "auto" or ``(2, 3)``.
 
     A stage is the steps that share one Gram matrix ``X X^T``. The standard form has one step in each stage, and so
-    multiplies by the whole matrix in every step. The Gram form has several, in small products.
+    multiplies by the whole matrix in every step. The Gram form has several: the lengths ``(2, 3)`` are two steps on one
+    Gram matrix, and three on the next.
     """
     coefficients = request.coefficients
     method = request.method
@@ -512,6 +526,7 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
         return _Method("standard", standard(coefficients.steps), "as given")
     if method == "auto":
         return _cheaper_method(compute, rates, request, products)
+    # The Gram form. Restarts are the numbers of steps after which a new Gram matrix is computed.
     if method == "gram":
         restarts = _stable_restarts(compute, coefficients)
     else:  # the lengths of stages: (2, 1, 2) restarts after 2 and 3 steps
@@ -521,8 +536,12 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
 
 
 def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
-    """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form."""
-    standard_stages = standard(request.coefficients.steps)  # of one step each
+    """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form.
+
+    The Gram form takes several steps on one Gram matrix `X X^T` (a stage), and the standard form one. `products` says
+    how symmetric products are computed, such as ``("blocks", "batched")``, which changes their cost.
+    """
+    standard_stages = standard(request.coefficients.steps)
     why_not_gram = _why_not_gram(compute, request)
     if why_not_gram:
         return _Method("standard", standard_stages, why_not_gram)
@@ -540,7 +559,12 @@ def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, produc
 
 
 def _why_not_gram(compute: torch.dtype, request: Request) -> str:
-    """Return why rounding does not permit the Gram form, or why it saves nothing; "" if it may be the cheaper form."""
+    """Return why "auto" must not take several steps on one Gram matrix `X X^T` (the Gram form), as text; "" if it may.
+
+    >>> request = Request(64, 128, torch.device("cpu"), polynomials("polar_express_5"))
+    >>> _why_not_gram(torch.float32, request)
+    'the Gram form rounds more below a side of 256'
+    """
     coefficients = request.coefficients
     if request.short < SMALLEST_GRAM:
         return f"the Gram form rounds more below a side of {SMALLEST_GRAM}"
@@ -574,23 +598,31 @@ def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage
 
 
 def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
-    """Return the estimated time of stages (steps with one Gram matrix each) for an `n x m` matrix, in multiply-adds.
+    """Return the estimated time to orthogonalize an `n x m` matrix, in multiply-adds.
 
-    `products` are the two choices of `_choose_products`, such as ``("blocks", "batched")``: for the Gram matrix, and
-    for squares of it. A product that computes one half only takes `rates.share` of the time of a full one.
+    A stage is the steps that share one Gram matrix `R = X X^T`. One stage of one step takes R, its square and a product
+    with X, so `2 * n * n * m + n**3` multiply-adds if all are computed in full:
+
+    >>> one_step = standard([(3.0, -3.2, 1.2)])
+    >>> _cost(one_step, 100, 1000, UNKNOWN, ("batched", "batched"))
+    21000000.0
+
+    `products` says how R and its square are computed. "blocks" and "quack" compute one half, in the part `rates.share`
+    of the time of the full product.
     """
     gram_choice, small_choice = products
     gram_share = _share(gram_choice, rates)
     small_share = _share(small_choice, rates)
     total = 0.0
     for stage in stages:
-        # The Gram matrix R = X X^T, which is symmetric, and Q X, where Q is the product of the polynomials of R.
+        # 1. Products with the n x m matrix X: R, and at the end of the stage Q X, which has no half to skip.
         long_products = (1 + gram_share) * n * n * m
-        # As in `muonfx.polar.iteration.composed`: each step takes R^2 for its polynomial G, unless its c is 0. Each but
-        # the first also takes G R and G (G R), for the new R, and G Q.
+        # 2. Products of n x n matrices, as in `muonfx.polar.iteration.composed`. Each step takes R^2 for its polynomial
+        # G = a I + b R + c R^2, unless c is 0. Each but the first also takes G R and G (G R), the new R, and G Q.
         squares = sum(1 for _, _, c in stage.steps if c != 0)
         further_products = 3 * (len(stage.steps) - 1)
         small_products = n**3 * (small_share * squares + further_products)
+        # 3. Sums of n x n matrices, limited by the speed of memory.
         passes = further_products * rates.pass_cost * n * n
         total += long_products + small_products + passes
     return total

@@ -32,8 +32,14 @@ class Polynomials(NamedTuple):
 def polynomials(value: CoefficientsLike | Tensor, steps: int | None = None) -> Polynomials:
     """Check the arguments `coefficients` and `steps` of `orthogonalize`, and return the polynomial of each step.
 
-    For a name or numbers, such as "keller" and 5 steps, the result has five polynomials `(a, b, c)`. For coefficients
-    in a tensor, whose numbers are not read, it has the tensor and the index of a row for each step.
+    For the name of a preset or for numbers, the result has the coefficients `(a, b, c)` of each step. The numbers in a
+    tensor are not read; the result has the tensor, and for each step the index of a row:
+
+    >>> polynomials([(1.5, -0.5, 0.0)], steps=2).steps
+    ((1.5, -0.5, 0.0), (1.5, -0.5, 0.0))
+    >>> import torch
+    >>> polynomials(torch.tensor([[2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]), steps=3).indices
+    (0, 1, 1)
     """
     if isinstance(value, Tensor):
         _check_table(value)
@@ -43,8 +49,11 @@ def polynomials(value: CoefficientsLike | Tensor, steps: int | None = None) -> P
 
 
 def _with_numbers(coefficients: Coefficients, steps: int | None) -> Polynomials:
-    """Return the polynomial `(a, b, c)` of each step as numbers, the restarts of the Gram form, and the scaling."""
-    # `fixed` makes plain numbers of a compiler's symbols.
+    """Return one polynomial `(a, b, c)` for each step, the restarts and the scaling, for coefficients in numbers.
+
+    The restarts are the numbers of steps after which the Gram form recomputes `X X^T` from `X`, such as ``(2, 3)``.
+    """
+    # With dynamic=True, torch.compile replaces numbers by symbols. `fixed` undoes this.
     polynomial_of_step = tuple((fixed(a), fixed(b), fixed(c)) for a, b, c in schedule(coefficients, steps))
     if coefficients.restarts is None:
         restarts = default_restarts(len(polynomial_of_step))

@@ -92,29 +92,31 @@ class Buffered(Functional):
         workspace: Workspace,
         results: Workspace,
     ) -> None:
-        """Allocate one spare batch. Small matrices are allocated when they are first needed.
+        """Allocate a second batch like `x`. Small matrices are allocated when they are first needed.
+
+        For a batch `x` of shape (3, 64, 256), the second batch has this shape, and small matrices (3, 64, 64).
 
         Args:
             x: the batch, which is overwritten.
             tall: True if its matrices have more rows than columns.
-            how: how the Gram matrix of the batch is computed: "batched", "blocks" or "quack".
+            how: how the Gram matrix `x x^T` is computed: "batched" in full, "blocks" or "quack" by half.
             small: how products of small matrices are computed, with the same choices.
-            workspace: provides memory for small matrices.
-            results: provides memory for batches, in which results may be returned.
+            workspace: provides memory for small matrices, such as Gram matrices and polynomials of them.
+            results: provides memory for the second batch, in which the result may be returned.
         """
         self._tall = tall
         self._how = how
         self._small = small
-        # Two batches take turns, since a product cannot be written into its own factor: `weighted` writes into the
-        # spare one, and its argument becomes the spare.
+        # 1. The batches. A product cannot be written into its own factor, so `weighted` writes into the spare batch,
+        # and its argument becomes the spare.
         self._spare = results.empty(x.shape, x.dtype, x.device)
-        # Small matrices, (b, n, n), such as Gram matrices and polynomials of them.
+        # 2. The small matrices.
         self._workspace = workspace
         self._n = min(x.shape[-2:])
         self._free: list[Tensor] = []  # buffers that `keep` has released
         self._lent: list[Tensor] = []  # buffers that are in use
-        self._sum: Tensor | None = None  # the result of `sum`, and the same in fp32
-        self._wide_sum: Tensor | None = None
+        self._sum: Tensor | None = None  # the buffer for results of `sum`
+        self._wide_sum: Tensor | None = None  # a buffer for them in fp32, before they are rounded
         self._identities: Tensor | None = None
 
     def gram(self, x: Tensor, shift: float) -> Tensor:
@@ -130,10 +132,10 @@ class Buffered(Functional):
             identities = self._identity_matrices(len(x))
         if self._how != "batched":  # compute one half, and mirror it
             return self._mirrored(self._how, wide, identities, beta=shift, alpha=1.0)
-        out = self._small_matrices()  # a free buffer
+        gram = self._small_matrices()  # a reused buffer
         if identities is None:
-            return torch.bmm(wide, wide.mT, out=out)
-        return torch.baddbmm(identities, wide, wide.mT, beta=shift, out=out)
+            return torch.bmm(wide, wide.mT, out=gram)
+        return torch.baddbmm(identities, wide, wide.mT, beta=shift, out=gram)
 
     def symmetric(self, addend: Tensor, p: Tensor, q: Tensor, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p q` for symmetric matrices that commute, in a buffer."""
@@ -146,14 +148,15 @@ class Buffered(Functional):
     def _mirrored(self, how: str, p: Tensor, addend: Tensor | None, *, beta: float, alpha: float) -> Tensor:
         """Return `beta * addend + alpha * p p^T`, a symmetric matrix, of which only one half is computed.
 
-        The other half is its mirror image. `how` is "quack" (quack-kernels on a GPU) or "blocks". The result is in a
-        reused buffer.
+        The other half is its mirror image. `how` is "quack" (quack-kernels on a GPU) or "blocks" (products of
+        blocks of rows). Without an addend, `beta` is 0. The result is in a reused buffer.
         """
         out = self._small_matrices()
         if how == "quack":
             if addend is None:
                 return quack.symmetric_matmul(p, alpha=alpha, out=out)
             return quack.symmetric_matmul(p, addend=addend, alpha=alpha, beta=beta, out=out)
+        # By blocks: `out <- addend`, then `out <- beta * out + alpha * p p^T`.
         if addend is not None:
             out.copy_(addend)  # once here, since each product would copy its own strided block
         _add_by_blocks(out, p, beta=beta, alpha=alpha)
@@ -165,11 +168,12 @@ class Buffered(Functional):
             self._sum = self._allocate_small(len(a))
         if not _rounds_by_place(a):
             return torch.add(a, b, alpha=weight, out=self._sum)
-        # bf16 or fp16 on a CPU: add in fp32 and round once, so that no bit depends on the place of an element.
+        # bf16 or fp16 on a CPU: add in fp32 and round once. Else an element would be rounded once or twice, depending
+        # on its place in memory.
         if self._wide_sum is None:
             self._wide_sum = self._workspace.empty(self._sum.shape, torch.float32, self._sum.device)
-        # The inner expression is the sum in fp32; the outer copy rounds it.
-        return self._sum.copy_(self._wide_sum.copy_(b).mul_(weight).add_(a))
+        self._wide_sum.copy_(b).mul_(weight).add_(a)
+        return self._sum.copy_(self._wide_sum)  # rounds
 
     def weighted(self, x: Tensor, q: Shifted) -> Tensor:
         """Return `Q x`, or `x Q` if the batch is tall, for `Q = q.shift * I + q.scale * q.rest`; may overwrite `x`."""
