@@ -114,10 +114,21 @@ def needs_matrices(tx: Transform) -> bool:
 
 
 def execution_of(visited: Visit) -> str:
-    """Return how a transform runs on sharded parameters, such as "elementwise" or "matrix stage".
+    """Return how a transform runs on sharded parameters, as text.
 
-    A wrapper (a transform that calls others) is a "route" if it passes only some parameters to an inner transform, as
-    `partition` does, else "around".
+    A transform that calls others is a "chain", a "route" if it passes only some parameters to one of them, as
+    `partition` does, or runs "around" them, as `accumulate` does. Any other runs:
+
+    - "elementwise" or "on pieces": on the shards of each rank.
+    - "sum over leaves": on the shards too, with a sum over all ranks, such as a global norm.
+    - "matrix stage": on whole matrices, each on the rank that owns it.
+    - "whole tree": on all parameters, gathered on each rank.
+
+    >>> import muonfx as mfx
+    >>> import torch
+    >>> params = {"w": torch.zeros(2, 2)}
+    >>> execution_of(root_visit(mfx.momentum(), params)), execution_of(root_visit(mfx.orthogonalize(), params))
+    ('elementwise', 'matrix stage')
     """
     # 1. A transform that calls others.
     tx = visited.tx
@@ -140,10 +151,16 @@ def execution_of(visited: Visit) -> str:
 
 
 def _execution_at(visited: Visit, where: Where) -> str:
-    """Return how a transform runs there: "leaf by leaf" if it can run on any leaves or shards, else as `execution_of`.
+    """Return how a transform runs in a place: "leaf by leaf" if it can run on some leaves at a time.
 
-    An elementwise transform such as `momentum` runs leaf by leaf everywhere. In one process, `orthogonalize` does too,
-    because each leaf is whole there, and so does a chain of it.
+    Else the result is that of `execution_of`. An elementwise transform such as `momentum` runs leaf by leaf everywhere.
+    `orthogonalize` needs whole matrices: it runs leaf by leaf in one process, where each leaf is whole, and as a
+    "matrix stage" on shards.
+
+    >>> import muonfx as mfx
+    >>> import torch
+    >>> _execution_at(root_visit(mfx.orthogonalize(), {"w": torch.zeros(2, 2)}), IN_ONE_PROCESS)
+    'leaf by leaf'
     """
     # The locality says how much of a tree a transform reads to compute one element: ELEMENT < MATRIX < LEAF < TREE.
     locality = visited.tx.locality
@@ -207,16 +224,24 @@ def placed(tx: Transform, params: PyTree, where: Where = IN_ONE_PROCESS, *, visi
     if visited is None:
         visited = root_visit(tx, meta_like(params))
     rewritten = _place(visited, where, applies=True)
-    # They must be the same objects, since `with_numbers` replaces them.
+    _require_same_numbers(rewritten, tx)
+    # Every transform in it can use these extra arguments: memory that they reuse, and sums over all ranks.
+    extras: dict[str, Any] = {"workspace": Workspace()}
+    if where.ranks is not None:
+        extras |= where.ranks.extras
+    return _with_extras(rewritten, extras, lambda: report(visited))
+
+
+def _require_same_numbers(rewritten: Transform, tx: Transform) -> None:
+    """Raise TypeError unless a rewritten transform has the numbers of ``tx``, such as learning rates, in their order.
+
+    They must be the same objects, since `with_numbers` replaces them later.
+    """
     if list(map(id, numbers_of(rewritten))) != list(map(id, numbers_of(tx))):
         raise TypeError(
             f"{tx.name}: found other numbers after `resolve`, expected the numbers of the transform in their order: "
             "return a transform with the same numeric arguments"
         )
-    extras: dict[str, Any] = {"workspace": Workspace()}
-    if where.ranks is not None:
-        extras |= where.ranks.extras
-    return _with_extras(rewritten, extras, lambda: report(visited))
 
 
 class Placed(Transform):
@@ -370,11 +395,11 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
 
 @stand_in
 def in_groups(tx: Transform, groups: tuple[list[str], ...]):
-    """Run a chain of groups of members. The state has the members' names, as without groups.
+    """Run a chain whose members are themselves chains, with the state of one chain of all their members.
 
-    Neighbouring members of a chain that can run together are one group, and ``tx`` is the chain of the groups.
-    For the groups ``(["clip"], ["momentum", "scale"])`` the state has the keys "clip", "momentum" and "scale". Member
-    number 1 of ``tx`` receives and returns the dict of the last two.
+    ``tx`` is ``chain(clip, chain(momentum, scale))``, for example, because the last two can run together. Then
+    ``groups`` is ``(["clip"], ["momentum", "scale"])``. The state has the keys "clip", "momentum" and "scale", as that
+    of ``chain(clip, momentum, scale)``.
     """
     named_groups = list(zip(groups, tx.children, strict=True))
 
@@ -393,11 +418,16 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
         apply_to_params: ApplyToParams | None = None,
         **extras: Any,
     ):
-        """Pass the updates through the groups in order, as `chain` does."""
+        """Pass the updates through the groups in order, as `chain` does.
+
+        Each group receives its part of the state, such as the states of "momentum" and "scale". The last one also
+        receives ``apply_to_params``, the function that adds its updates to the parameters.
+        """
         new_state: dict[str, PyTree] = {}
-        donation = donate
+        donation = donate  # the inputs that the group may overwrite
         for index, (names, group) in enumerate(named_groups):
-            if index == len(named_groups) - 1 and apply_to_params is not None:  # the updates are final here
+            is_last = index == len(named_groups) - 1
+            if is_last and apply_to_params is not None:
                 extras["apply_to_params"] = apply_to_params
             group_state = _state_of_group(names, state)
             outputs, new_group_state = group.run(updates, group_state, params, donate=donation, **extras)
@@ -427,8 +457,8 @@ def _state_of_group(names: list[str], state: Mapping[str, PyTree]) -> PyTree:
 def _state_by_member(names: list[str], group_state: PyTree) -> dict[str, PyTree]:
     """Return a dict by name of the states of a group's members; it undoes `_state_of_group`.
 
-    >>> _state_by_member(["clip"], "a")
-    {'clip': 'a'}
+    >>> _state_by_member(["clip"], "a"), _state_by_member(["momentum", "scale"], {"momentum": "b", "scale": "c"})
+    ({'clip': 'a'}, {'momentum': 'b', 'scale': 'c'})
     """
     if len(names) == 1:
         return {names[0]: group_state}
@@ -480,10 +510,10 @@ class PlacedTransforms:
         self._entries: dict[Hashable, list[_Entry]] = {}
 
     def __call__(self, tx: Transform, params: PyTree, visited: Visit | None = None) -> Transform:
-        """Return the transform that does the work of ``tx`` where its tensors are, for local parameters.
+        """Return the transform that runs ``tx`` where its tensors are, such as on this rank's shards in ``params``.
 
-        It is built by `placed` for the first transform of a structure. For a later one, such as the same transform with
-        a new learning rate, only the numbers are replaced. ``visited`` is the first `Visit` of ``tx``, if known.
+        It is made by `placed`, which is slow, and then cached. ``momentum(0.9)`` and a later ``momentum(0.8)`` use one
+        entry of the cache, in which the number is replaced. ``visited`` is the first `Visit` of ``tx``, if known.
         """
         key = tx.treedef, tree.flatten(params)[1]  # the structures of both, without numbers and tensors
         entry = self._find(key, params)
@@ -500,10 +530,14 @@ class PlacedTransforms:
         return None
 
     def _add(self, key: Hashable, tx: Transform, params: PyTree, visited: Visit | None) -> _Entry:
-        """Place a transform for the whole parameters, of which ``params`` may be shards, and return the new entry."""
+        """Add an entry for a transform to the cache, and return it. ``params`` may be the shards of one rank.
+
+        A full cache is cleared. ``key`` has the structures of the transform and of the parameters, without shapes.
+        """
         number_of_entries = sum(map(len, self._entries.values()))
         if number_of_entries >= self.LIMIT:
             self._entries.clear()
+        # Meta tensors with the shapes of the whole parameters; in one process, ``params`` are whole.
         global_like = self._global_like or meta_like
         meta_params = global_like(params)
         entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
@@ -546,10 +580,16 @@ def report(visited: Visit) -> Report:
 
 
 def _row(visits: list[Visit]) -> Row:
-    """Return the row of one transform, or of neighbours in a chain that need whole matrices.
+    """Return the row of one transform, or of neighbours in a chain that run together because they need whole matrices.
 
-    For one transform, the cells are, for example, "elementwise: momentum", "ELEMENT", "2" leaves, and "momentum" as the
-    path of its state and the prefix of its numbers. The transforms that it calls have rows of their own below it.
+    The transforms that it calls have rows of their own below it. The last two cells are the path of its state in the
+    whole state, and the prefix of the names of its numbers.
+
+    >>> import muonfx as mfx
+    >>> import torch
+    >>> visited = root_visit(mfx.chain(mfx.momentum()), {"w": torch.zeros(2, 2)})
+    >>> _row([visited.calls[0]]).cells
+    ('elementwise: momentum', 'ELEMENT', '1', 'momentum', 'momentum')
     """
     # The neighbours are named together; the first of them gives the other cells.
     visited = visits[0]
@@ -569,10 +609,14 @@ def _row(visits: list[Visit]) -> Row:
 
 
 def grouped(outer: Visit) -> list[list[Visit]]:
-    """Return the calls of a transform; neighbours in a chain that need whole matrices are in one list.
+    """Return the transforms that a transform calls; neighbours in a chain that need whole matrices are in one list.
 
-    For a chain of `momentum`, `orthogonalize` and `normalize_neurons`, these are ``[[momentum], [orthogonalize,
-    normalize_neurons]]``. The calls of any other transform than a chain are in lists of their own.
+    >>> import muonfx as mfx
+    >>> import torch
+    >>> tx = mfx.chain(mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
+    >>> groups = grouped(root_visit(tx, {"w": torch.zeros(2, 2)}))
+    >>> [[visited.tx.name for visited in group] for group in groups]
+    [['momentum'], ['orthogonalize', 'normalize_neurons']]
     """
     if chain_entries(outer.tx) is None:
         return [[visited] for visited in outer.calls]
@@ -582,17 +626,23 @@ def grouped(outer: Visit) -> list[list[Visit]]:
 
 
 def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
-    """Yield each group of neighbouring transforms that need whole matrices, and so run together on their owners.
+    """Yield the transforms within a transform that need whole matrices. Neighbours in a chain are in one list.
 
-    They may be at any depth: in a `partition` that calls Muon for some parameters, the group of Muon's `orthogonalize`
-    is found within its chain.
+    The neighbours run together, on the rank that owns a matrix. They may be at any depth, such as in the chain of a
+    Muon that a `partition` calls for some parameters.
+
+    >>> import muonfx as mfx
+    >>> import torch
+    >>> tx = mfx.chain(mfx.momentum(), mfx.orthogonalize(), mfx.normalize_neurons())
+    >>> stages = matrix_stages(root_visit(tx, {"w": torch.zeros(2, 2)}))
+    >>> [[visited.tx.name for visited in stage] for stage in stages]
+    [['orthogonalize', 'normalize_neurons']]
     """
-    if needs_matrices(root.tx):
+    if needs_matrices(root.tx):  # the transform itself, which calls no others
         yield [root]
-    if not delegates(root.tx):  # it calls no other transform
-        return
-    for group in grouped(root):
-        if needs_matrices(group[0].tx):
-            yield group
-        else:  # a group of one transform, which may be a chain or a wrapper
-            yield from matrix_stages(group[0])
+    elif delegates(root.tx):  # a chain or a wrapper
+        for group in grouped(root):
+            if needs_matrices(group[0].tx):
+                yield group
+            else:  # a group of one transform, which may be a chain or a wrapper
+                yield from matrix_stages(group[0])
