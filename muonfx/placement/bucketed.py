@@ -35,18 +35,19 @@ from muonfx.tree.members import parameters_of
 
 
 def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) -> None:
-    """Raise OSError if the state is on a disk without enough space for a second copy, the next state.
+    """Raise OSError if the state is on a disk that has too little free space for the next state.
 
-    Donated tensors that are already on the disk need no space, since they are overwritten.
+    It is called before a step, so that a full disk is found before the step changes anything. A state of 1 GiB needs
+    1 GiB for the next state, or nothing if the caller donates the state, which the next one then overwrites.
     """
     if not store.on_disk:
         return
-    # A full disk is found here, before the step changes anything.
     device = device_of(params)
     specs: list[Any] = []  # the shapes and dtypes of the tensors to be written to new files
     for leaf, parameter in zip(tree.leaves(state), parameters_of(state, params), strict=True):
-        if not moves(leaf, parameter):  # it stays on the device
+        if not moves(leaf, parameter):  # it stays on the device, as a step count does
             continue
+        # A tensor that was loaded from a checkpoint is not in the store before its first step.
         is_overwritten = donate.state and store.has(leaf, device)
         if not is_overwritten:
             specs.append(tree.spec(leaf))
@@ -56,13 +57,13 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
 @stand_in
 @with_memory
 def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[list[str]]):
-    """Run a transform that works leaf by leaf on one bucket of parameters at a time, to bound its temporary memory.
+    """Return a transform that runs ``tx`` on a bucket of parameters at a time, to bound its temporary memory.
 
-    The state stays in memory as a whole. The decorators make a transform of the returned functions: `stand_in` one like
-    ``tx``, and `with_memory` one that has the dict ``_cache`` between its calls.
+    ``tx`` must work leaf by leaf. The state stays in memory as a whole. The decorators make a transform of the returned
+    functions: `stand_in` one like ``tx``, and `with_memory` one that has the dict ``_cache`` between its calls.
 
     Args:
-        _cache: stores which parameter each leaf of the state belongs to.
+        _cache: stores which parameter each leaf of the state belongs to, so that it is found once.
         tx: the transform to run.
         bucket_bytes: the bytes of parameters in a bucket.
         buckets: the names of the parameters in each bucket, such as ``[["q", "k"], ["mlp"]]``, for the usual step. A
@@ -71,18 +72,22 @@ def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[l
     names_in_buckets = sorted(itertools.chain.from_iterable(buckets))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Run ``tx`` bucket by bucket, or at once if there is one bucket or some state has no parameter."""
+        """Run ``tx`` on one bucket of parameters after another, such as first on "q" and "k", then on "mlp"."""
         current_buckets = buckets
         has_other_params = sorted(_leaves_by_name(params)) != names_in_buckets
         if has_other_params:
             current_buckets = buckets_by_shape(params, bucket_bytes)
-        # `torch.cond` may trace a step with one bucket in a branch, which must not write to the cache.
-        if len(current_buckets) > 1:
-            parameters = remembered_parameters(_cache, state, updates)
-            if can_be_divided(state, parameters):
-                call = Arguments(updates, state, params, donate, extras)
-                return _run_in_buckets(tx, call, IN_MEMORY, parameters, current_buckets)
-        return tx.run(updates, state, params, donate=donate, **extras)
+        # 1. All parameters are one bucket. This is before the cache is written, because `torch.cond` may trace such a
+        # step in a branch, where nothing may be changed.
+        if len(current_buckets) <= 1:
+            return tx.run(updates, state, params, donate=donate, **extras)
+        # 2. A tensor of the state has no parameter, so it is in no bucket.
+        parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
+        if not can_be_divided(state, parameters):
+            return tx.run(updates, state, params, donate=donate, **extras)
+        # 3. Several buckets.
+        call = Arguments(updates, state, params, donate, extras)
+        return _run_in_buckets(tx, call, IN_MEMORY, parameters, current_buckets)
 
     return tx.functions.init, update
 
@@ -273,18 +278,19 @@ def _run_in_buckets(
 ) -> tuple[PyTree, PyTree]:
     """Run a transform for each bucket of parameters in turn. Return all updates and the whole next state.
 
-    For a bucket, the updates of all other parameters are None: the bucket ``["w"]`` has ``{"w": update, "b": None}``.
-    The state is loaded from the store. ``parameters`` has the name of the parameter of each leaf of the state.
+    In the run for the bucket ``["w"]``, the updates are ``{"w": update, "b": None}``. Its state is loaded from the
+    store before the run, and stored again after it; the store is host memory, a disk or `IN_MEMORY`, which does
+    neither. ``parameters`` has the name of the parameter of each leaf of the state.
     """
     leaves, treedef = tree.flatten(call.updates)
     index_of = {name: index for index, name in enumerate(tree.names(call.updates))}  # of an update among the leaves
     new_leaves: list[Any] = [None] * len(leaves)
     device = device_of(call.updates, call.params)
+    may_write = call.donate.updates
     with BucketedState(store, device, call.state, parameters, buckets, call.donate) as bucketed:
         for bucket_index, bucket in enumerate(buckets):
             indices = [index_of[name] for name in bucket]
             bucket_updates = tree.unflatten(treedef, _only(leaves, indices))
-            may_write = call.donate.updates
             results = bucketed.run(bucket_index, tx.run, bucket_updates, call.params, call.extras, may_write=may_write)
             result_leaves = tree.leaves(results)
             for index in indices:
