@@ -75,8 +75,9 @@ def sizes_of(names: Iterable[str], state: PyTree, parameters: Sequence[str | Non
 def store_away(store: Store, device: torch.device, state: PyTree, parameters: Sequence[str | None]) -> PyTree:
     """Copy the tensors of a state to host memory or disk (the store). Return the state with these copies.
 
-    0-d tensors, such as a step count, and tensors that belong to no parameter stay on the device. `parameters` has the
-    name of the parameter of each leaf.
+    In the state ``{"count": tensor(3), "trace": {"w": tensor}}`` of the parameter "w", the trace is copied. 0-d tensors
+    and tensors that belong to no parameter stay on the device. `parameters` has the name of the parameter of each leaf,
+    here ``[None, "w"]``.
     """
     leaves, treedef = tree.flatten(state)
     indices: list[int] = []  # of the leaves to copy
@@ -89,10 +90,10 @@ def store_away(store: Store, device: torch.device, state: PyTree, parameters: Se
 
 
 def stored_again(store: Store, device: torch.device, old_state: PyTree, new_state: PyTree) -> PyTree:
-    """Return a new state, in which a tensor that was in the store in the old state is in the store again.
+    """Return a new state, with each tensor in the store (host memory or a disk) that was there in the old state.
 
-    A new tensor, such as the result of `torch.where`, is still on the device. It is copied to the store: host memory or
-    a disk.
+    A step may replace a tensor of the store by one on the device, such as the result of `torch.where` of the old and
+    the new value. Only such tensors are copied.
     """
     old_leaves = tree.leaves(old_state)
     new_leaves, treedef = tree.flatten(new_state)
@@ -116,18 +117,19 @@ def _store_leaves(store: Store, device: torch.device, leaves: list[Any], indices
 
 
 def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Build the initial state of a transform bucket by bucket, in host memory or on disk. Return the state.
+    """Build the initial state of a transform in host memory or on disk (the store), and return it.
 
-    At no time is the state of all parameters on the device.
+    It is built for some parameters (a bucket) at a time. So the state of all parameters is never on the device.
     """
     # 1. The sizes of the state, from meta tensors, which have no values. The `init` below gives the warnings.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         meta_state = init(meta_like(params))
     sizes = sizes_of(tree.names(params), meta_state, parameters_of(meta_state, params))
-    # 2. The state. Parameters of other buckets are meta tensors, so that decisions by names and shapes use the whole
-    # tree.
+    # 2. The state. Without parameters, there is one bucket without names, so that `init` is called once.
     buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]
+    # In each call, the parameters of other buckets are meta tensors. So `init` can still decide by the names and shapes
+    # of all parameters.
     return init_in_buckets(store, buckets, params, init, outside="meta")
 
 
@@ -139,12 +141,11 @@ def init_in_buckets(
     *,
     outside: str | None,
 ) -> PyTree:
-    """Call ``init`` once for each bucket of parameters. Return the whole state, offloaded to the store.
+    """Call ``init`` once for each bucket of parameters. Return the whole state, in host memory or on disk (the store).
 
-    A bucket is a list of names, such as ``["q", "k"]``. A call receives the parameters of other buckets as empty
-    tensors on the device `outside`, such as "meta"; None: as None.
+    For the buckets ``[["q", "k"], ["mlp"]]``, the first call gives the state of "q" and "k", and the second adds that
+    of "mlp". In the first call, "mlp" is None, or an empty tensor on the device `outside`, such as "meta".
     """
-    # Each call returns the state of one bucket. The state of the other buckets is filled in from the later calls.
     first_bucket, *other_buckets = buckets
     whole_state = _init_bucket(store, first_bucket, params, init, outside)
     for bucket in other_buckets:
@@ -158,10 +159,15 @@ def init_in_buckets(
 def _init_bucket(
     store: Store, bucket: Sequence[str], params: PyTree, init: Callable[[PyTree], PyTree], outside: str | None
 ) -> PyTree:
-    """Return the initial state for the parameters of one bucket, offloaded to the store, with None for all others."""
+    """Return the initial state for the parameters of one bucket, in host memory or on disk (the store).
+
+    The state of all other parameters is None: for the bucket ``["w"]`` of parameters "w" and "b", it is
+    ``{"w": tensor, "b": None}``. In the place of "b", ``init`` receives an empty tensor on the device `outside`, or
+    None if that is None.
+    """
     state = init(_params_of_bucket(params, bucket, outside))
     # `init` may have made state for the empty tensors in place of other parameters: it is left out.
-    parameters = parameters_of(state, params)
+    parameters = parameters_of(state, params)  # for each leaf of the state, the parameter's name
     leaves, treedef = tree.flatten(state)
     for index, parameter in enumerate(parameters):
         if parameter is not None and parameter not in bucket:
@@ -341,14 +347,14 @@ class BucketedState:
         *,
         may_write: bool,
     ) -> PyTree:
-        """Load the state of one bucket, call a transform's `update` with it, and store it again.
+        """Load the state of one bucket, call a transform's `update` with it, and store the new state.
 
-        Return the bucket's updates. With `may_write`, `update` may overwrite the `updates` that it receives.
+        Return the bucket's new updates. With `may_write`, `update` may overwrite the `updates` that it receives.
         """
-        # A transform may return a part of its state as an update. This part is in a buffer, so it is copied at the end.
         donate = Donation(may_write, self.may_write_state)
         new_updates, new_state = update(updates, self.load(bucket_index), params, donate=donate, **extras)
         self.write_back(bucket_index, new_state)
+        # An update may be a part of the state, in a buffer that a later bucket overwrites. It is copied.
         return self.copied_from_buffers(new_updates)
 
     def end(self) -> PyTree:

@@ -29,9 +29,10 @@ class Offloaded(Transform):
 
     @classmethod
     def _record(cls, factory: Factory, /, *args: Any, **kwargs: Any) -> Any:
-        """Build the result of a call of `offload`. It turns ``offload(sharded(tx))`` into ``sharded(offload(tx))``.
+        """Build the result of a call of `offload`, which the function `offload` (here `factory`) returns.
 
-        A sharded transform stays outermost, because the ranks agree on a step before any state is loaded.
+        For a sharded transform, ``offload(sharded(tx, layout))``, it is ``sharded(offload(tx), layout)``: all ranks
+        agree on a step before any of them loads state.
 
         Args:
             factory: the function `offload`, as users call it.
@@ -47,7 +48,7 @@ class Offloaded(Transform):
         if not is_sharded:
             return super()._record(factory, *bound_call.args, **bound_call.kwargs)
         # Call `offload` for the transform within `sharded`, and put the result in its place.
-        arguments["tx"] = tx.arguments["tx"]
+        arguments["tx"] = tx.arguments["tx"]  # so the call below is offload(tx)
         offloaded = factory(*bound_call.args, **bound_call.kwargs)
         return tx.replace(tx=offloaded)
 
@@ -126,7 +127,10 @@ def offload(
 
     @torch.no_grad()
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Run ``tx`` with its state in the store. Raise before any change if a disk has no room for the next state."""
+        """Run ``tx`` with its state in host memory or on disk (the store), and write the new state there.
+
+        If the disk has no room for the new state, this raises OSError before anything is changed.
+        """
         if is_differentiated():
             raise RuntimeError(
                 "offload: torch.func differentiates this step, and state that is copied to and from its store has no "
@@ -134,7 +138,8 @@ def offload(
             )
         shaped_like_params = updates if params is None else params
         require_room(store, state, shaped_like_params, donate)
-        return placed(tx, shaped_like_params).run(updates, state, params, donate=donate, **extras)
+        tx_with_stored_state = placed(tx, shaped_like_params)  # loads and stores the state, bucket by bucket
+        return tx_with_stored_state.run(updates, state, params, donate=donate, **extras)
 
     return init, update
 

@@ -46,10 +46,9 @@ _MAPPED: WeakKeyDictionary[Any, _MappedRange] = WeakKeyDictionary()
 def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     """Return zero tensors of the given shapes and dtypes in one new file of a folder. An OSError leaves no file.
 
-    Each tensor begins at a page of memory: with pages of 4,096 bytes, the second one after a tensor of 6,000 bytes
-    begins at 8,192.
+    The file is mapped to memory: a change of a tensor changes the file. With pages of 4,096 bytes, a tensor of 6,000
+    bytes takes two pages, and the next tensor begins at byte 8,192, because the kernel frees and reads whole pages.
     """
-    # Each begins at a multiple of the size of a page, which the kernel can free or read alone.
     sizes = [rounded_up(spec.nbytes, PAGE) for spec in specs]
     *starts, length = itertools.accumulate(sizes, initial=0)
     if not length:
@@ -59,7 +58,7 @@ def in_file(specs: Sequence[Spec], folder: str) -> list[Tensor]:
     for spec, start in zip(specs, starts, strict=True):
         numel = torch.Size(spec.shape).numel()
         tensors.append(torch.frombuffer(mapped, dtype=spec.dtype, count=numel, offset=start).view(spec.shape))
-    # By its address, `folder_of` finds the file of a tensor.
+    # A tensor does not store its file. `folder_of` finds the file by the address of the tensor, which is recorded here.
     _MAPPED[mapped] = _MappedRange(folder, tensors[0].data_ptr(), length)
     return tensors
 

@@ -55,12 +55,15 @@ class BucketTransfer:
     """
 
     def __init__(self, device: torch.device, buckets: Sequence[Sequence[Tensor]], *, on_disk: bool) -> None:
-        """Allocate the buffers, and start to load the first bucket. The arguments are described in the class."""
+        """Allocate the buffers, and start to load the first bucket. The arguments are described in the class.
+
+        A bucket is the state of some parameters, a list of tensors in the store (host memory or a disk). While one
+        bucket is updated in one buffer on the device, a thread loads the next one into the other.
+        """
         self._buckets = buckets
         self._device = device
-        # 1. The jobs that this transfer gave to the worker thread.
+        # 1. The jobs in the worker thread: all of them, and by the index of the bucket, those that load a bucket.
         self._jobs: list[Future[Any]] = []
-        # By the index of a bucket that is being loaded, its future state.
         self._loads: dict[int, Future[_Loaded]] = {}
         # 2. The two buffers on the device, each for the largest bucket. Bucket number `i` uses the buffer `i % 2`.
         size = max(map(nbytes_in_buffer, buckets), default=0)
@@ -135,35 +138,43 @@ class BucketTransfer:
             self._loads[bucket_index] = self._do(lambda: self._read(bucket_index))
 
     def _read(self, bucket_index: int) -> _Loaded:
-        """Copy the state of a bucket into its buffer on the device."""
+        """Copy the state of a bucket from host memory or a disk into a buffer on the device. Return it there.
+
+        There are two buffers, which buckets use in turn.
+        """
         stored = self._buckets[bucket_index]
-        views = _split(self._buffers[bucket_index % 2], stored)
-        for tensor in stored:
+        views = _split(self._buffers[bucket_index % 2], stored)  # the tensors of the bucket in the buffer
+        for tensor in stored:  # on a disk, the next tensors are read while one is copied
             read_ahead(tensor)
-        if self._stream is None:  # on a CPU
+        # 1. From host memory or a disk to a CPU. There is no event, since the copies are complete.
+        if self._stream is None:
             _copy_on_cpu(stored, views)
             return _Loaded(views, ready=None)
-        sources = stored
-        if self._staging:  # state on disk: a GPU reads from pinned host memory only
-            sources = _split(self._staging[bucket_index % 2], stored)
-            self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
-            _copy_on_cpu(stored, sources)
-        return _Loaded(views, ready=_copy_to_gpu(self._stream, sources, views))
+        # 2. From host memory to a GPU.
+        if not self._staging:
+            return _Loaded(views, ready=_copy_to_gpu(self._stream, stored, views))
+        # 3. From a disk to a GPU, through pinned host memory (a staging buffer), from which a GPU can read.
+        staged = _split(self._staging[bucket_index % 2], stored)
+        self._stream.synchronize()  # the copies from this staging buffer, two buckets ago, are complete
+        _copy_on_cpu(stored, staged)
+        return _Loaded(views, ready=_copy_to_gpu(self._stream, staged, views))
 
     def _write(
         self, bucket_index: int, leaves: Sequence[Tensor], targets: Sequence[Tensor], computed: torch.cuda.Event | None
     ) -> None:
-        """Copy the new state of a bucket, in `leaves`, to the stored tensors `targets`, after the event `computed`.
+        """Copy the new state of a bucket, in `leaves`, to the stored tensors `targets` in host memory or on a disk.
 
-        The event is recorded on a GPU after the computation; None on a CPU.
+        On a GPU, the event `computed` is recorded after the computation of the state. It is None on a CPU.
         """
-        if self._stream is None or computed is None:  # on a CPU
+        # 1. From a CPU to host memory or a disk.
+        if self._stream is None or computed is None:
             _copy_on_cpu(leaves, targets)
             return
-        if not self._staging:  # from a GPU to host memory
+        # 2. From a GPU to host memory.
+        if not self._staging:
             _copy_from_gpu(self._stream, leaves, targets, computed)
             return
-        # From a GPU to a disk, through pinned host memory.
+        # 3. From a GPU to a disk, through pinned host memory (a staging buffer), to which a GPU can write.
         staged = _split(self._staging[bucket_index % 2], targets)
         _copy_from_gpu(self._stream, leaves, staged, computed)
         self._stream.synchronize()  # the staging buffer now has the values
