@@ -73,7 +73,7 @@ def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[l
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` on one bucket of parameters after another, such as first on "q" and "k", then on "mlp"."""
-        current_buckets = buckets
+        current_buckets = buckets  # of the usual parameters
         has_other_params = sorted(_leaves_by_name(params)) != names_in_buckets
         if has_other_params:
             current_buckets = buckets_by_shape(params, bucket_bytes)

@@ -351,7 +351,7 @@ class BucketedState:
 
         Return the bucket's new updates. With `may_write`, `update` may overwrite the `updates` that it receives.
         """
-        donate = Donation(may_write, self.may_write_state)
+        donate = Donation(updates=may_write, state=self.may_write_state)
         new_updates, new_state = update(updates, self.load(bucket_index), params, donate=donate, **extras)
         self.write_back(bucket_index, new_state)
         # An update may be a part of the state, in a buffer that a later bucket overwrites. It is copied.

@@ -168,8 +168,8 @@ class Orthogonalizer:
         # From (kind, whether derivatives are taken) to the plan.
         self._plans: dict[tuple[_Kind, bool], Plan] = {}
 
-        # Only torch.compile(dynamic=True) needs this function. It would replace the numbers in `_polynomials` by
-        # symbols, as if they could change. The result of a function that is `called_once` is a constant for it.
+        # torch.compile(dynamic=True) would replace the numbers in `_polynomials` by symbols, as if they could change.
+        # The result of a function that is `called_once` is a constant for it, so it reads them from this function.
         @called_once
         def constant_fields() -> tuple[Any, ...]:
             return tuple(resolved)

@@ -538,8 +538,9 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
 def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
     """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form.
 
-    The Gram form takes several steps on one Gram matrix `X X^T` (a stage), and the standard form one. `products` says
-    how symmetric products are computed, such as ``("blocks", "batched")``, which changes their cost.
+    The Gram form takes several steps on one Gram matrix `X X^T` (a stage), and the standard form one. `products` are
+    the ways in which the Gram matrix and its square are computed, such as ``("blocks", "batched")``, since the cost
+    depends on them.
     """
     standard_stages = standard(request.coefficients.steps)
     why_not_gram = _why_not_gram(compute, request)
@@ -607,8 +608,8 @@ def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: t
     >>> _cost(one_step, 100, 1000, UNKNOWN, ("batched", "batched"))
     21000000.0
 
-    `products` says how R and its square are computed. "blocks" and "quack" compute one half, in the part `rates.share`
-    of the time of the full product.
+    `products` are the ways in which R and its square are computed. "blocks" and "quack" compute one half, in the part
+    `rates.share` of the time of the full product.
     """
     gram_choice, small_choice = products
     gram_share = _share(gram_choice, rates)
