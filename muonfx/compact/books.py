@@ -87,6 +87,9 @@ class Listed(Book):
         """Decode 8-bit codes to fp32 numbers: look up the level of each code in a table.
 
         The code -128, which `encode` never makes, becomes NaN.
+
+        >>> dynamic(signed=True).fractions(torch.tensor([127, 0, -127], dtype=torch.int8))
+        tensor([ 1.,  0., -1.])
         """
         levels = self.levels
         index = codes.to(torch.int32)
@@ -126,7 +129,11 @@ class Scaled(Book):
         return self.nearest(_look_up(levels, index))
 
     def fractions(self, codes: Tensor) -> Tensor:
-        """Decode 8-bit codes to fp32 numbers: divide by the largest code, then square ``roots`` times."""
+        """Decode 8-bit codes to fp32 numbers: divide by the largest code, then square ``roots`` times.
+
+        >>> grid(signed=True).fractions(torch.tensor([127, -64, 0], dtype=torch.int8))  # largest 127, no square roots
+        tensor([ 1.0000, -0.5039,  0.0000])
+        """
         return _square(codes.to(torch.float32) / self.largest, self.roots)
 
 
@@ -145,8 +152,10 @@ def _square(x: Tensor, times: int) -> Tensor:
 def grid(*, signed: bool) -> Scaled:
     """Return the "linear" codebook of `int8`: signed levels ``k / 127``, or unsigned levels ``(k / 255)**4``.
 
-    A codebook contains the levels, the magnitudes from 0 to 1 that 8-bit codes represent. The signed code 64 is
-    64 / 127, and -64 is the negative number.
+    A codebook contains the levels, the magnitudes from 0 to 1 that 8-bit codes represent.
+
+    >>> grid(signed=True).fractions(torch.tensor([127, -64, 0], dtype=torch.int8))  # -64 represents -64 / 127
+    tensor([ 1.0000, -0.5039,  0.0000])
     """
     # Second moments of a block span many orders of magnitude. On log-normal blocks of 2048 with a standard deviation
     # of 2, the rms error of 1/sqrt(nu) is 1.7 %, against 3.1 % (dynamic), 9.8 % (square roots) and 56 % (even levels).

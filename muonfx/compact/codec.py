@@ -51,8 +51,13 @@ class Codec:
     def encode(self, values: Tensor, key: Tensor | None = None) -> Encoded:
         """Encode a tensor in eight bits. A 0-d int64 ``key`` seeds stochastic rounding; None rounds to nearest.
 
-        In blocks of 2 elements, [10.0, -5.0, 0.3, 0.1] has the scales [10.0, 0.3]. The signed linear codes are
-        [127, -64, 127, 42]: each element, divided by the scale of its block, times 127.
+        The scale of a block is its largest magnitude. A signed linear code is an element, divided by the scale of its
+        block, times 127.
+
+        >>> from muonfx.compact.books import grid
+        >>> codec = Codec(grid(signed=True), block=2, min_size=0)
+        >>> codec.encode(torch.tensor([10.0, -5.0, 0.3, 0.1]))
+        Encoded(codes=tensor([127, -64, 127,  42], dtype=torch.int8), scales=tensor([10.0000,  0.3000]))
         """
         x = values.detach().to(torch.float32)
         if self.keeps(x.shape):  # too small to encode

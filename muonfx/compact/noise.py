@@ -29,9 +29,12 @@ _SALT = 0x5BD1E995  # the same, of any bits
 def uniform(key: Tensor, number: int) -> Tensor:
     """Return a vector of ``number`` pseudo-random fp32 values in [0, 1), which depend on the key only.
 
-    The same key gives the same values on every device, so runs are reproducible. Each value is a hash of the key and of
-    the position in the vector, as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The key is
-    a nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
+    Each value is a hash of the key and of the position in the vector, as in Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3" (SC 2011). A ``torch.Generator`` would give other values on another type of device. The key is a
+    nonnegative 0-d int64 tensor. The values are multiples of 2**-24.
+
+    >>> uniform(torch.tensor(7), 3)
+    tensor([0.6662, 0.0168, 0.4237])
     """
     low_bits = key & _MASK  # 32 of the 64 bits
     high_bits = key >> 32

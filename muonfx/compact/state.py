@@ -52,13 +52,16 @@ class QuantizedTrees:
     def init(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
         """Return the first state in eight bits: zeros, or the parameters rounded to nearest.
 
-        For ``{"w": w}``, the state has the trees ``{"w": codes of w}`` and ``{"w": scales of w}``. If rounding is
-        stochastic, it also has a seed for each parameter.
+        If rounding is stochastic, the state also has a seed for each parameter.
+
+        >>> state = QuantizedTrees(mfx.int8(), "mu", signed=True).init({"w": torch.zeros(5000)})
+        >>> state.codes["w"].dtype, state.scales["w"]  # a scale for each block of 2048 elements
+        (torch.int8, tensor([0., 0., 0.]))
         """
         # Both take a parameter, and return its codes and scales.
         encode = self.codec.zeros if self.start == "zeros" else self.codec.encode
         present = Present(params)
-        leaves = present.pick(params)
+        leaves = present.pick(params)  # a list of the parameters that are not None
         state = _with_codes(QuantizedState(None, None), present, list(map(encode, leaves)))
         if self.seed is None:  # rounding is to nearest
             return state
@@ -84,10 +87,17 @@ class QuantizedTrees:
         """Return ``state`` with new ``values`` encoded in eight bits, one for each position in ``present``.
 
         ``values`` are fp32 tensors, such as the new momentum of each parameter that has a gradient. The leaves of
-        ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
+        ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten, so ``old`` and
+        ``reuse`` are not used.
+
+        >>> trees, params = QuantizedTrees(mfx.int8(), "mu", signed=True), {"w": torch.zeros(5000)}
+        >>> state = trees.write(Present(params), [torch.ones(5000)], [], trees.init(params), reuse=False)
+        >>> state.codes["w"][:2], state.scales["w"]  # each element is 127 / 127 times the scale 1.0
+        (tensor([127, 127], dtype=torch.int8), tensor([1., 1., 1.]))
         """
         if not isinstance(state, KeyedQuantizedState):  # rounding is to nearest
             return _with_codes(state, present, list(map(self.codec.encode, values)))
+        # Rounding is stochastic, with noise from a key (a seed) for each value.
         keys = present.pick(state.keys)
         new_state = _with_codes(state, present, list(map(self.codec.encode, values, keys)))
         next_keys = [key + 1 for key in keys]  # other noise at the next write

@@ -83,6 +83,10 @@ def _converted_numbers(values: Sequence[float], xs: Sequence[Tensor]) -> list[An
     """Convert numbers to 0-d tensors if this saves time: for 32 or more fp32 or fp64 tensors on a CPU.
 
     In all other cases, the numbers are returned unchanged. The results have the same bits either way.
+
+    >>> xs = [torch.zeros(2)] * 32
+    >>> _converted_numbers([0.5], xs), _converted_numbers([0.5], xs[:3])
+    ([tensor(0.5000)], [0.5])
     """
     # Torch makes a fp64 tensor of a number for each tensor and casts it. These have the same bits in a third of the
     # time, which for short lists is not worth the calls here.
@@ -97,15 +101,19 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
     """Apply one of torch's functions for lists of tensors: for "mul", ``torch._foreach_mul(xs, ...)``.
 
     With ``reuse``, the results overwrite ``xs``, as by ``torch._foreach_mul_``.
+
+    >>> _foreach("mul", [torch.tensor(1.0), torch.tensor(2.0)], 10.0, reuse=False)
+    [tensor(10.), tensor(20.)]
     """
-    if reuse and torch.compiler.is_compiling():
+    if not reuse:
+        return list(getattr(torch, f"_foreach_{name}")(xs, *rest, **options))
+    if torch.compiler.is_compiling():
         # In a branch of `torch.cond`, the compiler of torch 2.13 fails for a foreach function that overwrites. It
         # chooses the memory of results anyway.
-        return cast_like(_foreach(name, xs, *rest, reuse=False, **options), xs)
-    if reuse:  # the name with "_" at its end is the operator that overwrites
-        getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)
-        return xs
-    return list(getattr(torch, f"_foreach_{name}")(xs, *rest, **options))
+        results = _foreach(name, xs, *rest, reuse=False, **options)
+        return cast_like(results, xs)
+    getattr(torch, f"_foreach_{name}_")(xs, *rest, **options)  # "_" at the end: the operator that overwrites
+    return xs
 
 
 def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
@@ -136,6 +144,10 @@ def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scal
 
     On bf16 itself, CPUs round once in the vectorized part of a tensor and twice in its tail. So an element of a slice
     would differ from the same element of the whole tensor.
+
+    >>> x = torch.tensor([1.0], dtype=torch.bfloat16)
+    >>> _in_wide(add, [x], [x], scalar=0.5, reuse=False)  # x + 0.5 * x
+    [tensor([1.5000], dtype=torch.bfloat16)]
     """
     # Copies, also of a tensor that is fp32 already, because the function overwrites them.
     wide_xs = _tensorwise(lambda x: x.to(wide_dtype(x.dtype), copy=True), xs)
@@ -237,7 +249,11 @@ def store(values: Tensors, old: Sequence[Tensor], *, reuse: bool) -> Tensors:
 
 
 def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
+    """Return ``x * c`` for every tensor ``x``; with ``reuse``, the results overwrite ``xs``.
+
+    >>> mul([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], 10.0)
+    [tensor([10., 20.]), tensor([30.])]
+    """
     if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x: x * c, xs)
     # From here on, one call for the whole list. A number and a 0-d tensor need different calls to give the same bits.
@@ -250,8 +266,14 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 
 
 def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
-    """Return ``x * c`` for a 0-d tensor ``c``, with a foreach call; with ``reuse``, the results overwrite ``xs``."""
-    # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` has the dtype of `c`.
+    """Return ``x * c`` for every tensor ``x`` and a 0-d tensor ``c``; with ``reuse``, the results overwrite ``xs``.
+
+    A ``c`` of fp64 is not rounded to bf16 before it multiplies a bf16 tensor, and the product is bf16.
+
+    >>> _mul_by_tensor([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], torch.tensor(10.0), reuse=False)
+    [tensor([10., 20.]), tensor([30.])]
+    """
+    # Torch promotes dtypes among 0-d tensors: the product of a 0-d bf16 tensor and `c` would have the dtype of `c`.
     if _would_widen(xs):
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
     factors = _scalar_for_each(c, xs)
@@ -271,7 +293,11 @@ def mul_each(xs: Tensors, cs: list[float], *, reuse: bool = False) -> Tensors:
 
 
 def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
-    """Return ``x + c`` for every fp32 or fp64 tensor ``x``; with ``reuse``, the results overwrite ``xs``."""
+    """Return ``x + c`` for every fp32 or fp64 tensor ``x``; with ``reuse``, the results overwrite ``xs``.
+
+    >>> shift([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], 10.0)
+    [tensor([11., 12.]), tensor([13.])]
+    """
     if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x: x + c, xs)
     if not isinstance(c, Tensor):  # a Python number, added to all tensors in one call
@@ -288,8 +314,11 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
     """Return ``x + c * y`` for corresponding tensors of two lists; with ``reuse``, the results overwrite ``xs``.
 
-    For the lists ``[x1, x2]`` and ``[y1, y2]``, the result is ``[x1 + c * y1, x2 + c * y2]``. On a CPU, a number c and
-    a 0-d tensor c give the same bits, so each case below calls the operator that rounds in this way.
+    On a CPU, a number c and a 0-d tensor c give the same bits, so each case below calls the operator that rounds in
+    this way.
+
+    >>> add([torch.tensor(1.0), torch.tensor(2.0)], [torch.tensor(3.0), torch.tensor(4.0)], 10.0)
+    [tensor(31.), tensor(42.)]
     """
     if _cannot_use_foreach(xs, ys, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x, y: x + c * y, xs, ys)
@@ -396,21 +425,24 @@ def by_stacks(
     """
 
     def on_lists(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
-        """Call ``function`` for each group of tensors. ``lists`` has one list of tensors for each of its arguments."""
-        # Groups of indices, such as [[0, 2], [1]] if the tensors 0 and 2 have one shape.
+        """Apply ``function`` to lists of tensors, one list for each of its arguments. Return a list for each result.
+
+        It is called once for each group of tensors. In a list of a (2, 3), a (4,) and a (2, 3) tensor, the groups are
+        ``[[0, 2], [1]]``, so ``function`` receives a stack (2, 2, 3) and then a stack (1, 4).
+        """
         if _cannot_use_foreach(*lists) or is_traced():  # the memory of tensors cannot be examined: no stacks
             groups = [[index] for index in range(len(lists[0]))]
-            prepare = Tensor.contiguous
+            to_contiguous = Tensor.contiguous
         else:
             groups = _groups(lists)
-            prepare = aligned
+            to_contiguous = aligned
         outputs: list[list[Any]] = [[None] * len(lists[0]) for _ in range(results)]  # a list for each result
         for indices in groups:
-            stacks = [_stack_of(xs, indices, prepare) for xs in lists]
+            stacks = [_stack_of(xs, indices, to_contiguous) for xs in lists]
             output_stacks = function(*stacks)
             if isinstance(output_stacks, Tensor):  # a function with one result may return it alone
                 output_stacks = [output_stacks]
-            # Put the tensors of the stacks at their own positions in the lists of results.
+            # Cut each stack of results into tensors, and put these at the positions of the group: 0 and 2.
             for output, stack in zip(outputs, output_stacks, strict=True):
                 for index, tensor in zip(indices, _unstacked(stack), strict=True):
                     output[index] = tensor
@@ -419,15 +451,19 @@ def by_stacks(
     return on_lists
 
 
-def _stack_of(xs: Sequence[Tensor], indices: list[int], prepare: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the tensors at some indices of a list, which have one shape, as a stack: three of shape (2,) as (3, 2).
+def _stack_of(xs: Sequence[Tensor], indices: list[int], to_contiguous: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the tensors at some indices of a list, which have one shape, as a stack.
 
-    A lone tensor becomes a contiguous stack of one, since its strides would change the bits of a product. ``prepare``
-    makes it contiguous.
+    A lone tensor becomes a contiguous stack of one, since its strides would change the bits of a product.
+
+    >>> xs = [torch.ones(4, 3), torch.ones(2), torch.ones(4, 3)]
+    >>> _stack_of(xs, [0, 2], aligned).shape, _stack_of(xs, [1], aligned).shape
+    (torch.Size([2, 4, 3]), torch.Size([1, 2]))
     """
     if len(indices) > 1:
         return torch.stack([xs[index] for index in indices])
-    return prepare(xs[indices[0]]).unsqueeze(0)
+    lone_tensor = xs[indices[0]]
+    return to_contiguous(lone_tensor).unsqueeze(0)
 
 
 def _unstacked(stack: Tensor) -> Sequence[Tensor]:

@@ -99,9 +99,14 @@ class _Node:
         return subtrees
 
     def _children_of(self, tree: PyTree) -> list[PyTree]:
-        """Return the children of a tree, in the order of `children`. Raise ValueError if it is another container.
+        """Return the children of a tree that has this structure at its top, in the order of the structure.
 
-        A dict, an OrderedDict and a defaultdict with the same keys count as the same container, as in optree.
+        Raise ValueError if it is another container or has other keys. A dict, an OrderedDict and a defaultdict with the
+        same keys count as the same container, as in optree.
+
+        >>> structure, _ = open_node({"a": 1, "b": 2})
+        >>> structure._children_of({"b": 4, "a": [3]})
+        [[3], 4]
         """
         are_dicts = self.kind in _DICTS and type(tree) in _DICTS
         if are_dicts and {*tree} == {*self.entries}:  # of a dict, the entries are the keys
@@ -116,7 +121,13 @@ class _Node:
 def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
     """Return the container at the top of a tree, as a `_Node`, and its children; (None, []) if the tree is a leaf.
 
-    The children of ``{"b": 1, "a": [2]}`` are ``[[2], 1]``, and the entries of its `_Node` are ``("a", "b")``.
+    A `_Node` describes one container: its type, its keys or indices (``entries``), and how to build it (``rebuild``).
+
+    >>> node, children = open_node({"b": 1, "a": [2]})
+    >>> node.entries, children
+    (('a', 'b'), [[2], 1])
+    >>> node.rebuild([10, 20])
+    {'b': 20, 'a': 10}
     """
     kind = type(node)
     if kind in _DICTS:
@@ -137,9 +148,12 @@ def open_node(node: PyTree) -> tuple[_Node | None, list[PyTree]]:
 def _open_dict(node: dict[Any, PyTree]) -> tuple[_Node, list[PyTree]]:
     """Return a dict, OrderedDict or defaultdict as a `_Node`, and its children in the order of optree.
 
-    That is the order of the sorted keys: the children of ``{"b": 2, "a": 1}`` are ``[1, 2]``. An OrderedDict keeps its
-    own order. This function takes the place of optree's, because torch 2.13 cannot trace optree (0.20) through an empty
-    dict.
+    That is the order of the sorted keys; an OrderedDict keeps its own order. This function takes the place of optree's,
+    because torch 2.13 cannot trace optree (0.20) through an empty dict.
+
+    >>> node, children = _open_dict({"b": 2, "a": 1})
+    >>> children, node.rebuild([10, 20])
+    ([1, 2], {'b': 20, 'a': 10})
     """
     kind = type(node)
     old_keys = list(node)
@@ -245,7 +259,8 @@ _PLAIN_LEAVES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 def is_flat(tree: PyTree) -> bool:
     """Return True if a tree is a dict from strings to tensors and None, such as ``dict(model.named_parameters())``.
 
-    ``{"w": tensor, "b": None}`` is flat, and ``{"mlp": {"w": tensor}}`` is not.
+    >>> is_flat({"w": torch.ones(2), "b": None}), is_flat({"mlp": {"w": torch.ones(2)}})
+    (True, False)
     """
     # Such a tree needs no traversal: transforms use it several times a step, and a model has hundreds of leaves. So
     # this function compares sets of types, and has no loop over leaves.
@@ -462,11 +477,14 @@ class Present:
     """
 
     def __init__(self, tree: PyTree) -> None:
-        """Read from ``tree`` which of its leaves are None."""
-        if is_flat(tree):  # such as {"w": tensor}: it is read by its keys, which takes less time than flattening
+        """Store the leaves of ``tree``, and the indices of those that are not None: [0] for ``{"a": x, "b": None}``.
+
+        A transform does this at every step, for hundreds of gradients, so the usual cases are made fast.
+        """
+        if is_flat(tree):  # such as {"w": tensor}: keys suffice to read other trees, and take less time to find
             self._keys = list(tree)
             self._leaves = list(tree.values())
-        else:
+        else:  # nested dicts, tuples and so on
             self._keys = None
             self._leaves, self._treedef = flatten(tree)
         leaf_types = set(builtins.map(type, self._leaves))  # faster than a loop over hundreds of leaves
@@ -478,9 +496,11 @@ class Present:
     def _subtrees(self, tree: PyTree) -> list[Any]:
         """Return a list with the value of another tree for each leaf of the tree of gradients given to `__init__`.
 
-        ``pick`` and ``fill`` select from it the values where a gradient is not None. For the gradients ``{"w": g}``,
-        the value of the state ``{"w": (1, 2)}`` is the record ``(1, 2)``. Raise ValueError or KeyError if the tree has
-        another structure.
+        ``pick`` and ``fill`` select from it the values where a gradient is not None. Raise ValueError or KeyError if
+        the tree has another structure.
+
+        >>> Present({"w": torch.ones(1), "b": None})._subtrees({"w": (1, 2), "b": (3, 4)})
+        [(1, 2), (3, 4)]
         """
         if self._keys is None:  # the gradients are no flat dict, such as {"w": g}, but nested
             return subtrees(self._treedef, tree)
