@@ -18,7 +18,12 @@ from muonfx.polar import quack
 def product_dtypes(tx: Transform, param_dtypes: Iterable[torch.dtype], device: torch.device) -> dict[str, str]:
     """Return a dict from the name of each transform to the dtype of its matrix products, such as "bfloat16".
 
-    For Muon's chain, it may be ``{"orthogonalize": "bfloat16"}``. Transforms without matrix products are left out.
+    Transforms without matrix products are left out. With the setting ``dtype="auto"``, the dtype is one in which this
+    device is fast.
+
+    >>> tx = mfx.chain(mfx.momentum(), mfx.orthogonalize(dtype=torch.bfloat16))
+    >>> product_dtypes(tx, [torch.float32], torch.device("cpu"))
+    {'orthogonalize': 'bfloat16'}
     """
     # For float64 parameters, "auto" is float64. For all others it is one dtype.
     param_dtype = torch.float64 if set(param_dtypes) == {torch.float64} else torch.float32
@@ -39,24 +44,18 @@ def product_libraries(tx: Transform, param_dtypes: Iterable[torch.dtype], device
     `muonfx.polar.quack` finds, the library is for example "torch for float16". Ranks compare these texts, because two
     libraries would round differently.
     """
-    dtype_of = product_dtypes(tx, param_dtypes, device)
+    product_dtype_of = product_dtypes(tx, param_dtypes, device)  # such as {"orthogonalize": "bfloat16"}
     library_of: dict[str, str] = {}
     for name, inner in _named_transforms(tx):
-        chooses_library = name in dtype_of and inner.arguments.get("products") == "auto"
-        if chooses_library:
-            library_of[name] = _library(_dtypes_of_shapes(inner, dtype_of[name]), device)
+        chooses_library = name in product_dtype_of and inner.arguments.get("products") == "auto"
+        if not chooses_library:
+            continue
+        dtypes = [product_dtype_of[name]]
+        # Where "auto" is bf16, the matrices of some shapes are multiplied in fp16.
+        if dtypes == ["bfloat16"] and inner.arguments.get("dtype") == "auto":
+            dtypes.append("float16")
+        library_of[name] = _library(dtypes, device)
     return library_of
-
-
-def _dtypes_of_shapes(tx: Transform, dtype: str) -> list[str]:
-    """Return the dtypes of a transform's matrix products, of which most shapes have the given one.
-
-    With the setting ``dtype="auto"``, some shapes are computed in fp16 where most are computed in bf16. So "bfloat16"
-    gives ``["bfloat16", "float16"]``.
-    """
-    if dtype == "bfloat16" and tx.arguments.get("dtype") == "auto":
-        return ["bfloat16", "float16"]
-    return [dtype]
 
 
 def _library(dtypes: list[str], device: torch.device) -> str:

@@ -32,10 +32,11 @@ _SHOWN = {"NoneType": "None", "dtype": "torch.dtype", "device": "torch.device"}
 
 
 def accepted_types(annotation: object, names: Mapping[str, object]) -> frozenset[str]:
-    """Read an annotation, such as ``float | None``: return the names of the types that it allows.
+    """Read the annotation of an argument, such as ``float | None``: return the names of the types that it allows.
 
-    The result is empty if values should not be checked: no member of the union is bool, int, float, str or ``Literal``.
-    ``names`` are the globals with which a quoted annotation is evaluated.
+    A string that the annotation allows, such as "auto", is in quotes. The result is empty if the argument is not
+    checked, because no member of the union is bool, int, float, str or a ``Literal`` of strings. ``names`` are the
+    globals with which an annotation that is a string is evaluated.
 
     >>> sorted(accepted_types("float | None", {})), sorted(accepted_types(Literal["auto"], {}))
     (['None', 'float'], ["'auto'"])
@@ -98,6 +99,10 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
     """Return a number of another library, such as ``numpy.float32(0.5)``, as a Python number, here 0.5.
 
     Other values are returned unchanged, and so are numbers of a type that the argument does not allow.
+
+    >>> from fractions import Fraction
+    >>> _python_number(Fraction(1, 2), frozenset({"float"})), _python_number(Fraction(1, 2), frozenset({"int"}))
+    (0.5, Fraction(1, 2))
     """
     # A bool is an int in Python and must not become 1. A tensor is accepted as a number as it is.
     if isinstance(value, bool | Tensor):
@@ -111,7 +116,11 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
 
 
 def _words_for(type_names: frozenset[str]) -> str:
-    """Return words for the allowed types, such as "a number or a 0-d tensor or None" for {"float", "None"}."""
+    """Return words for the types that an argument allows, for an error.
+
+    >>> _words_for(frozenset({"None", "float", "Schedule"}))
+    'a number or a 0-d tensor or Schedule or None'
+    """
     names = sorted(type_names - {"None"})
     names.sort(key=_is_other_type)  # numbers and strings first, then types such as "Schedule"
     if "float" in names and "Tensor" in names:
@@ -131,10 +140,16 @@ def short_repr(value: object) -> str:
 
 
 def _advice_for(value: Any, type_names: frozenset[str]) -> str:
-    """Return what to do about an argument of a wrong type, as the end of a sentence; "" if nothing is known.
+    """Return advice for the error about an argument of a wrong type, as the end of a sentence; "" if there is none.
+
+    ``type_names`` are the types that the argument allows. A choice of strings is one of them, in quotes.
 
     >>> _advice_for("aut", frozenset({"'auto'"}))
     " (did you mean 'auto'?)"
+    >>> _advice_for("bfloat16", frozenset({"torch.dtype"}))
+    ': pass a torch.dtype without quotes, such as torch.bfloat16'
+    >>> _advice_for(mfx.int8, frozenset({"torch.dtype", "QuantizedDtype"}))
+    ': call it, as in int8()'
     """
     if isinstance(value, str) and "torch.dtype" in type_names:  # such as dtype="bfloat16"
         advice = ": pass a torch.dtype without quotes, such as torch.bfloat16"
@@ -158,9 +173,12 @@ def _is_factory(value: Any) -> bool:
 
 
 def _advice_for_number(value: Any) -> str:
-    """Return what to do about a model, a scheduler or another object in place of a number, such as a learning rate.
+    """Return advice for the error about an object in place of a number, such as a learning rate; "" if there is none.
 
-    In ``muon(model)``, for example, the model is in the place of the learning rate. "" if nothing is known.
+    In ``muon(model)``, for example, the model is in the place of the learning rate.
+
+    >>> _advice_for_number(abs)
+    ': if it is a function f of the step, pass muonfx.schedule(lambda: f)(), or use a torch scheduler'
     """
     if isinstance(value, nn.Module | Iterator):  # a model, or the generator model.parameters()
         return (
@@ -272,8 +290,10 @@ def hint(wrong: str, known: Collection[str]) -> str:
     ``wrong`` may be an argument of another library, which the tables of `muonfx._other_libraries` translate. ``known``
     are the arguments of the function.
 
-    >>> hint("decya", ["decay"])
-    " (did you mean 'decay'?)"
+    >>> hint("lr", ["learning_rate"]), hint("decya", ["decay"])
+    (" (did you mean 'learning_rate'?)", " (did you mean 'decay'?)")
+    >>> hint("steps", ["orthogonalize"])
+    ' (here: orthogonalize=muonfx.orthogonalize(steps=...))'
     """
     equivalents = ARGUMENTS_HERE.get(wrong, ())
     accepted = [name for name in equivalents if name in known]
@@ -290,12 +310,13 @@ def hint(wrong: str, known: Collection[str]) -> str:
 def _code_with_argument(names: list[str], known: Collection[str]) -> str:
     """Return how to pass an argument to an object that is itself an argument in ``known``; "" if there is none.
 
-    ``names`` are names of the argument to pass, here and in other libraries.
+    In the example, a function with the argument ``orthogonalize`` was called with ``steps=``. ``names`` has the wrong
+    name, and its equivalents in muonfx.
 
     >>> _code_with_argument(["steps"], ["orthogonalize"])
     'orthogonalize=muonfx.orthogonalize(steps=...)'
     """
-    # A row of the table: an argument, the arguments of the object that it takes, and the code with a hole for a name.
+    # A row is, for example, ("orthogonalize", ("steps", ...), "muonfx.orthogonalize({}=...)").
     for argument, inner_arguments, code in ARGUMENTS_OF_PARTS:
         if argument not in known:
             continue
@@ -377,9 +398,10 @@ def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Check the arguments that have an annotation of a plain type. Then call ``function`` with them."""
         bound = bind(owner, signature, args, kwargs)
         for name, value in bound.arguments.items():
-            type_names = types_of[name]
+            type_names = types_of[name]  # such as {"float"}; empty if the argument is not checked
             if type_names:
                 value = check_plain(owner, name, value, type_names)
             if isinstance(value, Tensor) and "float" in type_names:
@@ -408,8 +430,18 @@ def _zero_dim(owner: str, name: str, value: Tensor) -> Tensor:
 def plain_fields(dataclass: type[T]) -> type[T]:
     """Decorate a dataclass so that the types of its bool, int, float and str fields are checked when it is built.
 
-    For a field ``steps: int``, the value "5" raises. The dataclass must define ``__post_init__``, which is called
-    first.
+    The dataclass must define ``__post_init__``, which is called first.
+
+    >>> from dataclasses import dataclass
+    >>> @plain_fields
+    ... @dataclass
+    ... class Newton:
+    ...     steps: int
+    ...
+    ...     def __post_init__(self): ...
+    >>> Newton("5")
+    Traceback (most recent call last):
+    TypeError: Newton: steps must be an int, found '5'
     """
     types_of_field = accepted_types_of(inspect.signature(dataclass).parameters, dataclass)
     post_init = vars(dataclass)["__post_init__"]
@@ -429,8 +461,12 @@ def accepted_types_of(
 ) -> dict[str, frozenset[str]]:
     """Read the annotations of a function or class: return the names of the allowed types of each parameter.
 
-    For ``rate: float = 0.1`` it has ``{"rate": {"float"}}``. A parameter without names is not checked. Such are
-    ``*args``, ``**kwargs``, and a parameter whose default has another type than its annotation.
+    A parameter with an empty set is not checked: ``*args``, ``**kwargs``, and a parameter whose default has another
+    type than its annotation.
+
+    >>> def scale(factor: float, *names: str, steps: int = None): ...
+    >>> accepted_types_of(inspect.signature(scale).parameters, scale)
+    {'factor': frozenset({'float'}), 'names': frozenset(), 'steps': frozenset()}
     """
     # Annotations in quotes are evaluated in the module that defines the function or class.
     inner = inspect.unwrap(function)

@@ -98,8 +98,9 @@ def _describe_unused(pattern: str, names: Sequence[str], level: str, what: str) 
     >>> _describe_unused("layer/*", ["layers/0/w"], level="/", what="leaf")
     "'layer/*' matches no leaf in the checkpoint, close: 'layers/0/w': correct or remove it"
     """
-    # It matches names, but for each of them another entry was applied.
-    if any(_new_name(name, pattern, pattern, level) is not None for name in names):
+    # As target the pattern itself, because it only matters whether there is a new name.
+    matches_a_name = any(_new_name(name, pattern, pattern, level) is not None for name in names)
+    if matches_a_name:  # but for each of these names, another entry was applied
         return f"{pattern!r} has no effect, because more exact entries rename the same names: remove it"
     similar_names = close_names(pattern.strip("*" + level), names, level)
     if similar_names:
