@@ -125,12 +125,17 @@ def _values_in(chain: str) -> dict[ArgumentPath, _Value]:
 def _values_at(path: ArgumentPath, node: ast.expr) -> dict[ArgumentPath, _Value]:
     """Return the value of the argument at ``path``, and of all arguments and items in it.
 
-    ``node`` is the parsed code of the argument. For ``momentum(decay=0.9)``, these are the call, which is shown as
-    "momentum(...)", and the number 0.9 at a path that ends with ".decay".
+    ``node`` is the parsed code of the argument. It is compared as code, since the checkpoint has no objects.
+
+    >>> node = ast.parse("momentum(decay=0.9)", mode="eval").body
+    >>> for path, value in _values_at((".momentum",), node).items():
+    ...     print(path, value.head)
+    ('.momentum',) momentum(...)
+    ('.momentum', '.decay') 0.9
     """
     code = ast.unparse(node)
     head = code
-    items: list[tuple[str, ast.expr]] = []  # with the level of each
+    items: list[tuple[str, ast.expr]] = []  # pairs such as (".decay", the parsed code 0.9)
     if isinstance(node, ast.Dict):
         head = "{...}"
         for key, item in zip(node.keys, node.values, strict=True):
@@ -153,12 +158,14 @@ def _is_call(node: ast.expr) -> TypeGuard[ast.Call]:
 def _level_of_key(key: ast.expr | None, item: ast.expr) -> str:
     """Return the last level of the path of an item of a dict, which is shown in messages.
 
-    It is "['*.fc.weight']" for a number or pattern, and ".muon" for a transform. A param group has the numbers of the
-    transform under such names, as in "muon.momentum.decay".
+    It is ".muon" for a transform, as in the name "muon.momentum.decay" of its number. Else it is the key in brackets.
+    ``key`` is the code of the key, or None for ``**`` in a dict.
 
-    Args:
-        key: the code of the key; None for ``**`` in a dict.
-        item: the code of the item.
+    >>> def level(code):
+    ...     parsed = ast.parse(code, mode="eval").body
+    ...     return _level_of_key(parsed.keys[0], parsed.values[0])
+    >>> level("{'muon': momentum(0.9)}"), level("{'*.fc.weight': 0.5}")
+    ('.muon', "['*.fc.weight']")
     """
     if _is_call(item) and isinstance(key, ast.Constant):  # a transform under a string
         label = str(key.value)
@@ -169,19 +176,23 @@ def _level_of_key(key: ast.expr | None, item: ast.expr) -> str:
 
 
 def _positional_arguments(call: ast.Call) -> dict[str, ast.expr]:
-    """Return the positional arguments of a call by their levels in an `ArgumentPath`.
+    """Return the positional arguments of a call, by the names that messages give to them.
+
+    In "momentum.decay: 0.9 in the checkpoint, 0.5 here", the first argument of a chain has the name ".momentum".
 
     >>> def levels(code):
     ...     return list(_positional_arguments(ast.parse(code, mode="eval").body))
-    >>> levels("chain(scale(0.5), scale(2.0))"), levels("partition({'a': scale(0.5)}, {'w': 'a'})")
-    (['.scale', '.scale_2'], ['', '.labels'])
-    >>> levels("MatrixView('in out -> out in')"), levels("f(1, 2)")
+    >>> levels("chain(scale(0.5), scale(2.0))")  # a transform: the name that it has in the state of the chain
+    ['.scale', '.scale_2']
+    >>> levels("partition({'a': scale(0.5)}, {'w': 'a'})")  # the dict of transforms adds no name: "muon.momentum"
+    ['', '.labels']
+    >>> levels("MatrixView('in out -> out in')"), levels("f(1, 2)")  # an index only if there are several
     ([''], ['[0]', '[1]'])
     """
     is_partition = ast.unparse(call.func) == "partition"
     arguments: dict[str, ast.expr] = {}
     for index, argument in enumerate(call.args):
-        if isinstance(argument, ast.Call):
+        if isinstance(argument, ast.Call):  # a transform; a second `scale` is "scale_2"
             level = unused_name(f".{ast.unparse(argument.func)}", arguments)
         elif is_partition and isinstance(argument, ast.Dict):  # the first has the transforms, the second the labels
             level = ".labels" if index else ""

@@ -140,7 +140,7 @@ def whole_number(name: str, value: object, *, least: int = 0) -> None:
 
 
 def state_dtype(name: str, value: object) -> None:
-    """Raise TypeError unless a dtype argument is "auto", a real floating-point torch dtype, or None.
+    """Check the argument for the dtype of a state: raise unless it is "auto", a floating-point torch dtype or None.
 
     >>> state_dtype("dtype", torch.int64)
     Traceback (most recent call last):
@@ -357,9 +357,8 @@ def specs_of(leaves: Sequence[Any]) -> list[LeafSpec]:
 def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Structure, list[LeafSpec]]:
     """Check the updates of a step: raise unless they are floating point and fit the parameters by name and shape.
 
-    Return a description of the parameters, from which the caller derives the state that they must have. The description
-    consists of the leaves, the tree structure, and the shape and dtype of each leaf. If ``params`` is None, it is that
-    of the updates.
+    Return the leaves, the tree structure, and the shape and dtype of each leaf of the parameters, which the caller
+    needs to check the state. The check has read them anyway. If ``params`` is None, they are those of the updates.
 
     >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):
@@ -491,8 +490,9 @@ def updates_in_graph(leaf: object) -> int:
 def count_update_in_graph(params: Sequence[object], new_params: Sequence[object]) -> None:
     """Record in the autograd graph of new parameters that it has one update more than the old parameters' graph.
 
-    So `warn_of_growing_graphs` can find that a graph grows from step to step. The count is stored in the metadata of
-    the autograd node that computed the new parameter.
+    So `warn_of_growing_graphs` can find that a graph grows from step to step, because parameters are never detached.
+    Each step makes new tensors, and only their graph lasts. The count is therefore stored in it: in the metadata of the
+    autograd node that computed the new parameter.
 
     >>> old = torch.ones(1, requires_grad=True)
     >>> new = 2 * old
@@ -512,6 +512,9 @@ def warn_of_growing_graphs(
     caller: str, params: PyTree, leaves: Sequence[object], updates: PyTree, numbers: Sequence[Tensor] = ()
 ) -> None:
     """Warn if parameters were not detached, so that their autograd graph grows with every step.
+
+    A graph is intended only if the user differentiates through the steps. So there is a warning in two cases: the
+    updates have no graph, or the graph records its tenth update, which is more than such code needs.
 
     Args:
         caller: the name of the calling function in the warning: "update" or "apply_updates".
@@ -533,10 +536,10 @@ def warn_of_growing_graphs(
     index = _index_of_graph(leaves)
     if index is None or any(number.requires_grad for number in numbers):
         return
-    # Updates have a graph if the user differentiates through the steps, as with `create_graph=True`.
+    # Updates have a graph if gradients were computed with `create_graph=True`.
     if not any(update.requires_grad for update in tree.tensors(updates)):
         reason = "because the gradients have no graph"
-    # It is reported once: at the tenth of the updates, and not in "apply_updates", which follows in the same step.
+    # Reported once: not at the eleventh update, and not in "apply_updates", which follows in the same step.
     elif caller == "update" and updates_in_graph(leaves[index]) == MANY_UPDATES:
         reason = f"because one graph records the last {MANY_UPDATES} updates"
     else:  # the graph may be intended

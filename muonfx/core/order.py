@@ -46,8 +46,11 @@ def check_order(chain: str, members: Mapping[str, Transform]) -> None:
 def _ordered_pairs(members: Mapping[str, Transform]) -> list[tuple[_Placed, _Placed]]:
     """Return all pairs (earlier, later) of transforms in two different members of a chain, to check their order.
 
-    A chain of a, b and c has the pairs (a, b), (a, c) and (b, c), if a and b declare positions. A
-    transform without a declared position may be followed by any other, so it is only the later one of a pair.
+    A transform without a declared position may be followed by any other, so it is only the later one of a pair.
+
+    >>> members = {"rate": mfx.scale_by_learning_rate(0.1), "scale": mfx.scale(-1.0), "momentum": mfx.momentum()}
+    >>> [(earlier.tx.name, later.tx.name) for earlier, later in _ordered_pairs(members)]
+    [('scale_by_learning_rate', 'scale'), ('scale_by_learning_rate', 'momentum'), ('scale', 'momentum')]
     """
     positioned = [_positioned(name, member) for name, member in members.items()]
     pairs: list[tuple[_Placed, _Placed]] = []
@@ -70,7 +73,7 @@ def warn_of_skipped_steps(chain: str, members: Mapping[str, Transform]) -> None:
         return
     receives_zeros = False  # members before the first `accumulate` receive gradients
     for name, member in members.items():
-        if name in skipping:
+        if name in skipping:  # it returns zeros at three of four calls to all members after it
             receives_zeros = True
             continue
         # The member and all transforms in it run at every micro-batch.
@@ -90,9 +93,15 @@ def _skips_steps(tx: Transform) -> bool:
 
 
 def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
-    """Return what a call of a transform does even if updates are zero, such as "changes its state"; "" for nothing.
+    """Return what a call of a transform does even if updates are zero, for a warning; "" for nothing.
 
-    ``after_zeros`` is True if the transform receives updates of zero at most calls.
+    ``after_zeros`` is True if the transform receives updates of zero at most calls, since it follows an `accumulate`.
+
+    >>> (
+    ...     _effect_of_every_call(mfx.momentum(), after_zeros=False),
+    ...     _effect_of_every_call(mfx.scale(2.0), after_zeros=True),
+    ... )
+    ('changes its state', '')
     """
     if tx._schedules:
         return "advances its schedule"
@@ -137,13 +146,17 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
     """Return the transforms of one chain member with their declared positions, inner transforms first.
 
     ``member`` is the name of the chain member. A wrapper or chain without a position of its own is left out.
+
+    >>> _positioned("muon", mfx.chain(mfx.scale(-1.0)))
+    [_Placed(member='muon', tx=scale(factor=-1.0), position='turns')]
     """
     positioned: list[_Placed] = []
     # The transforms within this one belong to the same member of the chain.
     for child in tx.children:
         positioned += _positioned(member, child)
     position = tx.position
-    calls_others = tx.children or tx.declaration.combinator.in_sequence
+    is_chain = tx.declaration.combinator.in_sequence  # also one without members, which has no children
+    calls_others = tx.children or is_chain
     if position is not None or not calls_others:
         positioned.append(_Placed(member, tx, position))
     return positioned
@@ -208,9 +221,15 @@ def signs(tx: Transform) -> frozenset[int]:
 def combine_signs(tx: Transform, inner: Iterable[frozenset[int]]) -> frozenset[int]:
     """Return the possible `signs` of a transform's updates, given the signs of each transform that it calls.
 
-    An optimizer warns by them of a missing learning rate: updates must not have the sign of the gradient. Signs in
-    sequence multiply: a chain of transforms with the signs {1} and {-1} has the sign {-1}. A `partition` of them has
-    the signs {1, -1}, since the updates of a wrapper may come from any transform that it calls.
+    A sign is -1 if updates have the direction opposite to the gradient, as after a learning rate, and 1 if they have
+    its direction. The signs of a chain multiply. An update of any other wrapper, such as `partition`, has the sign of
+    one of the transforms that it calls.
+
+    >>> same, opposite = mfx.scale(2.0), mfx.scale(-1.0)
+    >>> combine_signs(mfx.chain(same, opposite), [frozenset({1}), frozenset({-1})])
+    frozenset({-1})
+    >>> sorted(combine_signs(mfx.partition({"a": same, "b": opposite}, {}), [frozenset({1}), frozenset({-1})]))
+    [-1, 1]
     """
     signs_of_tx = frozenset({_sign_without_inner(tx)})  # {-1} for a learning rate
     inner_signs = list(inner)
@@ -234,6 +253,9 @@ def _sign_without_inner(tx: Transform) -> int:
     """Return -1 if a transform itself reverses the sign of updates, 1 if it keeps the sign, and 0 if unknown.
 
     The position that its author has declared implies the sign. The transforms that it calls are not considered.
+
+    >>> _sign_without_inner(mfx.scale_by_learning_rate(0.1)), _sign_without_inner(mfx.momentum())
+    (-1, 1)
     """
     position = tx.position
     if position in ("learning_rate", "turns"):  # "turns" is declared by a negative scale, for example
