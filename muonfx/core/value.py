@@ -207,14 +207,16 @@ P = ParamSpec("P")
 def with_memory(constructor: Callable[Concatenate[Memory, P], Any]) -> Callable[P, Any]:
     """Decorate a function that builds a transform, so that it receives a cache (a dict) as its first argument.
 
-    For ``def partition(_memory, transforms, labels)``, a call is still ``partition(transforms, labels)``. Callers of
-    the factory do not pass the cache. It holds results that depend on names, shapes and dtypes only. All transforms
-    that differ only in numbers share it, also if ``torch.func`` or `with_hyperparams` rebuilds them.
+    For ``def partition(_memory, transforms, labels)``, a call is still ``partition(transforms, labels)``. The package
+    passes the cache, which holds results that depend on names, shapes and dtypes only. All transforms that differ only
+    in numbers share one, also if ``torch.func`` or `with_hyperparams` rebuilds them. It is freed with them, unlike a
+    cache of the module.
     """
     parameters = list(inspect.signature(constructor).parameters.values())
     marked: Any = constructor
-    marked.__signature__ = inspect.Signature(parameters[1:])  # the arguments that callers pass
-    marked.takes_memory = True  # read by `make_factory`
+    # The function itself is returned, with two attributes. Its signature has the arguments that callers pass.
+    marked.__signature__ = inspect.Signature(parameters[1:])
+    marked.takes_memory = True  # `make_factory` reads it, and then passes the cache as first argument
     return cast("Callable[P, Any]", constructor)
 
 
@@ -251,7 +253,9 @@ def parts_within(argument: object) -> list[object]:
 
 
 def _with_holes(argument: Any) -> object:
-    """Return an argument with a placeholder for each of its `parts_within`. A float in a container stays.
+    """Return an argument with a placeholder for each tensor, transform and schedule in it, as in `parts_within`.
+
+    A float in a container stays, because only a float that is itself an argument is a number that can be changed.
 
     >>> _with_holes({"a": torch.tensor(0.1), "b": 0.2})  # a placeholder prints as *
     {'a': *, 'b': 0.2}
@@ -269,13 +273,19 @@ def _with_holes(argument: Any) -> object:
 def _items(container: Any) -> list[tuple[Any, Any]]:
     """Return the keys and items of a dict, or the indices and items of a tuple or list.
 
-    The order of a dict of transforms has no meaning, so it is sorted: ``{"b": scale(2.0), "a": scale(1.0)}`` gives "a"
-    first. The order of patterns has a meaning and is kept: of two that match a name, the first counts.
+    A dict of transforms is sorted, because its order has no meaning. The order of patterns has a meaning and is kept:
+    of two that match a name, the first counts.
+
+    >>> _items({"b": mfx.scale(2.0), "a": mfx.scale(1.0)})
+    [('a', scale(factor=1.0)), ('b', scale(factor=2.0))]
+    >>> _items({"*.q": 0.5, "*": 0.1}), _items(("x", "y"))
+    ([('*.q', 0.5), ('*', 0.1)], [(0, 'x'), (1, 'y')])
     """
     if type(container) is not dict:
         return list(enumerate(container))
     items = list(container.items())
-    if all(isinstance(item, Recorded) for item in container.values()):
+    has_only_transforms = all(isinstance(item, Recorded) for item in container.values())
+    if has_only_transforms:
         items.sort(key=lambda item: str(item[0]))
     return items
 
@@ -283,8 +293,8 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 def _join(skeleton: Any, values: Iterator[object]) -> Any:
     """Replace the placeholders in a container by the next of ``values``, in order. It undoes `_with_holes`.
 
-    >>> _join({"decay": _HOLE, "nesterov": True}, iter([0.9]))
-    {'decay': 0.9, 'nesterov': True}
+    >>> _join({"decay": _HOLE, "nesterov": True, "betas": (_HOLE, _HOLE)}, iter([0.9, 0.8, 0.7]))
+    {'decay': 0.9, 'nesterov': True, 'betas': (0.8, 0.7)}
     """
     items = skeleton.values() if type(skeleton) is dict else skeleton
     # Fill the items one by one. An inner container takes its own numbers from the same iterator, so the order is kept.
@@ -453,8 +463,11 @@ class Recorded:
     def _from(cls, structure: Structure, values: Iterable[object]) -> Self:
         """Return the value that has a structure, and ``values`` as its numbers and inner transforms, unchecked.
 
-        The structure of ``scale(0.1)`` and the values ``[0.2]`` give ``scale(0.2)``. The values may also be tracers of
-        ``torch.func``, or any object that a pytree library puts in place of a number.
+        Nothing is checked, because the values may also be tracers of ``torch.func``, or any object that a pytree
+        library puts in place of a number.
+
+        >>> Recorded._from(mfx.scale(0.1).structure, [0.2])
+        scale(factor=0.2)
         """
         # An instance is immutable, so its own `__setattr__` raises: `object.__setattr__` sets the attributes.
         recorded = cast("Self", object.__new__(structure.kind))
@@ -462,12 +475,16 @@ class Recorded:
         object.__setattr__(recorded, "factory", structure.factory)
         object.__setattr__(recorded, "parts", tuple(values))
         if not torch.compiler.is_compiling():
-            # Results that other values of this structure have computed, such as "locality".
+            # Cached properties that other values of this structure have computed, such as "locality".
             recorded.__dict__.update(structure.attributes)
         return recorded
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Register the subclass as a pytree node with optree and ``torch.utils._pytree``."""
+        """Register the subclass as a pytree node, so that ``torch.func`` can batch over the numbers of its values.
+
+        Both libraries of pytrees are used: optree by muonfx, and ``torch.utils._pytree`` by torch. Each receives a
+        function that returns the parts and the structure of a value, and one that builds a value from them.
+        """
         super().__init_subclass__(**kwargs)
         register: Any = optree.register_pytree_node  # its type hints require a collection, but any class works
         register(cls, _flatten_for_optree, Recorded._from, namespace=NAMESPACE)
@@ -492,7 +509,12 @@ class Recorded:
         """Call a function that has the factory's signature, with arguments from a dict by name.
 
         The dict has the arguments of ``*args`` as one sequence and those of ``**kwargs`` as one dict, which are
-        unpacked. For a chain, ``{"transforms": (a, b)}`` becomes the call ``function(a, b)``.
+        unpacked.
+
+        >>> mfx.scale(0.1)._call(print, {"factor": 5})  # print(5)
+        5
+        >>> mfx.chain()._call(print, {"transforms": ("a", "b")})  # print("a", "b")
+        a b
         """
         positional: list[object] = []
         named: dict[str, object] = {}
@@ -609,10 +631,10 @@ class Recorded:
 
 
 def prepared(recorded: R) -> R:
-    """Build the functions of a transform and of all that it contains now, not at the first use. Return the transform.
+    """Build the functions of a transform, and of inner transforms and schedules, now. Return the transform.
 
-    It contains inner transforms and schedules. Bad arguments then raise before the first use. A transform is marked, so
-    that this happens once.
+    So a call such as ``momentum(decay=2.0)`` raises, and not the first use of its result. The transform is marked, so
+    that this happens once: it may become an argument of another transform.
     """
     if "_is_prepared" in recorded.__dict__:
         return recorded

@@ -42,14 +42,16 @@ class OwnNumbers:
     def of(cls, tx: Transform, name: str, key: str) -> OwnNumbers:
         """Return the names of the hyperparameters of one transform.
 
-        Args:
-            tx: the transform, such as `momentum`.
-            name: its dotted name in the outermost transform, such as "muon.momentum".
-            key: this name without the labels of partitions: "momentum".
+        ``name`` is its dotted name in the outermost transform, and ``key`` this name without the labels of partitions.
+        Both are needed: groups of an optimizer have a number of each label under one key.
+
+        >>> numbers = OwnNumbers.of(mfx.momentum(), name="muon.momentum", key="momentum")
+        >>> numbers.names, numbers.keys
+        (('muon.momentum.decay',), ('momentum.decay',))
         """
         numbers = _own_numbers(tx)  # ["decay"]
-        names = [joined_name(name, number) for number in numbers]  # ["muon.momentum.decay"]
-        keys = [joined_name(key, number) for number in numbers]  # ["momentum.decay"]
+        names = [joined_name(name, number) for number in numbers]
+        keys = [joined_name(key, number) for number in numbers]
         name_of = dict(zip(numbers, names, strict=True))  # {"decay": "muon.momentum.decay"}
         return cls(tuple(names), tuple(keys), _short_names(tx.declaration.short_names, name_of))
 
@@ -57,7 +59,8 @@ class OwnNumbers:
 def _short_names(declared: ShortNames, name_of: Mapping[str, str]) -> ShortNames:
     """Return the full names of the numbers to which an author has given short names, by short name.
 
-    An argument that is no number, but None or a schedule, has no name.
+    ``declared`` has the arguments of each short name, and ``name_of`` the full name of each argument that is a number.
+    In the example, ``eps`` is None and not a number, so it has no name.
 
     >>> _short_names({"eps": "eps", "betas": ("b1", "b2")}, {"b1": "adam.b1", "b2": "adam.b2"})
     {'betas': ('adam.b1', 'adam.b2')}
@@ -105,7 +108,13 @@ class Visit:
 
 
 def _own_numbers(tx: Transform) -> list[str]:
-    """Return the names of a transform's numbers that belong to no inner transform, such as "schedule.peak"."""
+    """Return the names of the numbers of a transform and of its schedules, without those of inner transforms.
+
+    >>> _own_numbers(mfx.momentum(0.9)), _own_numbers(mfx.chain(mfx.momentum(0.9)))
+    (['decay'], [])
+    >>> _own_numbers(mfx.scale_by_learning_rate(mfx.linear_schedule(1.0, 0.0, 100)))
+    ['learning_rate.start', 'learning_rate.end']
+    """
     names: list[str] = []
     for name, value in zip(part_names(tx), tx.parts, strict=True):
         if isinstance(value, Transform):
@@ -212,8 +221,11 @@ class _Call(NamedTuple):
 def _calls(tx: Transform, params: PyTree) -> list[_Call]:
     """Return the calls of inner transforms by ``tx``, in order. ``tx`` is resolved for ``params``.
 
-    For example, a `partition` with the labels "muon" and "adamw" gives two calls. The first has the parameters with the
-    label "muon", and the path ``("muon",)`` of its state.
+    >>> tx = mfx.partition({"muon": mfx.momentum(), "adamw": mfx.scale(0.1)}, {"w": "muon", "b": "adamw"})
+    >>> for call in _calls(tx, {"w": torch.zeros(2), "b": torch.zeros(3)}):
+    ...     print(call.argument, call.params, call.state)
+    adamw {'b': tensor([0., 0., 0.])} ('adamw',)
+    muon {'w': tensor([0., 0.])} ('muon',)
     """
     named_parts = zip(part_names(tx), tx.parts, strict=True)
     inner_transforms = [(name, part) for name, part in named_parts if isinstance(part, Transform)]
@@ -221,8 +233,9 @@ def _calls(tx: Transform, params: PyTree) -> list[_Call]:
         return []
     if tx.declaration.combinator.in_sequence:  # a chain passes all parameters on, and stores the states by name
         return [_Call(name, inner, params, (name,)) for name, inner in inner_transforms]
-    # Any other transform is observed. Its `init` runs once with substitutes of the inner transforms, which record the
-    # parameters that they receive, and return placeholders that show where their state is.
+    # Any other transform is observed, so that its author need not declare what it does. Its `init` runs once with
+    # substitutes of the inner transforms, which record the parameters that they receive, and return placeholders that
+    # show where their state is.
     recorded = record_calls(tx, params, replaced=is_wrapper(tx))
     path_of = _placeholder_paths(recorded.state)
     calls: list[_Call] = []
@@ -249,9 +262,12 @@ def _placeholder_paths(state: PyTree) -> dict[int, Path]:
 def is_wrapper(tx: Transform) -> bool:
     """Return True if a transform calls others, and its own computation is elementwise or a sum over leaves.
 
-    For example, ``accumulate(orthogonalize(), 4)`` adds gradients element by element. It can do so on shards, while
-    the inner `orthogonalize` runs on whole matrices. In the wrapper's state, the state of each inner transform is one
-    subtree.
+    Such a wrapper can run on shards, while the inner transforms run on whole matrices. In its state, the state of each
+    inner transform is one subtree.
+
+    >>> tx = mfx.orthogonalize()
+    >>> is_wrapper(mfx.accumulate(tx, 4)), is_wrapper(mfx.chain(tx)), is_wrapper(tx)
+    (True, False, False)
     """
     combinator = tx.declaration.combinator
     if not tx.children or combinator.in_sequence:  # it calls none, or is a chain
@@ -374,12 +390,15 @@ def with_inner(tx: Transform, inner_transforms: Sequence[Transform]) -> Transfor
 
 
 def as_chain(members: Mapping[str, Transform]) -> Transform:
-    """Return a chain of members whose order a chain has checked before, without checking it again.
+    """Return a chain of transforms by name, without a check of their order, which another chain has checked before.
 
     A second check would repeat the warnings of the first.
+
+    >>> as_chain({"rate": mfx.scale(-0.1)})
+    chain(('rate', scale(factor=-0.1)))
     """
+    # A call of `chain` does the same, with the check: it stores its arguments, and then runs the constructor.
     factory: Any = chain
-    recorded = Transform._record(factory, *members.items())
-    # The constructor of the chain, which `prepared` runs, reads this and does not check the order.
-    recorded.structure.memory[ORDER_IS_CHECKED] = True
-    return prepared(recorded)
+    unprepared = Transform._record(factory, *members.items())
+    unprepared.structure.memory[ORDER_IS_CHECKED] = True  # the constructor reads this, and skips the check
+    return prepared(unprepared)
