@@ -84,14 +84,19 @@ class Schedule(Recorded):
     def __call__(self, count: Tensor) -> Tensor: ...
 
     def __call__(self, count: int | Tensor) -> Any:
-        """Return the value at step ``count``; the first is 0. An int gives a float, a 0-d tensor gives a 0-d tensor."""
+        """Return the value at step ``count``; the first is 0. An int gives a float, a 0-d tensor gives a 0-d tensor.
+
+        >>> linear_schedule(1.0, 0.0, 10)(5), linear_schedule(1.0, 0.0, 10)(torch.tensor(5))
+        (0.5, tensor(0.5000, dtype=torch.float64))
+        """
         # The function of the step receives a floating-point tensor, on the device of the count.
         device = count.device if isinstance(count, Tensor) else torch.device("cpu")
         step = new_number(count, device)
         value = self._as_tensor(on_device_of(self._built, step), step)
         if isinstance(count, Tensor):
             return value
-        has_derivative = value.requires_grad or is_wrapped(value)  # by a numeric argument that is a tensor
+        # The value may have a derivative by a numeric argument, such as `start`, that is a tensor.
+        has_derivative = value.requires_grad or is_wrapped(value)
         if has_derivative:  # a float would lose it
             return value
         return float(value)
@@ -100,6 +105,9 @@ class Schedule(Recorded):
         """Return the value of the schedule at a step as a 0-d tensor. Raise TypeError if it is not one number.
 
         The function of a schedule may return a Python number, such as a constant, or a tensor of shape (1,).
+
+        >>> constant_schedule(0.1)._as_tensor(0.1, step=torch.tensor(5.0))
+        tensor(0.1000)
         """
         if isinstance(value, Real):
             return torch.full_like(step, float(value))
@@ -342,10 +350,17 @@ class ScheduledState(NamedTuple):
 def follow(schedules: Mapping[str, Schedule], build: Callable[[Mapping[str, Any]], InitAndUpdate]) -> InitAndUpdate:
     """Return the functions ``(init, update)`` of a transform that has schedules among its arguments.
 
-    ``scale(linear_schedule(1.0, 0.0, 4))``, for example, is built as ``scale(1.0)`` at step 0, and as ``scale(0.75)``
-    at step 1. The state counts the steps. Each update evaluates the schedules at the current step and calls ``build``.
-    This receives a dict from argument name to number, such as ``{"learning_rate": tensor(0.1)}``, and returns ``(init,
-    update)`` for these numbers.
+    The state counts the steps. Each update evaluates the schedules at the current step and calls ``build`` with a dict
+    from argument name to number. It returns ``(init, update)`` for these numbers.
+
+    >>> init, update = follow(
+    ...     {"factor": linear_schedule(1.0, 0.0, 4)},
+    ...     build=lambda numbers: mfx.scale(numbers["factor"]).functions,  # scale(1.0), then scale(0.75)
+    ... )
+    >>> state = init({"w": torch.zeros(1)})
+    >>> _, state = update({"w": torch.ones(1)}, state)
+    >>> update({"w": torch.ones(1)}, state)
+    ({'w': tensor([0.7500])}, ScheduledState(count=tensor(2), inner=EmptyState()))
     """
 
     def build_at(count: Tensor) -> InitAndUpdate:

@@ -297,9 +297,9 @@ class Transform(Recorded):
     def _check_schedules(self) -> None:
         """Raise now if a schedule, such as a decaying learning rate, would have an invalid value later in a run.
 
-        Only the steps 0, 1, 10, ..., 1,000,000 are checked. For example, a decay that reaches 1.0 at step 1000 is
-        reported here. The real run may be shorter than these steps. So it is no error if a schedule has no value, or an
-        infinite one, at a later step.
+        A compiled step cannot raise, and a long run should not fail late. Only the steps 0, 1, 10, ..., 1,000,000 are
+        checked. The real run may be shorter, so it is no error if a schedule has no value, or an infinite one, at a
+        later step than 0.
         """
         if not self._schedules:
             return
@@ -362,16 +362,18 @@ class Transform(Recorded):
     def functions(self) -> Functions:
         """The functions ``(init, update)`` of this transform, which do not check their inputs.
 
-        An argument may be a schedule, as in ``scale(linear_schedule(1.0, 0.0, 4))``. The decorated function is then
-        called at every update, with the number of that step: 1.0, 0.75, and so on.
+        The decorated function, such as ``def scale(factor): ...``, returns them when it is called with the arguments.
+        For a schedule, as in ``scale(linear_schedule(1.0, 0.0, 4))``, it is called at every update, with the number of
+        that step: 1.0, 0.75, and so on.
         """
         if self._schedules:
             # `follow` calls the lambda with the numbers of a step, such as {"factor": 0.75}, in place of the schedules.
             built = follow(self._schedules, lambda numbers: self._build({**self.arguments, **numbers}))
         else:
             built = self._build(self.arguments)
-        # The tests of this package check the signatures of its own functions.
-        if not (self.factory.definition.is_ours or torch.compiler.is_compiling()):
+        # A user's function may return something else. The tests of this package check its own functions.
+        is_ours = self.factory.definition.is_ours
+        if not is_ours and not torch.compiler.is_compiling():
             check_functions(self.factory.__name__, built)
         init, update = built
         return Functions(functools.partial(outside_autocast, init), update)
@@ -380,15 +382,18 @@ class Transform(Recorded):
     def extras(self) -> Extras:
         """The extra arguments, such as ``value=loss``, that ``update`` of this or an inner transform accepts.
 
-        For a chain, these are the extra arguments of its members, since it forwards ``**extras`` to each of them.
+        They follow from the signature of ``update``. With ``*, value`` in it, only "value" is accepted. With
+        ``**extras``, as for a chain, these go to each inner transform, so all that one of them accepts are accepted.
         """
         extras = extras_of(self.functions.update)
-        if not extras.takes_all:  # without ``**extras``, it accepts the named arguments only
+        if not extras.takes_all:  # no ``**extras``
             return extras
-        is_chain = self.declaration.combinator.in_sequence  # also one without members
-        if self.children or is_chain:
-            return forwarding(extras, [child.extras for child in self.children])
-        return extras  # without inner transforms, the function reads ``**extras`` itself
+        # An empty chain has nothing to forward to, and so accepts none.
+        is_chain = self.declaration.combinator.in_sequence
+        forwards = self.children or is_chain
+        if not forwards:  # the function reads ``**extras`` itself
+            return extras
+        return forwarding(extras, [child.extras for child in self.children])
 
     @LazyOfStructure
     def _keeps_donation_promise(self) -> bool:
@@ -492,8 +497,12 @@ class Transform(Recorded):
     def _check_inputs(self, updates: PyTree, state: PyTree, params: PyTree) -> None:
         """Raise unless updates, state and parameters fit together: the same names, and the same shapes by name.
 
-        For example, a gradient of shape (3,) for a parameter of shape (2,) raises. Warn if the parameters were not
-        detached, so that autograd's graph of them grows with every step.
+        Warn if the parameters were not detached, so that autograd's graph of them grows with every step.
+
+        >>> tx, w = mfx.scale(2.0), torch.zeros(2)
+        >>> tx._check_inputs({"w": torch.zeros(3)}, tx.init({"w": w}), {"w": w})
+        Traceback (most recent call last):
+        ValueError: updates: 'w' has shape (3,), its parameter has (2,)
         """
         # The leaves, structure and shapes of the parameters, or of the updates if no parameters were passed.
         leaves, treedef, specs = checks.check_update(updates, params)
@@ -535,9 +544,11 @@ class Transform(Recorded):
     def run(self, updates: PyTree, state: PyTree, params: PyTree, *, donate: Donation = NOTHING, **extras: Any) -> Any:
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).
 
-        Transforms that call others use this: the outermost `update` has checked the arguments. The function receives
-        only those of the ``extras`` that it accepts. ``donate`` and ``sum_over_leaves`` are supplied if it accepts
-        them. Only the result of a function outside of this package is checked.
+        Transforms that call others, such as chains, use this: the outermost `update` has checked the arguments. The
+        function receives only those of the ``extras`` that it accepts.
+
+        >>> mfx.scale(2.0).run({"w": torch.tensor(3.0)}, EmptyState(), None, value=0.1)  # `scale` reads no value
+        ({'w': tensor(6.)}, EmptyState())
         """
         keywords = self._accepted_keywords(extras, donate)
         update = self.functions.update
@@ -547,6 +558,7 @@ class Transform(Recorded):
             result = update(updates, state, params, **keywords)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"{self.name}: its update must return (updates, state), found {type(result).__name__}")
+        # The tests of this package check the results of its own functions.
         is_ours = self.structure.factory.definition.is_ours
         if not is_ours and not torch.compiler.is_compiling():
             self._check_result(result, updates, state)
@@ -555,8 +567,10 @@ class Transform(Recorded):
     def _accepted_keywords(self, extras: dict[str, Any], donate: Donation) -> dict[str, Any]:
         """Return the keyword arguments for one call of the ``update`` function: only those that it accepts.
 
-        A function with the keyword-only arguments ``value`` and ``donate`` receives these two, and no ``max_logits``
-        that is for another transform. Entries may be added to ``extras``.
+        The dict ``extras`` belongs to `run`, so entries may be added to it.
+
+        >>> mfx.momentum()._accepted_keywords({"value": 0.1}, NOTHING)  # it names `donate`, and no `value`
+        {'donate': Donation(updates=False, state=False)}
         """
         names = self.extras.named
         keywords = extras
@@ -667,18 +681,22 @@ def stacked(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Trans
     With it a rank can update some matrices of a parameter without the others. Return also a dict with (rows, columns)
     for each leaf that is a stack. ``shapes`` maps the names of leaves to shapes.
 
-    In the example, the view splits 8 rows into two matrices of 4 rows, so the returned transform takes (2, 4, 3).
+    In the first example, the view splits 8 rows into two matrices of 4 rows, so the returned transform takes (2, 4, 3).
+    In the second, a tensor is a stack already, and the transform is returned as it is.
 
     >>> import muonfx as mfx
     >>> tx = mfx.orthogonalize(view=mfx.MatrixView("(part=2 out) in -> part out in"))
-    >>> _, matrices = stacked(tx, {"qk": (8, 3)})
-    >>> matrices
+    >>> stacked(tx, {"qk": (8, 3)})[1]
     {'qk': (4, 3)}
+    >>> tx = mfx.stateless(lambda updates, params: updates, locality=Locality.MATRIX)
+    >>> stacked(tx, {"experts": (12, 64, 32)})[1]
+    {'experts': (64, 32)}
     """
     on_stacks = tx.declaration.matrices.on_stacks
     if on_stacks is not None:  # the author of the transform has declared which leaves are stacks
         return on_stacks(tx, shapes)
-    if tx.locality is not Locality.MATRIX:  # an element of the result depends on more than its matrix
+    # Without a declaration, the locality shows whether matrices are independent: MATRIX, and not LEAF or TREE.
+    if tx.locality is not Locality.MATRIX:
         return tx, {}
     matrices: dict[str, tuple[int, int]] = {}
     for name, shape in shapes.items():
@@ -771,16 +789,17 @@ def transform(constructor: Callable[P, InitAndUpdate], /) -> Callable[P, Transfo
 @overload
 def transform(
     *,
-    name: str | None = None,
-    locality: Locality | Callable[..., Locality] = Locality.TREE,
-    combinator: Combinator = ...,
-    reads_params: bool | Callable[..., bool] = True,
-    resolve: Callable[[Any, PyTree], Transform] | None = None,
-    matrices: MatrixWork = ...,
-    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,
-    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-    position: Position | Callable[..., Position | None] | None = None,
-    short_names: ShortNames | None = None,
+    name: str | None = None,  # a permanent public name, such as "acme.my_momentum"
+    locality: Locality | Callable[..., Locality] = Locality.TREE,  # the part of the tree that an element depends on
+    # All further options save work or improve errors; the docstring below describes them.
+    combinator: Combinator = ...,  # how it calls the transforms among its arguments
+    reads_params: bool | Callable[..., bool] = True,  # False: values of parameters are not used
+    resolve: Callable[[Any, PyTree], Transform] | None = None,  # (transform, params) -> transform that runs on shards
+    matrices: MatrixWork = ...,  # which matrices are independent, and what they cost
+    name_patterns: Callable[[Any], Iterable[NamePatterns]] | None = None,  # globs in its arguments, such as "*.bias"
+    check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,  # raises for a wrong value of an extra
+    position: Position | Callable[..., Position | None] | None = None,  # in a chain, relative to the learning rate
+    short_names: ShortNames | None = None,  # keys in param groups, such as {"lr": "learning_rate"}
 ) -> Callable[[Callable[P, InitAndUpdate]], Callable[P, Transform]]: ...
 
 
