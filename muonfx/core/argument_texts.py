@@ -74,10 +74,11 @@ def _name_of_script(module: str) -> str:
 def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     """Return an argument of a transform as text for its fingerprint in checkpoints. It is equal in every process.
 
-    ``nested`` converts the items of containers; the default is this function.
+    A ``repr`` is not: it has addresses of functions and the order of sets, and changes if a function is moved. Pickles
+    also change between versions of Python. ``nested`` converts the items of containers; the default is this function.
 
-    >>> text_of((1, "auto")), text_of({"b", "a"}), text_of(torch.tensor(0.1))
-    ("(1,'auto')", "{'a','b'}", '*')
+    >>> text_of((1, "auto")), text_of({"b", "a"}), text_of(torch.tensor(0.1)), text_of(mfx.momentum)
+    ("(1,'auto')", "{'a','b'}", '*', 'muonfx.momentum')
     """
     if nested is None:
         nested = text_of

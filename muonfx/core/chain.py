@@ -45,13 +45,20 @@ def is_new(outputs: PyTree, updates: PyTree) -> bool:
 def donation_of_outputs(tx: Transform, outputs: PyTree, updates: PyTree, donation: Donation) -> Donation:
     """Return the donation to the next transform of a chain: whether it may overwrite the outputs of ``tx``.
 
-    ``donation`` is the donation to ``tx``, which received ``updates``. The state is donated to all or to none.
+    ``tx`` returned these for ``updates``, and ``donation`` was the donation to it. They may be overwritten if nothing
+    else uses their memory: neither a state, nor the caller of the chain.
+
+    >>> updates, outputs = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+    >>> donation_of_outputs(mfx.scale(2.0), outputs, updates, Donation(updates=False, state=True))
+    Donation(updates=True, state=True)
     """
-    # Two conditions. First, the transform has promised that its state does not share the memory of the outputs.
+    # A transform that has the argument `donate` promises that its new state does not share memory with its outputs.
     no_state_has_them = donation.state and tx._keeps_donation_promise
-    # Second, the caller of the chain does not have them: they are new, or were donated.
-    may_overwrite = no_state_has_them and (donation.updates or is_new(outputs, updates))
-    return Donation(may_overwrite, donation.state)
+    if not no_state_has_them:
+        return Donation(updates=False, state=donation.state)
+    # The caller has the incoming updates, which may be the outputs, unless it has donated them.
+    caller_has_none = donation.updates or is_new(outputs, updates)
+    return Donation(updates=caller_has_none, state=donation.state)
 
 
 @transform(
@@ -150,9 +157,10 @@ def add_updates(*transforms: Transform | tuple[str, Transform]):
         updates: PyTree, state: dict[str, PyTree], params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any
     ):
         """Return the sum of the outputs of all transforms for the same updates, and the states by name."""
-        # The sums are in a flat list, in the order of the leaves of the updates.
+        # The sums are in a list, in the order of the leaves, and not in a tree: `tree.map` would keep a None, but an
+        # output of None counts as zero.
         _, treedef = tree.flatten(updates)
-        sums: list[PyTree] = [None] * treedef.num_leaves  # of the outputs so far, for each leaf
+        sums: list[PyTree] = [None] * treedef.num_leaves
         new_state: dict[str, PyTree] = {}
         # No transform may overwrite the updates, since the next one receives them too.
         donation = Donation(updates=False, state=donate.state)

@@ -76,10 +76,13 @@ def check_functions(owner: str, built: object) -> None:
 def extras_of(update: Callable[..., object]) -> Extras:
     """Return the extra arguments in the signature of an update function. With ``**extras``, it accepts any name.
 
+    Here, a training loop may pass ``value``. It need not pass ``donate``, which muonfx supplies, so ``accepted`` has no
+    such name.
+
     >>> def update(updates, state, params=None, *, value, donate): ...
     >>> extras = extras_of(update)
-    >>> sorted(extras.required), sorted(extras.accepted)
-    (['donate', 'value'], ['value'])
+    >>> sorted(extras.named), sorted(extras.required), sorted(extras.accepted)
+    (['donate', 'value'], ['donate', 'value'], ['value'])
     """
     names: set[str] = set()
     required: set[str] = set()  # those without a default

@@ -51,9 +51,12 @@ def _is_transform(value: object) -> bool:
 
 
 def _shown_arguments(tx: Any) -> Iterator[str]:
-    """Yield "decay=0.9" for a transform's numbers, and "nesterov=True" for other arguments unlike their defaults.
+    """Yield the arguments of a transform that its row in a table has: all numbers, and others unlike their defaults.
 
     Arguments that contain transforms are left out, because these transforms have their own rows.
+
+    >>> list(_shown_arguments(mfx.momentum(0.9, nesterov=False))), list(_shown_arguments(mfx.chain(mfx.momentum())))
+    (['decay=0.9', 'nesterov=False'], [])
     """
     for name, parameter in tx.factory.definition.parameters.items():
         value = tx.arguments[name]

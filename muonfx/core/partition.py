@@ -99,7 +99,10 @@ class _Chooser:
     """The value that replaces None for a parameter that is None, if a function chooses the values."""
 
     def __init__(self, argument: str, source: object, memory: Memory | None = None) -> None:
-        """Store the source of the values. Raise if it is a condition on modules or a whole model, which give none."""
+        """Store the source of the values, such as ``{"w": "muon"}``. The docstring of the class describes arguments.
+
+        Raise if the source is a whole model, or a condition on module types, which named tensors do not have.
+        """
         if isinstance(source, Condition) and source.needs_modules():
             raise _condition_on_modules(argument, source)
         if isinstance(source, torch.nn.Module):
@@ -149,7 +152,11 @@ class _Chooser:
         return self(params, quiet=True).value_of
 
     def _require_shapes(self, updates: PyTree) -> None:
-        """Raise if a function chooses values and an update is None, since the function may read any shape."""
+        """Raise if shapes are needed that updates do not have, because one of them is None.
+
+        A function such as ``lambda params: ...`` that chooses values may read the shape of any parameter. If a step has
+        no parameters, it receives the updates in their place.
+        """
         if not callable(self.source):
             return
         for name, leaf in tree.named_leaves(updates):
@@ -160,8 +167,13 @@ class _Chooser:
                 )
 
     def _choose(self, params: PyTree, names: list[str]) -> _Choice:
-        """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one."""
-        chosen = self._evaluated(params)
+        """Return the value of each parameter, without the cache. Raise if one has no value or a wrong one.
+
+        >>> chooser = _LabelChooser("labels", lambda params: {"w": "muon"})
+        >>> chooser._choose({"w": torch.zeros(2)}, ["w"])
+        _Choice(value_of={'w': 'muon'}, routed_labels=None)
+        """
+        chosen = self._evaluated(params)  # the result of the function, if the source is one
         values = self._by_name(chosen, names)
         # The key in `values` of each parameter. It is another name if a wrapper, such as DDP, has renamed parameters.
         key_of = _keys_of(names, values)
@@ -192,9 +204,13 @@ class _Chooser:
                 raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
 
     def _missing_values(self, names: list[str]) -> ValueError:
-        """Return the error for parameters without a value, with a pattern in it that the user may write instead."""
-        pattern = "muonfx.routing.path('head.*')"
-        if bool not in self.kinds:  # labels, of which a pattern alone is none
+        """Return the error for parameters without a value, with a pattern in it that the user may write instead.
+
+        >>> _MaskChooser("masked: mask", {})._missing_values(["w"])
+        ValueError("masked: mask: found no value for 'w', expected True or False for each parameter: ...")
+        """
+        pattern = "muonfx.routing.path('head.*')"  # a mask; labels are made from pairs of a pattern and a label
+        if bool not in self.kinds:
             pattern = f"muonfx.routing.labels(params, [({pattern}, 'adamw'), ...])"
         return ValueError(
             f"{self.argument}: found no value for {format_list(names)}, expected {self.expected} for each parameter: "
@@ -205,11 +221,16 @@ class _Chooser:
         """Return values as a dict by dotted name. They are a dict, flat or nested, or a tree like the parameters.
 
         A dict may have more values than there are parameters.
+
+        >>> chooser = _LabelChooser("labels", None)
+        >>> chooser._by_name({"mlp": {"up": "muon"}}, ["mlp.up"]), chooser._by_name(["muon", "adamw"], ["0", "1"])
+        ({'mlp.up': 'muon'}, {'0': 'muon', '1': 'adamw'})
         """
-        if isinstance(chosen, RoutedLabels):
+        if isinstance(chosen, RoutedLabels):  # by dotted name already
             return dict(chosen)
         if isinstance(chosen, Mapping):
             return dict(tree.named_leaves(dict(chosen)))
+        # Any other tree, such as a list, must have the names of the parameters.
         values = dict(tree.named_leaves(chosen))
         if values.keys() != set(names):
             raise self._wrong_form(chosen, names)
@@ -286,8 +307,8 @@ def _keys_of(names: list[str], source: Mapping[str, Any]) -> dict[str, str]:
     Usually, both are equal. They differ if a wrapper such as DDP added a prefix to the names of parameters, or to the
     keys. A parameter without a key is left out.
 
-    >>> _keys_of(["module.fc.weight"], {"fc.weight": "muon"})
-    {'module.fc.weight': 'fc.weight'}
+    >>> _keys_of(["module.fc.weight"], {"fc.weight": "muon"}), _keys_of(["fc.weight"], {"module.fc.weight": "muon"})
+    ({'module.fc.weight': 'fc.weight'}, {'fc.weight': 'module.fc.weight'})
     """
     exact_keys = {name: name for name in names if name in source}
     if len(exact_keys) == len(names):  # every name is a key: the usual case
@@ -423,9 +444,13 @@ def _resolve_partition(tx: Transform, params: PyTree) -> Transform:
 def _left_out_by_labels(tx: Transform, params: PyTree) -> set[str]:
     """Return the names that a `partition` does not update: the label is None, or its transform leaves them out.
 
-    For the labels ``{"w": "muon", "b": None}``, the result is ``{"b"}``.
+    >>> tx = mfx.partition({"muon": mfx.momentum()}, {"w": "muon", "b": None})
+    >>> _left_out_by_labels(tx, {"w": torch.zeros(2), "b": torch.zeros(3)})
+    {'b'}
     """
-    labels = _LabelChooser("partition: labels", tx.arguments["labels"])(params, quiet=True).value_of
+    # The labels that `init` will choose, which has not run yet. It will also issue their warnings.
+    choose_labels = _LabelChooser("partition: labels", tx.arguments["labels"])
+    labels = choose_labels(params, quiet=True).value_of
     transforms = tx.arguments["transforms"]
     names = {name for name, label in labels.items() if label is None}
     # A transform in the partition may be, or contain, another partition with the label None.
@@ -584,6 +609,10 @@ def resolve_mask(argument: str, mask: object, memory: Memory | None = None) -> C
     """Return a function from parameters to a list of bools: for each parameter, True if the mask selects it.
 
     ``mask`` has a form that `masked` accepts; None selects all parameters. ``argument`` names the mask in errors.
+
+    >>> selection = resolve_mask("weight_decay: mask", {"w": True, "b": False})
+    >>> selection({"w": torch.zeros(2), "b": torch.zeros(3)})  # in the order of leaves: "b", "w"
+    [False, True]
     """
     if mask is None:
         return lambda params: [True] * len(tree.leaves(params))

@@ -105,7 +105,12 @@ def names_close_to(globs: Sequence[str], names: list[str]) -> str:
 def _report(pattern: NamePatterns, globs: tuple[str, ...], problem: str) -> None:
     """Raise ValueError for a group of globs of a required pattern; warn for any other.
 
-    ``problem`` is the end of the sentence: "view: '*.qvk'" is followed by "matches none of the 1 parameters".
+    ``problem`` is the end of the sentence about the globs.
+
+    >>> pattern = NamePatterns("view", (("*.qvk",),), required=True)
+    >>> _report(pattern, ("*.qvk",), "matches none of the 5 parameters")
+    Traceback (most recent call last):
+    ValueError: view: '*.qvk' matches none of the 5 parameters; correct it
     """
     conjunction = " or " if pattern.required else " and "
     message = f"{pattern.argument}: {conjunction.join(map(repr, globs))} {problem}"

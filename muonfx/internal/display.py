@@ -52,10 +52,12 @@ class Table:
     def to_text(self, depth: int | None = None) -> str:
         """Return the table as plain text; ``depth`` limits the levels of child rows that are shown (None: all).
 
-        >>> print(Table(("name", "size"), [("w", "12"), ("b", "3")], right=[1]).to_text())
+        >>> print(Table(("name", "size"), [("w", "12"), ("b", "3")], right=[1], footers=[Row(("all", "15"))]).to_text())
         name  size
         w       12
         b        3
+        ----------
+        all     15
         """
         head = list(map(printable, self.titles))
         body = _lines(self.rows, depth)

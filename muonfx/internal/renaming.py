@@ -152,8 +152,11 @@ def prefix_renaming(extra: Iterable[str], missing: Iterable[str]) -> dict[str, s
 
     >>> prefix_renaming(extra=["trace/fc.weight"], missing=["trace/model.fc.weight"])
     {'trace/*': 'trace/model.*'}
+    >>> prefix_renaming(extra=["trace/fc.weight"], missing=["trace/head.bias"])
+    {}
     """
-    # Sorted by path, then by parameter. With one prefix more or less, both lists have one order.
+    # Sorted by path, then by parameter, both lists have one order if the names differ by a prefix only. So the names at
+    # an index are a pair.
     extra_names = sorted(extra, key=lambda name: name.rpartition("/"))
     missing_names = sorted(missing, key=lambda name: name.rpartition("/"))
     if len(extra_names) != len(missing_names):  # the names differ by more than a prefix
