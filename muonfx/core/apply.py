@@ -60,7 +60,8 @@ def apply_updates(params: T, updates: PyTree, *, donate: bool = False) -> T:
             check_writable("apply_updates: params", params)
             leaves = copied_where_shared(leaves, update_leaves)
         new_leaves = _sums(leaves, update_leaves, in_place=donate)
-    except (AttributeError, TypeError, ValueError):  # inputs are examined only if they fail, to save time
+    except (AttributeError, TypeError, ValueError):
+        # A step must be fast, so inputs are examined leaf by leaf only after a failure, for an error that names a leaf.
         _check_inputs(params, updates)
         raise
     if not torch.compiler.is_compiling():

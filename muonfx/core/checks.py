@@ -435,7 +435,8 @@ def check_state_like(name: str, state: PyTree, expected: ExpectedState, *, with_
     if specs == expected.specs:  # the usual case, in one comparison
         return
     for index, (spec, expected_spec) in enumerate(zip(specs, expected.specs, strict=True)):
-        if expected_spec is None or spec == expected_spec:  # None: no tensor, in place of which anything is accepted
+        # A spec is a pair (shape, dtype); None for a leaf that is no tensor, in place of which anything is accepted.
+        if expected_spec is None or spec == expected_spec:
             continue
         leaf_name = shown_name(tree.names(state)[index])
         if spec is None:

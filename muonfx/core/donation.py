@@ -65,7 +65,7 @@ def unshared(donate: Donation, updates: PyTree, state: PyTree, params: PyTree) -
     """
     if not (donate.updates or donate.state):  # nothing will be overwritten
         return donate, updates, state
-    if functorch_is_active() or is_traced():  # the memory of traced tensors cannot be compared
+    if functorch_is_active() or is_traced():  # traced tensors have no memory to compare, so nothing is overwritten
         return NOTHING, updates, state
     # Parameters are compared too, since a gradient may share their memory.
     shared = _sharing([*tree.leaves(updates), *tree.leaves(state), *tree.leaves(params)])

@@ -192,13 +192,16 @@ def _error(earlier: _Placed, later: _Placed) -> str:
 def _warning(earlier: _Placed, later: _Placed) -> str:
     """Return a warning if the order of two transforms in a chain is probably a mistake, else an empty string.
 
-    For example, a learning rate before a transform whose updates have a fixed size, such as Muon's, has no effect.
+    >>> rate = _Placed("rate", mfx.scale_by_learning_rate(0.1), "learning_rate")
+    >>> _warning(rate, _Placed("muon", mfx.orthogonalize(), "sets_size"))
+    "the learning rate in 'rate' comes before orthogonalize, whose updates do not depend on the size of its input, ..."
     """
     if earlier.position == "learning_rate" and later.position == "sets_size":
         return (
             f"the learning rate in {earlier.member!r} comes before {later.tx.name}, whose updates do not depend on the "
             f"size of its input, so the rate has no effect; put {earlier.member!r} after {later.member!r}"
         )
+    # A transform of _LAST uses the final updates, as an average of parameters does; an observer does not change them.
     if earlier.position in _LAST and later.position not in _OBSERVERS:
         return (
             f"{earlier.tx.name} in {earlier.member!r} comes before {later.tx.name}, which may change the updates after "

@@ -535,7 +535,7 @@ def partition(
         new_state: dict[str, PyTree] = {}
         for label, tx in transforms.items():
             out, new_state[label] = tx.run(updates_of[label], state[label], params_of[label], donate=donate, **extras)
-            new_updates.update(out)
+            new_updates.update(out)  # a flat dict by name, as the transform received
         # `new_updates` has kept the order of `label_of`, which is the order of the leaves of the tree.
         _, treedef = tree.flatten(updates)
         return tree.unflatten(treedef, new_updates.values()), new_state

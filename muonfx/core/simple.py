@@ -48,7 +48,7 @@ def set_to_zero():
 
 @transform(locality=lambda function, locality=Locality.TREE: locality, position="either_sign")
 def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality = Locality.TREE):
-    """Make a transform without state from a function ``(updates, params) -> updates``.
+    """Make a transform without state from a function ``(updates, params) -> updates``, called with whole trees.
 
     Args:
         function: a function that does not modify its inputs. To pickle the transform, define the function in a module.

@@ -160,17 +160,17 @@ def root_visit(tx: Transform, params: PyTree) -> Visit:
 
 
 def _visit(tx: Transform, params: PyTree, *, state: Path | None, name: str, key: str, label: str | None) -> Visit:
-    """Return the `Visit` of a transform, and in it the visits of inner transforms.
+    """Return a `Visit` that describes a transform within the outermost one, and in it the visits of inner transforms.
 
-    The other arguments are fields of the `Visit`. For the `momentum` of ``partition({"muon": chain(momentum(), ...)},
-    labels)``, they are as below.
+    For the `momentum` of ``partition({"muon": chain(momentum(), ...)}, labels)``, the arguments are as below.
 
     Args:
         tx: the transform.
-        params: the parameters that it receives.
-        state: the path of its state in the whole state, ("muon", "momentum"); None if the path is not known.
-        name: its dotted name in the outermost transform, "muon.momentum".
-        key: the same without labels, "momentum".
+        params: the parameters that it receives, which have the label "muon".
+        state: the path of its state in the whole state, ("muon", "momentum"). It differs from the name, for example for
+            a wrapper that stores the state of its inner transform as a field. None if it is not known.
+        name: its dotted name, which begins the names of its numbers: "muon.momentum".
+        key: the same without labels, since an optimizer has a group of parameters for each label: "momentum".
         label: the label of its parameters, if a partition calls it; None for the momentum, which a chain calls.
     """
     resolved = tx.resolve(params)  # choices that depend on names and shapes are made now

@@ -201,8 +201,8 @@ def _advice_for_number(value: Any) -> str:
 def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
     """Return True if an argument has one of the types that its annotation allows, as read by `accepted_types`.
 
-    An int or a tensor is accepted as a float; a bool is accepted as a bool only. A name in quotes, as of
-    ``Literal["auto"]``, accepts this string only.
+    Unlike with ``isinstance``, an int or a tensor is accepted as a float, and a bool is accepted as a bool only. A name
+    in quotes, as of ``Literal["auto"]``, accepts this string only.
 
     >>> _is_one_of(1, frozenset({"float"})), _is_one_of(True, frozenset({"float"}))
     (True, False)
@@ -384,7 +384,8 @@ def code_of(value: Any, code: Callable[[Any], str] = repr) -> str:
 def plain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function so that every call checks the types of bool, int, float and str arguments by annotation.
 
-    Too slow for functions that are called in a training step.
+    One decorator replaces such checks at the start of each public function. It is too slow for functions that are
+    called in a training step.
 
     >>> @plain_arguments
     ... def scale(factor: float): ...

@@ -17,7 +17,8 @@ def new_names(
 ) -> tuple[dict[str, str], list[str]]:
     """Rename the leaves or parameters of a checkpoint by the dict ``rename`` that a user passes.
 
-    Return a dict from each name in the checkpoint to its new name, and a list of texts about wrong entries.
+    Return a dict from each name in the checkpoint to its new name, and a list of texts about wrong entries. The caller
+    raises one error with these texts and its own, so that a user sees all mistakes at once.
 
     Args:
         names: a dict from each name in the checkpoint to this name without the prefixes that wrappers add, such as
@@ -28,6 +29,8 @@ def new_names(
 
     >>> new_names({"layers/0/w": "layers/0/w", "head": "head"}, {"layers/*": "blocks/*"})
     ({'layers/0/w': 'blocks/0/w', 'head': 'head'}, [])
+    >>> new_names({"head": "head"}, {"haed": "out"})
+    ({'head': 'head'}, ["'haed' matches no leaf in the checkpoint, close: 'head': correct or remove it"])
     """
     target_of, problems = _checked_entries(rename)
     # "layers/0/*" is applied in place of "layers/*" where both match.
