@@ -422,12 +422,14 @@ class Recorded:
             if argument is not definition.parameters[name].default:  # defaults are correct, so they need no check
                 argument = cls._checked(factory, name, argument)
             argument = definition.as_float(name, argument)
-            if isinstance(argument, float):  # unlike a float in a container, it is a number that can be changed
+            if isinstance(argument, (float, Tensor, Recorded)):
                 skeleton[name] = _HOLE
                 parts.append(argument)
-            else:
+            elif type(argument) in _CONTAINERS:  # its tensors and transforms are parts, but its floats are fixed
                 skeleton[name] = _with_holes(argument)
                 parts += parts_within(argument)
+            else:
+                skeleton[name] = argument
         return cls._from(Structure(cls, factory, skeleton), parts)
 
     @classmethod
@@ -744,8 +746,9 @@ def _part_names(recorded: Recorded) -> tuple[str, ...]:
     if recorded.factory.definition.transparent:
         return ("",)
     names: list[str] = []
-    for argument in recorded.structure.skeleton:
-        names += recorded._names_of_parts(argument)
+    for argument, skeleton in recorded.structure.skeleton.items():
+        if skeleton is _HOLE or type(skeleton) in _CONTAINERS:  # most arguments have no parts, such as nesterov=True
+            names += recorded._names_of_parts(argument)
     return tuple(names)
 
 
