@@ -158,10 +158,13 @@ def _is_requested(name: str, section: str | None) -> bool:
 def renamed_leaves(
     plain_name_of: Mapping[str, str], rename: Rename, section: str | None
 ) -> tuple[dict[str, str], list[str]]:
-    """Return a dict from each name in the checkpoint to its new name, and error texts about mistakes in ``rename``.
+    """Apply ``rename=`` to the names in a checkpoint: return the new name of each, and error texts about mistakes.
 
-    ``plain_name_of`` has the names without the prefixes of wrappers. ``section`` is "params", "" for the state, or None
-    for all names.
+    ``plain_name_of`` has each name without the prefixes of wrappers such as ``torch.compile``. ``section`` is "params"
+    to load parameters, "" for a state, or None for both.
+
+    >>> renamed_leaves({"trace/_orig_mod.a": "trace/a"}, {"trace/a": "trace/b"}, section="")
+    ({'trace/_orig_mod.a': 'trace/b'}, [])
     """
     new_name_of = dict(plain_name_of)
     mistakes: list[str] = []
@@ -178,7 +181,9 @@ ADVICE_ON_RENAMING = (
 
 
 def _mistakes_in_new_names(new_name_of: Mapping[str, str], section: str | None) -> list[str]:
-    """Return a text for two leaves of the section to load with one new name, and for a parameter that leaves "params".
+    """Return an error text for two leaves that get one name by ``rename=``, and for a parameter that leaves "params".
+
+    ``section`` is "params" if parameters are loaded, "" for a state, or None for both.
 
     >>> _mistakes_in_new_names({"trace/a": "trace/c", "trace/b": "trace/c"}, "")
     ["both 'trace/a' and 'trace/b' would be 'trace/c'"]
@@ -192,7 +197,7 @@ def _mistakes_in_new_names(new_name_of: Mapping[str, str], section: str | None) 
             if new_name in stored_name_of:
                 mistakes.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
             stored_name_of[new_name] = stored_name
-        elif section == PARAMS and in_section(stored_name, PARAMS):
+        elif section == PARAMS and in_section(stored_name, PARAMS):  # as parameters are loaded
             mistakes.append(f"{stored_name!r} would be {new_name!r}, expected a name that begins with '{PARAMS}/'")
     return mistakes
 
@@ -224,11 +229,13 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
 
 
 def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -> Shapes:
-    """Return the leaves that may have moved: those that the caller does not explicitly allow to be missing or extra.
+    """Leave out the leaves that the caller allows to be missing or extra, because no other leaf need be found for them.
 
-    ``partners`` are the leaves on the other side, in the checkpoint or in the state. A leaf that has a partner of the
-    same name stays in, whatever the ``allowed`` patterns are. With ``allowed=["mu"]``, "mu/w" is left out unless
-    ``partners`` has "mu/w" too, and "nu/w" stays in.
+    ``shapes`` are the leaves of the checkpoint and ``partners`` those of the requested state, or the reverse. A leaf
+    that both have stays, whatever the ``allowed`` patterns are: "mu/a" in the example, but not "mu/b".
+
+    >>> _leaves_to_match({"mu/a": (2,), "mu/b": (2,), "nu/b": (2,)}, {"mu/a": (2,)}, allowed=["mu"])
+    {'mu/a': (2,), 'nu/b': (2,)}
     """
     patterns = [pattern for pattern in allowed if pattern != "*"]  # states that "*" matches may have moved, too
     to_match: dict[str, tuple[int, ...]] = {}
@@ -264,11 +271,13 @@ def _with_moved_leaves(
 
     With ``moved={"new/trace/w": "trace/w"}``, the key "trace/w" of ``stored_name_of`` becomes "new/trace/w".
     """
-    names = dict(stored_name_of)
-    # First all old names go, then all new ones are added: a new name may be the old name of another moved leaf.
-    for old_name in moved.values():
-        if old_name not in expected.leaves:  # otherwise another leaf has this name now, and keeps it
-            names.pop(old_name, None)  # it may be gone already: a step count may get several new names
+    old_names = set(moved.values())
+    names: dict[str, str] = {}
+    for name, stored_name in stored_name_of.items():
+        # If the state still has a leaf of the old name, the name stays for that leaf too.
+        has_only_moved = name in old_names and name not in expected.leaves
+        if not has_only_moved:
+            names[name] = stored_name
     for name, old_name in moved.items():
         names[name] = stored_name_of[old_name]
     return names
@@ -344,22 +353,22 @@ class _Comparison:
     """The leaves that `moved_leaves` has found under other names."""
 
     def differences(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> _Differences:
-        """Return the differences of all kinds.
+        """Return an error text and an advice for each difference that the caller's rules do not allow, of all kinds.
 
-        ``new_names`` are the names in the checkpoint after renaming, of the parameters and of the state.
+        Args:
+            renaming_problems: error texts about mistakes in ``rename=``, which were found before.
+            new_names: all names in the checkpoint after renaming.
         """
         missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
         extra = _unmatched(self.stored_name_of, self.expected, self.rules.allow_extra)
         all_names = [*new_names, *self.expected, *self.index.objects, *(self.objects or ())]
-        about_chain = [_mistakes_in_renaming(renaming_problems), self.of_chain(), self.useless_patterns(all_names)]
+        about_arguments = [_mistakes_in_renaming(renaming_problems), self.of_chain(), self.useless_patterns(all_names)]
+        if self.are_params(missing):  # parameters in place of a state: no other chain, pattern or renaming helps
+            about_arguments = [_Differences(differences.problems) for differences in about_arguments]
         about_leaves = [self.of_names(missing, extra), self.of_objects(), self.of_shapes(), self.of_dtypes()]
         problems: list[str] = []
         advice: list[str] = []
-        for differences in about_chain:
-            problems += differences.problems
-            if not self.are_params(missing):  # else no other chain, pattern or renaming helps
-                advice += differences.advice
-        for differences in about_leaves:
+        for differences in [*about_arguments, *about_leaves]:
             problems += differences.problems
             advice += differences.advice
         return _Differences(problems, advice)
@@ -395,37 +404,36 @@ class _Comparison:
         return _Differences([f"chain:     {difference}" for difference in structure], [to_continue, *advice])
 
     def useless_patterns(self, names: Collection[str]) -> _Differences:
-        """Return the patterns of the caller that match none of the leaf names.
+        """Return an error text for each pattern of the caller that matches none of the leaf names: probably a typo.
 
-        Such a pattern is probably misspelt: for "momntum/trace", the error suggests "momentum/trace". ``names`` are the
-        names on both sides, in the checkpoint and in the requested state.
+        For ``allow_missing=["momntum/trace"]``, the text suggests "momentum/trace". ``names`` are the names on both
+        sides, in the checkpoint and in the requested state.
         """
         rules = self.rules
         arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
         problems: list[str] = []
         for argument, patterns in arguments.items():
             for pattern in patterns:
-                # "*" is for True, which allows all leaves and need not match one.
-                if pattern == "*" or any(matches(pattern, name) for name in names):
-                    continue
-                similar = format_list(close_names(pattern.strip("*/"), names, "/")) or "none"
-                problems.append(
-                    f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, similar: {similar}; "
-                    "correct or remove it: a name, the first levels of names, or a glob"
-                )
+                is_for_all = pattern == "*"  # from True, which allows all leaves and need not match one
+                if not is_for_all and not any(matches(pattern, name) for name in names):
+                    problems.append(_useless_pattern(argument, pattern, names))
         return _Differences(problems)
 
     def of_names(self, missing: Sequence[str], extra: Sequence[str]) -> _Differences:
         """Return an error text for each ``missing`` leaf, and for each ``extra`` leaf of the checkpoint.
 
-        The advice has the arguments that allow them. Parameters in place of a state get an advice of their own.
+        For example "missing: 'trace/w', (2, 3) float32, is not in the checkpoint", with the advice "to keep the values
+        of `like` for missing leaves: allow_missing=['trace']".
         """
-        leaves = self.expected.leaves
-        problems = [f"missing:   {name!r}, {described(leaves[name])}, is not in the checkpoint" for name in missing]
-        problems += [f"extra:     {name!r} is in the checkpoint and not in `like`" for name in extra]
+        problems: list[str] = []
+        for name in missing:
+            spec = self.expected.leaves[name]
+            problems.append(f"missing:   {name!r}, {described(spec)}, is not in the checkpoint")
+        for name in extra:
+            problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
         if not problems:
             return _Differences()
-        if self.are_params(missing):  # passed in place of a state
+        if self.are_params(missing):  # the caller has passed parameters as `like`, in place of a state
             advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
         else:
             advice = self.advice_on_names(missing, extra)
@@ -435,15 +443,15 @@ class _Comparison:
         return _Differences(problems, advice)
 
     def advice_on_names(self, missing: Sequence[str], extra: Sequence[str]) -> list[str]:
-        """Return the arguments that rename leaves or allow them to differ, such as ``allow_missing=['adamw/mu']``."""
-        advice: list[str] = []
-        model_section = self.section_of_model(missing)
+        """Return sentences about the arguments of `load` that help with ``missing`` and ``extra`` leaves.
+
+        For example ["to ignore leaves of the checkpoint: allow_extra=['adamw/mu']"].
+        """
+        model_section = self.section_of_model(missing)  # such as "model", if the checkpoint has "model/w"
         if model_section is not None:
-            advice.append(
-                "the checkpoint has these parameters as dcp.save writes a model: "
-                f"rename={{{model_section!r}: {PARAMS!r}}}"
-            )
-            return advice
+            renaming = {model_section: PARAMS}
+            return [f"the checkpoint has these parameters as dcp.save writes a model: rename={renaming}"]
+        advice: list[str] = []
         if missing and extra and not self.moved:  # each side has a name that the other lacks: perhaps one leaf
             advice.append(self.advice_to_rename(missing, extra))
         if missing:
@@ -475,12 +483,13 @@ class _Comparison:
         return self.section == "" and len(missing) > 0 and has_all
 
     def advice_to_rename(self, missing: Sequence[str], extra: Sequence[str]) -> str:
-        """Return the argument that gives the ``extra`` leaves of the checkpoint the names of the missing ones.
+        """Return a sentence with the ``rename=`` that gives the ``extra`` leaves the names of the ``missing`` ones.
 
-        If all names differ by one prefix, it is such as "rename={'trace/*': 'trace/model.*'}", else a description.
+        For "trace/a" and "trace/b" in the checkpoint, and "trace/model.a" and "trace/model.b" in ``like``, it has
+        "rename={'trace/*': 'trace/model.*'}". If the names do not differ by one prefix, it describes the argument.
         """
         argument = "{name in the checkpoint: name in `like`}"
-        if not self.rules.rename:  # else the caller's own did not help, so no other is derived
+        if not self.rules.rename:  # a caller who renames leaves already has names that one prefix does not explain
             renaming = prefix_renaming(extra, missing)
             if renaming:
                 argument = repr(renaming)
@@ -515,7 +524,7 @@ class _Comparison:
                 yield name, spec, self.stored_name_of[name]
 
     def of_shapes(self) -> _Differences:
-        """Return the leaves of other shapes, which no rule allows. The advice is about all of them together."""
+        """Return an error text for each leaf that has another shape in the checkpoint, which no rule allows."""
         problems: list[str] = []
         reshaped_names: list[str] = []
         for name, spec, stored_name in self.stored_leaves():
@@ -525,17 +534,21 @@ class _Comparison:
                 reshaped_names.append(name)
         if not problems:
             return _Differences()
-        # A state is continued by `load_changed`. It has no counterpart for parameters.
-        call = self.call_of_load_changed()
-        if self.section == PARAMS:
-            to_ignore = [*self.rules.allow_extra, *reshaped_names]
-            call = f"load_params(path, like={{the parameters that fit}}, allow_extra={to_ignore})"
-        return _Differences(problems, [f"to keep what fits: {call}"])
+        return _Differences(problems, [self.advice_on_shapes(reshaped_names)])
+
+    def advice_on_shapes(self, reshaped_names: Sequence[str]) -> str:
+        """Return a sentence with the call that loads all leaves but those of another shape."""
+        if self.section != PARAMS:
+            return f"to keep what fits: {self.call_of_load_changed()}"
+        # `load_changed` has no counterpart for parameters. The caller leaves out those that do not fit.
+        to_ignore = [*self.rules.allow_extra, *reshaped_names]
+        return f"to keep what fits: load_params(path, like={{the parameters that fit}}, allow_extra={to_ignore})"
 
     def of_dtypes(self) -> _Differences:
-        """Return the leaves whose values would lose their meaning, or be rounded without the caller's consent.
+        """Return an error text for each leaf whose values would be rounded, unless the caller has passed ``cast=``.
 
-        A wider dtype, such as fp32 for a stored bf16, is no difference.
+        For a stored fp32 and a requested bf16, it is "narrowing: 'trace/w' is torch.float32 in the checkpoint, expected
+        torch.bfloat16". A wider dtype than the stored one is no difference.
         """
         problems: list[str] = []
         advice: list[str] = []
@@ -544,8 +557,7 @@ class _Comparison:
             dtype = spec.dtype
             stored_dtype = self.index.leaves[stored_name].spec.dtype
             cast_dtypes = self.cast_dtypes(name)
-            has_other_cast = not cast_dtypes <= {dtype}
-            has_no_cast = not cast_dtypes
+            has_other_cast = any(cast_dtype != dtype for cast_dtype in cast_dtypes)
             # Codes of a quantized state are never converted, also if `cast=` allows it.
             if stored_dtype != dtype and _has_codes(stored_name, self.index.leaves):
                 problems.append(f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}")
@@ -554,7 +566,7 @@ class _Comparison:
                 advice.append(
                     "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
                 )
-            elif has_no_cast and stored_dtype != dtype and not widens(stored_dtype, dtype):
+            elif not cast_dtypes and not widens(stored_dtype, dtype):
                 problems.append(narrowing(name, stored_dtype, dtype))
                 narrowed_names.append(name)
         if narrowed_names:
@@ -582,6 +594,15 @@ class _Comparison:
         return f"mfx.checkpoint.load_changed(path, {like})"
 
 
+def _useless_pattern(argument: str, pattern: str, names: Collection[str]) -> str:
+    """Return the error text for a pattern in an argument such as "allow_missing" that matches none of the names."""
+    similar = format_list(close_names(pattern.strip("*/"), names, "/")) or "none"
+    return (
+        f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, similar: {similar}; correct or "
+        "remove it: a name, the first levels of names, or a glob"
+    )
+
+
 def _mistakes_in_renaming(mistakes: Sequence[str]) -> _Differences:
     """Return error texts about ``rename=``, such as "rename: 'a' matches no name", with an advice."""
     if not mistakes:
@@ -604,6 +625,9 @@ def _has_codes(stored_name: str, stored_names: Container[str]) -> bool:
 
     A quantized state stores small integers, its codes, and scales that turn them into values. A code has no value
     without its scale, so codes cannot be converted to another dtype.
+
+    >>> _has_codes("trace/codes/w", ["trace/codes/w", "trace/scales/w"]), _has_codes("codes/trace/w", ["codes/trace/w"])
+    (True, False)
     """
     levels = stored_name.split("/")
     # Any level after the first may be the one: a label may be "codes", too, as in "partition/codes/trace/codes/w",
@@ -619,10 +643,10 @@ def _has_codes(stored_name: str, stored_names: Container[str]) -> bool:
 
 
 def cast_of(narrowed: Iterable[str], leaves: Mapping[str, Spec]) -> dict[str, torch.dtype]:
-    """Return the argument ``cast`` of `load` that allows rounding of the ``narrowed`` leaves, in the shortest form.
+    """Return the shortest argument ``cast`` of `load` that allows rounding the ``narrowed`` leaves, for an advice.
 
-    Its keys are the fewest first levels of names, "mu" for "mu/a" and "mu/b", that match only leaves of one dtype.
-    ``leaves`` has all leaves of the requested state.
+    One key such as "mu" is for all leaves whose names begin with it, if all of them have one dtype. ``leaves`` has the
+    dtypes of the requested state.
 
     >>> half = Spec((), torch.bfloat16)
     >>> cast_of(["mu/a", "mu/b"], {"mu/a": half, "mu/b": half, "nu/a": Spec((), torch.float32)})
@@ -634,10 +658,9 @@ def cast_of(narrowed: Iterable[str], leaves: Mapping[str, Spec]) -> dict[str, to
         names_of_dtype.setdefault(leaves[name].dtype, []).append(name)
     cast: dict[str, torch.dtype] = {}
     for dtype, names in names_of_dtype.items():
-        # Leaves of the same dtype may be matched too: the cast allows rounding to the dtype that they have.
-        names_of_others = [name for name, spec in leaves.items() if spec.dtype != dtype]
-        for levels in shortest_levels(names, [*names, *names_of_others]):
-            cast[levels] = dtype
+        # A pattern may match other leaves of this dtype too: they are not rounded, since they have it.
+        names_of_other_dtypes = [name for name, spec in leaves.items() if spec.dtype != dtype]
+        cast |= dict.fromkeys(shortest_levels(names, names_of_other_dtypes), dtype)
     return cast
 
 
@@ -654,12 +677,10 @@ def shortest_levels(names: Collection[str], all_names: Iterable[str]) -> list[st
         levels_of_others.update(_first_levels(name))
     shortest: dict[str, None] = {}  # each once, in order
     for name in names:
-        # From short to long, so the first of them matches the most names.
+        # From short to long: "mu" and "mu/a" for "mu/a".
         unique_levels = [levels for levels in _first_levels(name) if levels not in levels_of_others]
-        if unique_levels:
-            shortest[unique_levels[0]] = None
-        else:  # another name begins with this whole name, as "a/b" with "a"
-            shortest[name] = None
+        unique_levels.append(name)  # the only one if another name begins with it, as "a/b" with "a"
+        shortest[unique_levels[0]] = None
     return list(shortest)
 
 
