@@ -63,7 +63,9 @@ _ROOT = "~"
 
 
 def name_of(path: tuple[Any, ...], section: str = "") -> str:
-    """Return the name of a leaf in a checkpoint from its path in the tree, below the levels of ``section`` if given.
+    """Return the name that a leaf has in a checkpoint: the keys that lead to it in the tree, joined by "/".
+
+    With ``section``, such as "params" for parameters, the name begins with that.
 
     >>> name_of(("momentum", "trace", "fc.weight")), name_of(("fc.weight",), section="params")
     ('momentum/trace/fc.weight', 'params/fc.weight')
@@ -164,7 +166,8 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain_name_of = {name: name for name in names}
     if not any(map(MAY_BE_WRAPPED.search, plain_name_of)):  # the usual case, decided in little time
         return plain_name_of
-    # The parameters of one model are unwrapped together: some prefixes are removed only if all of them have it.
+    # The names in one dict of the state, as those in "momentum/trace", are unwrapped together: the "module." of
+    # DataParallel is removed only if all of them begin with it, since a model may have a module of this name.
     for upper_levels, leaf_name_of in _params_by_upper_levels(plain_name_of).items():
         for param_name, plain_param_name in unwrapped(leaf_name_of).items():
             if plain_param_name != param_name:
@@ -174,7 +177,9 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _params_by_upper_levels(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Divide the names of leaves into the upper levels and the name of a parameter, which is the last level.
+    """Group the names of leaves by all levels but the last, which is the name of a parameter.
+
+    The result has a dict for each group, from the name of the parameter to that of the leaf.
 
     >>> _params_by_upper_levels(["momentum/trace/fc.weight", "momentum/trace/fc.bias"])
     {'momentum/trace': {'fc.weight': 'momentum/trace/fc.weight', 'fc.bias': 'momentum/trace/fc.bias'}}
@@ -183,7 +188,7 @@ def _params_by_upper_levels(names: Iterable[str]) -> dict[str, dict[str, str]]:
     for name in names:
         upper_levels, _, last_level = name.rpartition("/")
         param_name = _key_of(last_level)
-        if isinstance(param_name, str):  # an int is an index in a list
+        if isinstance(param_name, str):  # the parameters of a list have no names: the last level is an index
             leaf_names_of.setdefault(upper_levels, {})[param_name] = name
     return leaf_names_of
 
@@ -210,24 +215,23 @@ def require_whole(name: str, leaf: Any, advice: str) -> None:
 
 
 def shards_of(leaf: Any) -> dict[Box, Tensor]:
-    """Return the parts of a leaf that this rank has, its shards: boxes, with the values in them as views of the leaf.
+    """Return the parts of a tensor that this rank has: a dict from their positions to their values, as views.
 
-    A box has the offsets and the sizes of a part: ``Box((4, 0), (4, 2))`` for the rows 4 to 7 of an 8 x 2 matrix. A
-    plain tensor is one shard, the whole leaf. Empty shards are omitted, except that a leaf without elements is one
-    empty shard.
+    A position is a box, offsets and sizes. For a rank with the rows 4 to 7 of an 8 x 2 matrix, the result is
+    ``{Box((4, 0), (4, 2)): rows}``. A plain tensor is one part, the whole.
     """
     shape = tuple(leaf.shape)
     if not is_sharded(leaf):  # a plain tensor
         return {whole_box(shape): leaf.detach()}
-    if is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
-        return {}  # this rank is not in the leaf's mesh
-    if 0 in shape:  # so that the checkpoint has the leaf at all
+    if is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:  # this rank is not in the leaf's mesh
+        return {}
+    if 0 in shape:  # one empty part, so that the checkpoint has the leaf at all
         return {whole_box(shape): torch.empty(shape, dtype=leaf.dtype)}
-    # An interval of a flattened tensor has several boxes: rows in part at its begin and end, and whole rows between.
-    if isinstance(leaf, FlatShard):
+    if isinstance(leaf, FlatShard):  # an interval of the flattened tensor: parts of rows at its ends, and whole rows
         shards = {box: leaf.values_in(box) for box in leaf.boxes}
     else:
         shards = _shards_by_protocol(leaf)
+    # A rank has an empty part if there are more ranks than rows.
     return {box: values for box, values in shards.items() if box.numel}
 
 

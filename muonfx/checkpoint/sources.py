@@ -99,27 +99,25 @@ def _stored_states(
 ) -> dict[ParamState, ParamState]:
     """Find the state in the checkpoint from which each state of a parameter comes; omit those that are new.
 
-    A state is one parameter in one transform, with the shape of each variable. It comes from the one with the same
-    name, or else the closest of those that are not used under their own name. If two states could come from one, both
-    are new.
+    Both arguments have the shape of each variable of a state, such as "mu" and "nu" of Adam. In the example, the
+    momentum of "w" was in the transform "muon" and is in "new/muon". If two states could come from one, both are new.
 
     >>> momentum = {"trace": (2, 3)}
     >>> _stored_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
     {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
     """
-    # 1. States that have not moved.
+    # 1. States that have not moved come from the same name.
     stored_state_of: dict[ParamState, ParamState] = {}
     for param_state, shapes in param_states.items():
         if param_state in stored_states and _can_come_from(shapes, stored_states[param_state]):
             stored_state_of[param_state] = param_state
-    # 2. Others may have moved, from a state of the checkpoint that is not used yet. One that two could come from is
-    # used for neither: nothing shows which of them is right.
+    # 2. Others may have moved: each comes from the closest of the states of the checkpoint that are not used yet.
     other_states = {state: shapes for state, shapes in param_states.items() if state not in stored_state_of}
     unused_states = {state: shapes for state, shapes in stored_states.items() if state not in stored_state_of}
     closest_state_of = _closest_states(other_states, unused_states)
     uses = Counter(closest_state_of.values())
     for param_state, stored_state in closest_state_of.items():
-        if uses[stored_state] == 1:
+        if uses[stored_state] == 1:  # otherwise nothing shows which of them has moved
             stored_state_of[param_state] = stored_state
     return stored_state_of
 
@@ -129,20 +127,21 @@ def _closest_states(
 ) -> dict[ParamState, ParamState]:
     """Find for each state of a parameter the state of this parameter in the transform with the closest name.
 
-    States that have none, or several, are omitted. Two states may have the same one.
+    A name is close if its last levels are equal: "muon" to "new/muon". States that have none, or several, are omitted.
+    Two states may have the same one. Both arguments have the shape of each variable of a state.
 
     >>> momentum = {"trace": (2, 3)}
     >>> _closest_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
     {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
     """
-    # Grouped by parameter, since a model may have thousands of them.
+    # By parameter, so that each of thousands of parameters is compared only with its own states.
     stored_states_of_param: dict[str, dict[ParamState, Shapes]] = {}
     for stored_state, stored_shapes in stored_states.items():
         stored_states_of_param.setdefault(stored_state.parameter, {})[stored_state] = stored_shapes
     closest_state_of: dict[ParamState, ParamState] = {}
     for param_state, shapes in param_states.items():
         parameter = param_state.parameter
-        transforms: list[str] = []  # those in which this parameter had such a state
+        transforms: list[str] = []  # in which this parameter has such a state in the checkpoint
         for stored_state, stored_shapes in stored_states_of_param.get(parameter, {}).items():
             if _can_come_from(shapes, stored_shapes):
                 transforms.append(stored_state.transform)
@@ -207,29 +206,36 @@ def _sources_of_scalar(
 ) -> list[str]:
     """Return the names in the checkpoint from which a 0-d leaf, such as the step count of a transform, may come.
 
-    The step count goes with the parameters of its transform. If all of them are new, it has no name there. A transform
-    without parameters, such as a schedule, has the leaf with the same name, or else the closest one.
-
     Args:
         name: the leaf, such as "new/adam/count".
         param_states: the states of all parameters in all transforms.
         stored_state_of: those that are carried over, with the state in the checkpoint that each comes from.
         stored: the shapes of the leaves in the checkpoint.
+
+    >>> moved = {ParamState("new/adam", "w"): ParamState("adam", "w")}
+    >>> _sources_of_scalar("new/adam/count", list(moved), moved, {"adam/count": (), "adam/mu/w": (2, 3)})
+    ['adam/count']
     """
-    transform, _, _ = name.rpartition("/")
+    # 1. A step count comes from the transforms from which the parameters of its transform come.
     stored_counts = [count for count in _counts_of_parameters(name, stored_state_of) if stored.get(count) == ()]
     if stored_counts:
         return stored_counts
+    # 2. If none of its parameters is carried over, all of them are new, and so are their steps.
+    transform, _, _ = name.rpartition("/")
     has_parameters = any(param_state.transform == transform for param_state in param_states)
-    if has_parameters:  # all of them are new, and so are their steps
+    if has_parameters:
         return []
+    # 3. A transform without parameters, such as a schedule, keeps its name or has moved.
     if stored.get(name) == ():
         return [name]
     return _closest_scalar(name, stored)
 
 
 def _counts_of_parameters(name: str, stored_state_of: Mapping[ParamState, ParamState]) -> list[str]:
-    """Return the names that a step count had, from each parameter in its transform, or in a transform inside that.
+    """Return the names that a step count has in the checkpoint, one for each place from which its parameters come.
+
+    ``stored_state_of`` has the old transform of each parameter: "w" was in "old/adam" and is in "new/adam". The count
+    "new/count" of the transform around it was therefore "old/count".
 
     >>> _counts_of_parameters("new/count", {ParamState("new/adam", "w"): ParamState("old/adam", "w")})
     ['old/count']
@@ -265,13 +271,14 @@ def _closest_scalar(name: str, stored: Shapes) -> list[str]:
 
 
 def _stored_transform(transform: str, inner: str, stored_inner: str) -> str | None:
-    """Return the name in the checkpoint of a transform, from the move of a transform inside it.
+    """Return the name that a transform has in the checkpoint, from the names of a transform inside it.
 
-    ``inner`` is the name of the inner transform, and ``stored_inner`` is its name in the checkpoint. If
-    "chain/adamw/adam" was "old/adamw/adam", then "chain" was "old": the levels below it, "adamw/adam", are the same.
+    The inner transform is called ``inner`` now, and ``stored_inner`` in the checkpoint. If "chain/adamw/adam" was
+    "old/adamw/adam", then "chain" was "old". Return None if ``inner`` is not inside the transform, or if the levels
+    below the transform have changed.
 
-    Return None if ``inner`` is not inside the transform, or if the levels between them have changed.
-
+    >>> _stored_transform("chain", "chain/adamw/adam", "old/adamw/adam")
+    'old'
     >>> _stored_transform("chain", "chain/adamw/adam", "adamw/adam")
     ''
     >>> _stored_transform("chain", "muon/momentum", "muon/momentum") is None
@@ -279,23 +286,20 @@ def _stored_transform(transform: str, inner: str, stored_inner: str) -> str | No
     >>> _stored_transform("chain", "chain/adamw/adam", "xadamw/adam") is None
     True
     """
-    levels = _with_slashes(transform)
-    inner_levels = _with_slashes(inner)
-    stored_inner_levels = _with_slashes(stored_inner)
-    if not f"{inner_levels}/".startswith(f"{levels}/"):  # `inner` is inside another transform
+    levels = _levels_of(transform)
+    inner_levels = _levels_of(inner)
+    stored_levels = _levels_of(stored_inner)
+    if inner_levels[: len(levels)] != levels:  # `inner` is inside another transform
         return None
-    # "/chain" of "/chain/adamw/adam" has "/adamw/adam" below it. Without these, "/old/adamw/adam" is "/old".
-    levels_below = inner_levels.removeprefix(levels)
-    if not stored_inner_levels.endswith(levels_below):
+    levels_below = inner_levels[len(levels) :]  # ["adamw", "adam"] below "chain"
+    count = len(stored_levels) - len(levels_below)  # of the levels above them in the checkpoint, such as ["old"]
+    if count < 0 or stored_levels[count:] != levels_below:
         return None
-    return stored_inner_levels.removesuffix(levels_below).removeprefix("/")
+    return "/".join(stored_levels[:count])
 
 
-def _with_slashes(name: str) -> str:
-    """Return a name with "/" before each level: "/adamw/adam"; the name of the outermost transform, "", has no level.
-
-    So it begins or ends with another name only if whole levels are equal.
-    """
+def _levels_of(name: str) -> list[str]:
+    """Return the levels of a name, ["adamw", "adam"] for "adamw/adam"; none for "", the outermost transform."""
     if name == "":
-        return ""
-    return f"/{name}"
+        return []
+    return name.split("/")
