@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -366,7 +365,7 @@ class Loader:
         self._stack = stack
         """Closes all files when the load ends."""
         self._index_lock = stack.enter_context(ExitStack())
-        """Closes the index; while it is open, saves do not remove the data files. `read` closes it."""
+        """Ends the lock of the index when it is closed. Until `read` closes it, saves do not remove the data files."""
 
     def share_index(self) -> None:
         """Let rank 0 read and lock the index for all ranks, so that all of them read the same checkpoint.
@@ -391,14 +390,15 @@ class Loader:
 
     @no_collection()
     def open(self) -> OpenedCheckpoint:
-        """Allocate the tensors to fill, and open the data files that this rank needs, without reading any values.
+        """Check the arguments of the load, allocate tensors, and open data files; `read` then reads the values.
 
-        Return the values that must be equal on all ranks: the id of the save, and the arguments of `load`. The index is
-        the description of the checkpoint: names, shapes, and the place of each leaf in the data files.
+        Return the values that must be equal on all ranks: the id of the save that wrote the checkpoint, and the
+        arguments. `require_same` compares them on rank 0.
         """
         folder = folder_named(self.path)
         is_alone = self.ranks.group is None
         self.target = self.request.target_class.of(self.request, str(folder), is_alone=is_alone)
+        # The index describes the checkpoint: names, shapes, and the place of each leaf in the data files.
         index = self.index  # sent by rank 0, or None
         if index is None:
             index = self._lock_index()
@@ -414,7 +414,8 @@ class Loader:
     def require_same(self, opened: Sequence[OpenedCheckpoint]) -> Sequence[None]:
         """Raise unless all ranks have called `load` with equal arguments, and have opened the same checkpoint.
 
-        ``opened`` has the result of `open` on each rank. The result is an empty answer for each rank.
+        `Together.step` calls this on rank 0, with the result of `open` on each rank. It sends an item of the returned
+        list to each rank, which needs none here.
         """
         require_same([checkpoint.arguments for checkpoint in opened], "load", "nothing was loaded")
         # Each save has an id of its own: two ids mean that a save has replaced the checkpoint between two ranks.
@@ -426,10 +427,11 @@ class Loader:
     def read(self) -> None:
         """Read the values that this rank needs into the tensors that `open` has allocated.
 
-        A save may now remove the files of the checkpoint: open files stay readable.
+        Every rank calls this after all have opened their files.
         """
-        self._index_lock.close()  # all ranks have opened their files, so a save need not wait for this load any longer
-        # More files than can be held open are opened again, and may be gone: that is no damage, but a replacement.
+        # A save that replaces the checkpoint may now remove its files: open files stay readable.
+        self._index_lock.close()
+        # If there are more files than can be held open, some are opened again, and may be gone: they were replaced.
         with replacement(self.reader.folder, self.reader.index):
             self.reader.read(self.transfers)
         self.reader.close()  # within the step of all ranks, which reports a rank that ends here
@@ -442,7 +444,7 @@ class Loader:
 def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | None) -> tuple[Any, Index]:
     """Load a checkpoint: return the tree with its values, and the index, the description of the checkpoint.
 
-    The common part of `load`, `load_params` and `load_changed`. With a group, every rank calls this, and an error on
+    `load`, `load_params` and `load_changed` call this. With a group of processes, every rank calls it, and an error on
     one rank is raised on all.
     """
     # The state of a sharded transform is divided among the ranks of its layout, so these ranks load it together. A
@@ -450,12 +452,12 @@ def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | N
     if group is None and isinstance(request.tx, Sharded) and not isinstance(request.like, StateSpec):
         group = request.tx.layout.group
     try:
-        ranks = Together(group, path, f"the load of {path}")
+        ranks = Together(group, path, f"the load of {path}")  # without a group, one process
         if group is not None:
             wait_for_save()  # a save in the background may use the same group
         ranks.meet("checkpoint.load")  # a rank that does not call `load` is an error here, not an endless wait later
-        # Repeated while a save replaces the checkpoint.
-        return retried(path, partial(_load_once, path, request, ranks))
+        # Attempts 0, 1, 2, ...: a save may replace the checkpoint while it is read.
+        return retried(path, lambda attempt: _load_once(path, request, ranks, attempt))
     except LostRanksError as error:
         raise CheckpointError(f"{path} was not loaded: {error}") from error
 
@@ -528,9 +530,9 @@ class Target:
         return cls(leaves, expected, rules, where, request, local_tx)
 
     def translated(self, index: Index) -> Index:
-        """Return the index with the names that `save` gives the leaves of an optimizer.
+        """Return the description of a checkpoint with the names that `save` would have given the leaves.
 
-        A checkpoint that ``dcp.save`` wrote has the names of the optimizer's state dict:
+        They have other names if ``dcp.save`` wrote the state dict of an optimizer:
         "optimizer/state/fc.weight/muon.trace" becomes "muon/trace/fc.weight". All other indexes stay as they are.
         """
         if self.request.objects is None:  # `like` is no optimizer
@@ -538,11 +540,11 @@ class Target:
         return as_saved_optimizer(index, self.like, self.where)
 
     def match(self, index: Index) -> dict[str, str | None]:
-        """Compare the checkpoint with the tree, and return the stored name of each leaf, None for missing ones.
+        """Compare a checkpoint with the requested tree: return the name of each leaf in the checkpoint, or None.
 
-        For example ``{"trace/w": "trace/_orig_mod.w", "trace/b": None}``. Names differ after ``rename=``, or if
-        wrappers such as ``torch.compile`` have added prefixes. Raise for differences that the rules do not allow, and
-        warn of differences that may be meant, such as another learning rate.
+        For example ``{"trace/w": "trace/_orig_mod.w", "trace/b": None}`` if "w" was saved with a wrapper such as
+        ``torch.compile``, and "b" is missing. Raise for differences that the caller does not allow. Warn of those that
+        may be meant, such as another momentum.
         """
         # Raises one error with all leaves that do not fit.
         stored_name_of = match(
@@ -555,19 +557,20 @@ class Target:
         )
         self._require_same_scheduler(index)
         self._warn_of_products(index)
-        # An optimizer gets its numbers from the saved groups, or the caller left these out on purpose. In all other
-        # cases the code's numbers are used, so the caller may want to notice that they differ.
+        # An optimizer gets its learning rate and other numbers from the saved groups, or the caller left these out on
+        # purpose. In all other cases the numbers of the code are used.
         if self.request.objects is None or GROUPS not in index.objects:
             self._warn_of_numbers(index)
         return stored_name_of
 
     def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Allocate the tensors of the tree, after a check that the checkpoint fits.
+        """Allocate the tensors of the tree to load, after a check that the checkpoint fits.
 
-        Return two dicts: all tensors by leaf name, and the tensors to read by their names in the checkpoint. The values
-        of the second are also in the first, so that a read fills both. If "new/w" is stored as "w", they are
-        ``{"new/w": tensor}`` and ``{"w": tensor}`` with one tensor.
+        Return all tensors by leaf name, and those to read by their names in the checkpoint. If "new/a" is stored as
+        "a", and "b" is missing, these are ``{"new/a": a, "b": b}`` and ``{"a": a}`` with one tensor ``a``, so that a
+        read into the second dict fills the first.
         """
+        is_optimizer = self.request.objects is not None
         stored_name_of = self.match(index)  # raises if it does not fit
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}
@@ -576,7 +579,7 @@ class Target:
             if stored_name is None:  # missing, and the caller allows it
                 # An optimizer keeps its tensor, which the first step initializes again if weights are loaded later.
                 leaves[name] = leaf
-                if self.request.objects is None:  # `like` is no optimizer
+                if not is_optimizer:  # a change of the result must not change the caller's tree
                     leaves[name] = self._copy(name, leaf)
                 continue
             # A step count may be read once for several leaves: a state that is divided into two labels has two counts.
@@ -588,10 +591,11 @@ class Target:
     def filled(self, leaves: Mapping[str, Any]) -> Any:
         """Put the leaves that were read into a tree of the caller's structure, which `load` returns.
 
-        ``leaves`` is the first dict of `allocate`: ``{"trace/w": tensor}`` becomes ``{"trace": {"w": tensor}}``.
+        ``{"trace/w": tensor}`` becomes ``{"trace": {"w": tensor}}``.
         """
-        result = self.expected.unflatten(_without_common_tensors(leaves))
-        if self.local_tx is not None:  # the caller's tree had local tensors of this rank
+        # One saved step count may have been read for two leaves, which must not change together.
+        result = self.expected.unflatten(_separated(leaves))
+        if self.local_tx is not None:  # the caller has passed plain tensors, the parts on this rank, and gets such
             result = _as_local(self.local_tx, result, self.request.section)
         return result
 
@@ -616,8 +620,9 @@ class Target:
         has the saved dtypes, such as ``{"muon": "bfloat16"}``.
         """
         tx = self.expected.transform
-        if tx is None:  # without a transform, nothing computes products
+        if tx is None:  # the caller has not passed the transform that will use the state
             return
+        # Without devices of the caller or of tensors, as for a `Spec`, this is the CPU.
         device = torch.device(self.request.device or self._device_of_like())
         for name, saved_dtype in index.products.items():
             dtype = _product_dtype(tx, name, saved_dtype, device)
@@ -658,20 +663,16 @@ class Target:
         ``shape`` is the leaf's shape, but a leaf of a changed run may have fewer rows in the checkpoint. For a meta
         tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
         """
-        # A leaf without strides to copy: a spec, or a tensor of another shape. A spec has no device, so it is the CPU.
-        if isinstance(leaf, Spec) or tuple(leaf.shape) != tuple(shape):
-            device = self.request.device or getattr(leaf, "device", "cpu")
-            return torch.empty(shape, dtype=leaf.dtype, device=device)
-        # A shard that is no tensor, such as a `FlatShard`.
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor | Spec):  # a part of a tensor on this rank, such as a `FlatShard`
             return leaf.empty_like()
-        # A tensor or DTensor. Values are read into memory, so the result of a meta tensor is on the CPU.
         device = self.request.device
-        if device is None and leaf.is_meta:
-            device = "cpu"
         if device is None:
-            device = leaf.device
-        return torch.empty_like(leaf, device=device, requires_grad=False)
+            device = "cpu"  # a spec has no device, and a meta tensor no memory into which values could be read
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                device = leaf.device
+        if isinstance(leaf, Tensor) and tuple(leaf.shape) == tuple(shape):  # with its strides, also of a DTensor
+            return torch.empty_like(leaf, device=device, requires_grad=False)
+        return torch.empty(shape, dtype=leaf.dtype, device=device)
 
     def _copy(self, name: str, leaf: Any) -> Any:
         """Return a copy of a leaf of ``like`` that is missing in the checkpoint.
@@ -706,13 +707,13 @@ def _different_numbers(index: Index, expected: StateSpec) -> list[str]:
 
 
 def _product_dtype(tx: Transform, name: str, saved_dtype: str, device: torch.device) -> str:
-    """Return the dtype of the matrix products that the part ``name`` of a transform computes now, such as "bfloat16".
+    """Return the dtype in which a transform computes matrix products on a device, such as "bfloat16".
 
-    If the transform has no such part, return ``saved_dtype``, the dtype in the checkpoint.
+    ``name`` is the part of the transform that computes them, such as "muon". If the transform has no such part, return
+    ``saved_dtype``, the dtype in which they were computed when the checkpoint was saved.
     """
-    # The dtype depends on the dtype of the parameters, which a state does not have. It follows from the saved dtype:
-    # products are float64 exactly for parameters that are float64. Parameters of all other dtypes have products of one
-    # dtype.
+    # Float64 parameters have products in float64, and those of all other dtypes have products of one dtype. A state
+    # does not have the dtype of its parameters, but the saved dtype of the products shows which of the two it was.
     param_dtype = torch.float32
     if saved_dtype == "float64":
         param_dtype = torch.float64
@@ -720,10 +721,11 @@ def _product_dtype(tx: Transform, name: str, saved_dtype: str, device: torch.dev
     return dtype_of_part.get(name, saved_dtype)
 
 
-def _without_common_tensors(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the leaves with a copy for every name after the first of a tensor that has several names.
+def _separated(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dict of tensors with a copy of each tensor that an earlier name has too.
 
-    This is a step count that was read once for several leaves. An optimizer changes each count in place.
+    ``{"a/count": count, "b/count": count}`` becomes ``{"a/count": count, "b/count": count.clone()}``: a step count may
+    be read once for several leaves, and an optimizer changes each in place.
     """
     separate_leaves: dict[str, Any] = {}
     used_ids: set[int] = set()  # equal ids show that it is one tensor

@@ -55,9 +55,13 @@ class Together:
         self.group = group
         self.path = path
         self.rank = 0
+        """The rank of this process in the group."""
         self.size = 1
+        """The number of ranks in the group."""
+        self._merging_rank = 0
+        """The rank among all processes, as torch requires it, of the rank 0 of the group."""
         if group is not None:
-            check_group(group, action)
+            check_group(group, action)  # `action` begins its error, such as "the save to runs/a: group=..."
             self.rank = dist.get_rank(group)
             self.size = dist.get_world_size(group)
             self._merging_rank = dist.get_global_rank(group, 0)
@@ -75,11 +79,11 @@ class Together:
             raise LostRanksError(str(error)) from error
 
     def step(self, compute: Callable[[], Value], merge: Callable[[list[Value]], Sequence[Answer]]) -> Answer:
-        """Let each rank ``compute`` a value, and rank 0 ``merge`` the values to one answer for each rank.
+        """Let each rank ``compute`` a value, and rank 0 ``merge`` all values to a list of answers; return this rank's.
 
-        With ``merge=lambda values: [sum(values)] * len(values)``, each rank receives the sum. Rank 0 merges only if all
-        ranks have a value. Otherwise, or if the merge fails, all ranks raise one error. A rank that is interrupted
-        takes part in the communication until all ranks have an answer.
+        With the values 3 and 4 on two ranks, and ``merge=lambda values: [sum(values)] * len(values)``, both ranks
+        receive 7. If ``compute`` fails on a rank, or ``merge`` on rank 0, all ranks raise one error. A rank that is
+        interrupted, as by Ctrl-C, first takes part in the communication, for which the others wait.
         """
         if self.group is None:  # one process is rank 0 of 1: one value, one answer
             (answer,) = merge([compute()])
@@ -87,13 +91,13 @@ class Together:
         # 1. An error is sent in place of the value: a rank that raised it at once would let the others wait forever.
         computed = _attempt(compute)
         values_or_errors = self._gather(computed.value_or_error)  # of all ranks, on rank 0 only
-        # 2. Rank 0 has a list of answers, one for each rank, and the others have no answers to send.
-        merged = _Outcome([])
+        # 2. Rank 0 sends an answer to each rank, or the errors of all ranks.
+        merged = _Outcome([])  # on the other ranks, which have no answers to send
         if self.rank == 0:
             merged = self._merge(values_or_errors, merge)
         answer_or_failures = self._scatter(merged.value_or_error)
-        # 3. All ranks have communicated, so each may raise. An interrupt such as Ctrl-C comes first: it is of this rank
-        # alone, and the other ranks raise the error that was sent for it.
+        # 3. All ranks have communicated, so each may raise. An interrupt comes first: it is of this rank alone, and the
+        # other ranks raise the error that was sent for it.
         for interrupt in (computed.interrupt, merged.interrupt):
             if interrupt is not None:
                 raise interrupt
@@ -102,12 +106,12 @@ class Together:
         return answer_or_failures
 
     def _merge(self, values_or_errors: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
-        """Merge the values of all ranks to a list of answers, one for each rank. Rank 0 calls this.
+        """On rank 0, return a list with the answer for each rank, or with the errors, because each rank waits for one.
 
-        If a value is an error, or the merge fails, the answer for every rank is a `_Failures`, a dict from rank to
-        error: each rank must get an answer, because each of them waits for one.
+        The values ``[3, 4]`` become ``[7, 7]`` if ``merge`` sums them. The values ``[3, error]`` become
+        ``[_Failures({1: error})] * 2``. The list is in an `_Outcome`, which may also have an interrupt of this rank.
         """
-        # 1. Some ranks have failed: there is nothing to merge.
+        # 1. Some ranks have sent an error in place of a value: there is nothing to merge.
         error_of_rank = {rank: item for rank, item in enumerate(values_or_errors) if isinstance(item, Exception)}
         if error_of_rank:
             return _Outcome([_Failures(error_of_rank)] * self.size)
@@ -202,12 +206,13 @@ def require_no_other_group(group: Any, path: Path) -> None:
     The later of the two saves would replace the earlier one. If the ranks 0 and 1 save to "runs/a", and the ranks 2 and
     3 as well, the second group to come raises. Rank 0 of the group calls this; the folder exists.
     """
-    if group is None:
+    if group is None:  # one process saves alone
         return
-    # The ranks of the group that came first, which may be this one. The inode, the number of the folder on its disk, is
-    # in the text, because two machines may have a folder of one name on disks of their own.
-    claimed_by = ranks_that_claimed(f"{path} {path.stat().st_ino}", group)
     ranks = dist.get_process_group_ranks(group)
+    # Two machines may have a folder of one name on disks of their own, with other inodes (numbers on the disk).
+    name_of_folder = f"{path} {path.stat().st_ino}"
+    # This claims the folder for the group, unless another group has claimed it: then it returns that group's ranks.
+    claimed_by = ranks_that_claimed(name_of_folder, group)
     if set(claimed_by).isdisjoint(ranks):
         raise CheckpointError(
             f"{path} was not written by {listed(ranks)}: {listed(claimed_by)} of this job save to it too, and the "
@@ -217,17 +222,15 @@ def require_no_other_group(group: Any, path: Path) -> None:
 
 
 def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoReturn:
-    """Raise one error whose message lists the errors of all ranks. Every rank calls this and raises an equal error.
+    """Raise one error whose message lists the errors of all ranks, "ranks 0, 2: runs/a was not written: ...".
 
-    Its class is that of the first error, or `ReplacedError` if a rank has raised that, because the caller then reads
-    the checkpoint again. ``path`` is the path of the checkpoint. Ranks with the same message share a line.
+    Every rank calls this with the same dict from rank to error, and so raises an equal error. Its class is that of the
+    first error, or `ReplacedError` if a rank has raised that, because the caller then reads the checkpoint again.
     """
     message = _message_of_all(error_of_rank, path)
     errors = list(error_of_rank.values())
     errors_of_replacement = [error for error in errors if isinstance(error, ReplacedError)]
-    chosen_error = errors[0]
-    if errors_of_replacement:
-        chosen_error = errors_of_replacement[0]
+    chosen_error = (errors_of_replacement or errors)[0]
     if not isinstance(chosen_error, CheckpointError):
         raise CheckpointError(message) from chosen_error
     # A copy with this message, which keeps the other attributes.
@@ -249,11 +252,11 @@ def _message_of_all(error_of_rank: Mapping[int, Exception], path: object) -> str
 
 
 def require_same(arguments: Sequence[Mapping[str, str]], action: str, outcome: str) -> None:
-    """Raise if ranks passed different arguments; ``arguments[rank]`` maps argument names to their ``repr``.
+    """Raise if ranks passed different arguments to a save or load.
 
-    The error is such as "nothing was written: the ranks save with different step=", and lists the values by rank:
-    ``outcome`` is the text before the colon, and ``action`` the verb. With ``arguments=[{"step": "1"}, {"step": "2"}]``
-    it names "step".
+    ``arguments`` has a dict for each rank, from argument name to ``repr``. With ``[{"step": "1"}, {"step": "2"}]``, the
+    action "save" and the outcome "nothing was written", the error begins with "nothing was written: the ranks save with
+    different step=", and lists the values by rank.
     """
     if len(arguments) == 1:  # one process has no other to differ from
         return
