@@ -427,59 +427,57 @@ class ChangedTarget(Target):
     def _require_common_params(self, shapes: Shapes, stored_shapes: Shapes) -> None:
         """Raise if no parameter has the same name as in the checkpoint, so that the whole state would be lost.
 
-        ``shapes`` and ``stored_shapes`` are the shapes of the leaves of ``like`` and of the checkpoint, by name. The
-        parameter of a leaf is the last level of its name: "w" of "adam/mu/w".
+        ``shapes`` and ``stored_shapes`` have the leaves of ``like`` and of the checkpoint: the state "adam/mu/w" is of
+        the parameter "w". If it is "model.w" in ``like``, the error suggests ``rename=``.
         """
         parameters = {param_state.parameter for param_state in param_states_of(shapes)}
         stored_parameters = {param_state.parameter for param_state in param_states_of(stored_shapes)}
         if not parameters or not stored_parameters:  # such as the state of a schedule
             return
-        if parameters.isdisjoint(stored_parameters):
-            raise mismatch(
-                self.where,
-                [
-                    f"no parameter of the checkpoint is in `like`: it has {format_list(sorted(stored_parameters))}, "
-                    f"and `like` has {format_list(sorted(parameters))}"
-                ],
-                ["load_changed compares parameters by name: rename= gives them other names"],
-            )
+        if not parameters.isdisjoint(stored_parameters):
+            return
+        problem = (
+            f"no parameter of the checkpoint is in `like`: it has {format_list(sorted(stored_parameters))}, and `like` "
+            f"has {format_list(sorted(parameters))}"
+        )
+        advice = "load_changed compares parameters by name: rename= gives them other names"
+        raise mismatch(self.where, [problem], [advice])
 
     def _require_common_leaves(self, shapes: Shapes, stored_shapes: Shapes, index: Index) -> None:
         """Raise if no leaf can be carried over, so that the whole state would be lost.
 
-        The names of parameters may be equal, and their states of other kinds: "trace/w" was saved, and "mu/w" is
-        requested. The two dicts have the shape of each leaf by name, of ``like`` and of the checkpoint.
+        This is so if "trace/w" of a momentum was saved, and "mu/w" and "nu/w" of Adam are requested. ``shapes`` and
+        ``stored_shapes`` have the shape of each leaf of ``like`` and of the checkpoint, by name.
         """
         if not shapes or self.sources.source_of:  # nothing is requested, or something is carried over
             return
         texts = [f"{name!r} {shape}" for name, shape in shapes.items()]
         stored_texts = [f"{name!r} {shape}" for name, shape in stored_shapes.items()] or ["no state"]
-        advice = self._advice_on_other_state(stored_shapes, index.objects)
-        raise mismatch(
-            self.where,
-            [
-                "no leaf of the checkpoint fits `like`, whose whole state would start again: it has "
-                f"{format_list(stored_texts, str)}, and `like` has {format_list(texts, str)}"
-            ],
-            [advice],
+        problem = (
+            "no leaf of the checkpoint fits `like`, whose whole state would start again: it has "
+            f"{format_list(stored_texts, str)}, and `like` has {format_list(texts, str)}"
         )
+        advice = self._advice_on_other_state(stored_shapes, index.objects)
+        raise mismatch(self.where, [problem], [advice])
 
     def _advice_on_other_state(self, stored_names: Iterable[str], objects: Iterable[str]) -> str:
-        """Return what to do if no leaf fits, from the names of the leaves and of the other values in the checkpoint.
+        """Return a sentence about the likely reason why no leaf of a checkpoint fits the requested state.
 
-        "optimizer/param_groups/0/lr" is of a state dict, and "exp_avg/w" of `torch.optim.AdamW`.
+        Args:
+            stored_names: the names of the tensors in the checkpoint. "exp_avg/w" is of `torch.optim.AdamW`.
+            objects: the names of all other values. "optimizer/param_groups/0/lr" is of the state dict of an optimizer.
         """
         if paths_of_state_dicts(objects):
             return "it has the state dict of an optimizer: pass an optimizer as `like`, not its state"
         to_start_again = "to start the state again, do not call load_changed"
         has_moments_of_torch = any(name.startswith("exp_avg/") for name in stored_names)
-        if has_moments_of_torch:
-            return (
-                "it has the moments of torch.optim.AdamW, 'exp_avg' and 'exp_avg_sq': load it into an AdamW, convert "
-                "that by muonfx.checkpoint.convert.recipe and read, save it, and call load_changed with that "
-                f"checkpoint; or, {to_start_again}"
-            )
-        return to_start_again
+        if not has_moments_of_torch:
+            return to_start_again
+        return (
+            "it has the moments of torch.optim.AdamW, 'exp_avg' and 'exp_avg_sq': load it into an AdamW, convert that "
+            "by muonfx.checkpoint.convert.recipe and read, save it, and call load_changed with that checkpoint; or, "
+            f"{to_start_again}"
+        )
 
     def _require_fitting(self) -> None:
         """Raise one error with all leaves that do not fit: they have a narrower dtype, or are shards with more rows.
@@ -511,7 +509,10 @@ class ChangedTarget(Target):
             raise mismatch(self.where, problems, advice)
 
     def _advice_on_narrowing(self, names: list[str]) -> list[str]:
-        """Return what the caller can do about leaves of a narrower dtype: another chain, or `load` with ``cast=``."""
+        """Return two sentences about leaves that would be rounded: how to keep their values, and how to round them.
+
+        The second has a call such as "mfx.checkpoint.load(path, like, cast={'trace': torch.bfloat16})".
+        """
         like = "like" if self.request.objects is None else "optimizer"
         cast = cast_of(names, self.expected.leaves)
         return [
@@ -523,10 +524,10 @@ class ChangedTarget(Target):
     def _require_equal_counts(self) -> None:
         """Raise if parameters with different step counts now have one transform, and so one count.
 
-        For example, two parameters with the counts ``{"a/count": 100, "b/count": 7}`` now both have the label "a". No
-        value of its count is right for both.
+        Two parameters were in the transforms "a" and "b", with the counts ``{"a/count": 100, "b/count": 7}``, and now
+        both are in "a". No value of "a/count" is right for both.
         """
-        for name, stored_names in self.sources.equal_counts.items():
+        for name, stored_names in self.sources.equal_counts.items():  # such as "a/count", ["a/count", "b/count"]
             counts = {stored_name: self.compared_counts[stored_name].item() for stored_name in stored_names}
             if len(set(counts.values())) > 1:
                 problem = f"{name!r} would be the step count of parameters with the counts {counts}"

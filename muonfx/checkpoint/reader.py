@@ -213,11 +213,11 @@ class DataReader:
         return transfers
 
     def read(self, transfers: Iterable[Transfer]) -> None:
-        """Copy boxes of leaves to memory; convert dtypes, and copy to other devices.
+        """Fill the destination of each transfer, a tensor, with a part of a leaf; convert dtype and device if needed.
 
-        A box is a rectangular part of a leaf, and a chunk a part that a file has. A whole chunk is read in place if the
-        tensor has its dtype and order. Such reads are collected, so that threads read them in parallel.
+        A file has the leaf in chunks, as the ranks have written it. A transfer is of a whole chunk or a box in it.
         """
+        # Whole chunks that need no conversion are read into their destination, all of them together, by threads.
         blocks: list[_Block] = []
         for transfer in transfers:
             name, chunk, box, destination = transfer
@@ -230,18 +230,20 @@ class DataReader:
         self._read_blocks(blocks)
 
     def _read_and_convert(self, transfer: Transfer, dtype: torch.dtype) -> None:
-        """Read the blocks of a chunk that contain a box into a buffer, and copy the box from there.
+        """Read a part of a chunk into a buffer, and copy it to the destination of the transfer.
 
-        Needed if the box is only a part of the chunk, or if the destination has another dtype, device or order.
+        This is for a box that is smaller than the chunk, or a destination of another dtype, device or order. ``dtype``
+        is the dtype in the file.
         """
         name, chunk, box, destination = transfer
-        # The box as a view of the stored chunk, without memory: it has the strides and the offset to read. The columns
-        # 2 and 3 of a chunk of shape (4, 8) have the strides (8, 1), and are within the elements 2 to 27.
+        # 1. Which elements of the chunk to read: the rows 2 and 3 of a chunk of shape (4, 8) are the elements 16 to 31.
+        # A meta tensor has the strides of the whole chunk, but no memory.
         stored_chunk = torch.empty(chunk.box.sizes, dtype=dtype, device="meta")
         stored_box = _relative(box, chunk.box).of(stored_chunk)
         begin, end = _range_of(stored_box)
+        # 2. Only the blocks of the file around these elements are read, since a chunk may have many gigabytes.
         buffer, buffer_begin = self._read_around(begin, end, name, chunk, dtype)
-        # The buffer begins later than the chunk, so the offset of the box in it is smaller by that.
+        # 3. The box as a view of the buffer, whose first element is number `buffer_begin` of the chunk.
         values = buffer.as_strided(box.sizes, stored_box.stride(), begin - buffer_begin)
         destination.copy_(values)
 
@@ -270,9 +272,10 @@ class DataReader:
         return self.index
 
     def _read_blocks(self, blocks: list[_Block]) -> None:
-        """Read blocks of at most 4 MiB and verify their checksums; blocks of one file are read in parallel.
+        """Read parts of at most 4 MiB of the data files into memory, and verify the checksum of each part.
 
-        Files are read one after the other, so that a file may be closed before the next is opened.
+        Threads read the blocks of one file in parallel. Files are read one after the other, so that a file may be
+        closed before the next is opened.
         """
         # In the order of the files, as `groupby` requires, and within a file from its begin to its end.
         blocks.sort(key=attrgetter("file", "begin"))

@@ -176,11 +176,11 @@ class Writer(_InFolder, StorageWriter):
             raise
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
-        """Begin another save; ``checkpoint_id`` is the path of its folder, or None for the path as before.
+        """Begin a save to the folder ``checkpoint_id``, or to the same folder as before if it is None.
 
         DCP (``torch.distributed.checkpoint``) calls this first in each save.
         """
-        self._abandon()  # the files of an earlier save that has failed
+        self._abandon()  # remove the files of an earlier save, if that has failed
         if checkpoint_id is not None:
             folder = folder_named(checkpoint_id)
             require_valid(folder, tx=None, step=self._request.head.step, keep=self._request.keep)
@@ -346,10 +346,11 @@ def _json_of_objects(items: Iterable[WriteItem], plan: SavePlan, planner: SavePl
 
 
 def _object_of(item: WriteItem, planner: SavePlanner, name: str) -> object:
-    """Return a value of the state dict that is no tensor, as it is before the planner pickles it: 7, not its bytes.
+    """Return a value of the state dict that is no tensor, such as 7, not the pickled bytes of 7.
 
-    A planner is the object of DCP that divides a state dict among the ranks. DCP has no public method for that value,
-    but planners that are derived from its `DefaultSavePlanner` can look it up.
+    The planner, the object of ``torch.distributed.checkpoint`` that has the state dict, returns bytes by its public
+    methods. Its usual class, `DefaultSavePlanner`, also has ``lookup_object``, which returns the value itself. ``name``
+    is the name of the value, for the error.
     """
     lookup: Callable[[MetadataIndex], object] | None = getattr(planner, "lookup_object", None)
     if lookup is None:
@@ -374,10 +375,11 @@ def _has_tensor_values(item: WriteItem) -> bool:
 
 
 def _shard_of(item: WriteItem, planner: SavePlanner, name: str) -> tuple[Spec, Entry]:
-    """Return the global shape and dtype of the tensor in an item of a plan, and the part of it with its values.
+    """Return the shape and dtype of the whole tensor of which an item is a part, and this part, with its values.
 
-    The item has the offsets and sizes of the part, and the planner has the values. For the rows 4 to 7 of an 8 x 2
-    tensor, the first result has the shape (8, 2), and the second the box of offsets (4, 0) and sizes (4, 2).
+    An item of ``torch.distributed.checkpoint`` describes a tensor to write, or the part of one on this rank; the
+    planner has its values. For the rows 4 to 7 of an 8 x 2 tensor, the first result has the shape (8, 2), and the
+    second the offsets (4, 0) and the sizes (4, 2).
     """
     values: Any = planner.resolve_data(item)
     require_writable(name, values, is_alone=False)
@@ -486,17 +488,18 @@ class Reader(_InFolder, StorageReader):
 
     # Not **kwargs, from which DCP concludes that each rank may have metadata of its own.
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Read the index. Until the data files are open, a save that replaces the checkpoint does not remove them.
+        """Read the index, and return it as the metadata of ``torch.distributed.checkpoint``.
 
-        Return it in the form of DCP. If it cannot be read, every access to the result raises the error: DCP would
-        replace an error of this method by one without its reason.
+        The index stays locked until the data files are open: until then, a save that replaces the checkpoint does not
+        remove them. If the index cannot be read, `set_up_storage_reader`, which is called next, raises the error.
         """
-        self._stack.close()
+        self._stack.close()  # of an earlier load that has not ended
         try:
             self._index = retried(self._path, self._lock_index)
             self._name_of_key = _names_of_keys([*self._index.leaves, *self._index.objects])
         except CheckpointError as error:
             self._stack.close()
+            # DCP would replace an error that is raised here by one without its reason.
             return _Unreadable(error)
         return _metadata_of(self._index, self._name_of_key)
 
@@ -505,8 +508,8 @@ class Reader(_InFolder, StorageReader):
         return self._stack.enter_context(inspect_and_keep(self._path))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise the error with which the index could not be read."""
-        _ = metadata.state_dict_metadata
+        """Raise the error with which the index could not be read, if it was not."""
+        _ = metadata.state_dict_metadata  # an access to `_Unreadable` metadata raises its error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Open the data files that this rank needs; they stay readable when the checkpoint is replaced."""
@@ -529,9 +532,10 @@ class Reader(_InFolder, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the values of a plan, and copy them into the state dict once all are read.
+        """Read the values that this rank needs, and copy them into the state dict once all are read.
 
-        An error of the read therefore leaves the state dict as it was. ``planner`` returns the tensor of each item.
+        An error of the read therefore leaves the state dict as it was. The plan has an item for each value, or part of
+        a tensor, to read, and ``planner`` has the state dict. Both are of ``torch.distributed.checkpoint``.
         """
         tensor_items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         # 1. Read into new memory.
@@ -552,9 +556,9 @@ class Reader(_InFolder, StorageReader):
         return _done(None)
 
     def _transfer_of(self, item: ReadItem) -> Transfer:
-        """Describe the read of an item of a plan: the part of a stored tensor, and new memory for its values.
+        """Return the `Transfer` that reads an item of a plan, a part of a tensor, into new memory.
 
-        Offsets of an item count from the begin of a chunk, a stored part of the tensor, those of a `Transfer` from the
+        An item counts offsets from the begin of a chunk, the part of the tensor in a file, and a `Transfer` from the
         begin of the tensor: row 1 of a chunk that begins with row 4 is row 5.
         """
         name = self._name_of_key[item.storage_index.fqn]
@@ -566,26 +570,29 @@ class Reader(_InFolder, StorageReader):
         return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=dtype))
 
     def _require_fit(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
-        """Raise one error with all tensors to which stored values would be rounded, as `muonfx.checkpoint.load` does.
+        """Raise one error with all tensors to which stored values would be rounded, such as fp32 to bf16.
 
-        The planner has compared names and shapes, so only dtypes can differ: fp32 is stored, and the tensor is bf16.
+        ``destinations`` has the tensor of each item. The planner of ``torch.distributed.checkpoint`` has compared names
+        and shapes, so only dtypes can differ. ``cast=`` of this reader allows rounding.
         """
-        plain_name_of = plain_names(self._index.leaves)
-        specs: dict[str, Spec] = {}
+        plain_name_of = plain_names(self._index.leaves)  # `match` compares names without "_orig_mod." of wrappers
+        specs: dict[str, Spec] = {}  # the requested tensors
         for item, destination in zip(items, destinations, strict=True):
-            name = self._name_of_key[item.storage_index.fqn]
+            name = self._name_of_key[item.storage_index.fqn]  # "model/fc.weight" for the key "model.fc.weight"
             shape = self._index.leaves[name].spec.shape
             specs[plain_name_of[name]] = Spec(shape, destination.dtype)
+        # Raises the error; the names that it returns are known here.
         match(self._index, StateSpec(specs), self._rules, section=None, where=str(self._path))
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
-        """Return a value that is no tensor in the form in which planners of torch expect it: pickled, in memory.
+        """Return the value of an item that is no tensor, such as a learning rate, pickled, as planners of torch expect.
 
-        The planner unpickles it at once. Nothing that comes from a file is unpickled.
+        The planner unpickles these bytes, which are made here. Nothing that comes from a file is unpickled.
         """
+        name = self._name_of_key[item.storage_index.fqn]
         buffer = io.BytesIO()
-        torch.save(self._index.objects[self._name_of_key[item.storage_index.fqn]], buffer)
-        buffer.seek(0)
+        torch.save(self._index.objects[name], buffer)
+        buffer.seek(0)  # planners read from the position
         return buffer
 
 
