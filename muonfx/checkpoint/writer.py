@@ -131,12 +131,12 @@ class Saver:
 
     @no_collection()
     def propose(self) -> Proposal:
-        """Return the leaves that this rank could write, without their values, and its arguments to compare.
+        """Return the leaves that this rank could write, without their values, and its arguments of `save` to compare.
 
-        For example ``{"trace/w": ProposedLeaf(spec, True, {box: "cpu 305419896"})}``.
+        The leaves are such as ``{"trace/w": ProposedLeaf(spec, True, {box: "cpu 305419896"})}``, with the checksum of
+        each part. From the proposals of all ranks, `assign` decides on rank 0 which rank writes which part.
         """
-        # An invalid argument of this rank. `Together.step`, which calls this, raises the error on all ranks.
-        if self.request.problem is not None:
+        if self.request.problem is not None:  # an invalid argument: `Together.step` raises this error on all ranks
             raise self.request.problem
         leaves = {name: self._proposed(leaf) for name, leaf in self.request.leaves.items()}
         arguments: dict[str, str] = {}
@@ -161,10 +161,11 @@ class Saver:
 
     @no_collection()
     def assign(self, proposals: list[Proposal]) -> list[Assignment]:
-        """Decide on rank 0 which rank writes which shards, create the folder of the checkpoint, and lock the save.
+        """Decide on rank 0 which rank writes which shards (parts of tensors), and create the folder of the checkpoint.
 
-        ``proposals`` and the result have an item for each rank. An `Assignment` names a data file and its shards, such
-        as "data-0123456789abcdef-00001-of-00002.safetensors" and the rows 4 to 7 of "trace/w".
+        ``proposals`` has the result of `propose` on each rank. The result has an `Assignment` for each rank: the name
+        of its data file, "data-0123456789abcdef-00001-of-00002.safetensors", and its shards, such as the rows 4 to 7 of
+        "trace/w".
         """
         # Nothing is created before all ranks have equal arguments, and their shards fit together.
         require_same([proposal.arguments for proposal in proposals], "save", "nothing was written")
@@ -207,9 +208,10 @@ class Saver:
 
     @no_collection()
     def commit(self, written: list[WrittenShards]) -> Sequence[None]:
-        """Write the index on rank 0, which completes the checkpoint, and remove obsolete files.
+        """On rank 0, write ``index.json``, which completes the checkpoint, and remove obsolete files.
 
-        ``written`` has the data file of each rank, or no file. The result is an empty answer for each rank.
+        ``written`` has the data file of each rank, or no file. `Together.step`, which calls this, sends an item of the
+        returned list to each rank, which needs none here.
         """
         draft = self.draft
         assert draft is not None  # `assign` has created it
@@ -295,7 +297,7 @@ def write_checkpoint(request: SaveRequest) -> None:
     description of the checkpoint, which completes it.
     """
     path = request.path
-    ranks = Together(request.group, path, f"the save to {path}")
+    ranks = Together(request.group, path, f"the save to {path}")  # without a group, one process
     try:
         ranks.meet("checkpoint.save")  # until all ranks have called `save`
     except LostRanksError as error:
@@ -305,12 +307,13 @@ def write_checkpoint(request: SaveRequest) -> None:
         # In a step, all ranks call the first function, and rank 0 calls the second with their results.
         assignment = ranks.step(saver.propose, saver.assign)
         ranks.step(lambda: saver.write(assignment), saver.commit)
+    # `end` removes the files of this rank, unless the other ranks may complete the checkpoint with them.
     except LostRanksError as error:  # this rank cannot reach the others, which may have no error and go on
         completion = saver.end(is_error_of_all=False)
-        message = f"{path} {completion.value} {error}"
+        message = f"{path} {completion.value} {error}"  # such as "runs/a may have been written or not: ..."
         raise WriteError(message, written=completion is Completion.COMPLETE) from error
-    except BaseException as error:
-        saver.end(is_error_of_all=isinstance(error, Exception))  # an interrupt may be of this rank alone
+    except BaseException as error:  # an error of `step` is one of all ranks, an interrupt may be of this rank alone
+        saver.end(is_error_of_all=isinstance(error, Exception))
         raise
 
 
@@ -383,13 +386,13 @@ def checksum_of_shard(values: Tensor) -> str:
 
 
 def plan_of(leaves_of_rank: Sequence[Mapping[str, ProposedLeaf]]) -> dict[str, PlannedLeaf]:
-    """Merge the leaves that all ranks propose to write: return for each shard the ranks that hold it.
+    """Merge the leaves of all ranks: return the ranks that hold each shard, a part of a leaf, or the whole.
 
-    Raise unless the shards fill each leaf, and all ranks that hold one shard have equal bits of it. If rank 0 has the
-    rows 0 to 3 of "w", and rank 1 the rows 4 to 7, the result has two boxes with one rank each.
+    If rank 0 has the rows 0 to 3 of "w", and rank 1 the rows 4 to 7, the result has for "w" the positions of both
+    parts, with the ranks ``[0]`` and ``[1]``. Raise unless the shards fill each leaf, and all ranks that hold one shard
+    have equal bits of it.
     """
-    # The ranks that have each leaf in their tree.
-    holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}  # by leaf name, and rank
+    holders_by_leaf: dict[str, dict[int, ProposedLeaf]] = {}  # {"w": {0: leaf, 1: leaf}} for the ranks 0 and 1
     for rank, leaves in enumerate(leaves_of_rank):
         for name, leaf in leaves.items():
             holders_by_leaf.setdefault(name, {})[rank] = leaf
@@ -447,17 +450,17 @@ def _common_spec(name: str, holders: Mapping[int, ProposedLeaf]) -> Spec:
 
 
 def _require_on_all_ranks(name: str, holders: Mapping[int, ProposedLeaf], ranks: int) -> None:
-    """Raise if some ranks hold a leaf as a plain tensor, and the trees of other ranks do not have it at all.
+    """Raise if a plain tensor is in the trees of some ranks only: it must be equal on all of them.
 
-    A plain tensor must be equal on all ``ranks``, a number. A leaf with shards (parts that have their positions) may be
-    on some of them, as in a pipeline. ``holders`` is a dict from rank to the leaf on this rank.
+    ``holders`` is a dict from rank to the leaf ``name`` on this rank, and ``ranks`` the number of all ranks. A leaf of
+    shards (parts with positions) may be on some ranks only, as in a pipeline.
     """
     if len(holders) == ranks:  # all ranks have it
         return
     is_plain = any(leaf.is_plain for leaf in holders.values())
     if not is_plain:  # shards on some ranks are enough if they fill the leaf, which the caller checks
         return
-    holding_ranks = [rank for rank, leaf in holders.items() if leaf.checksums]  # one for each shard on the rank
+    holding_ranks = [rank for rank, leaf in holders.items() if leaf.checksums]  # without checksums, it has no shard
     missing_ranks = [rank for rank in range(ranks) if rank not in holders]
     raise CheckpointError(
         f"nothing was written: the leaf {name!r} is a plain tensor on {listed(holding_ranks)} and missing on "
@@ -554,20 +557,23 @@ class Draft:
         self.path = path
         self.save_id = save_id or secrets.token_hex(8)
         self._unfinished_index = path / unfinished_index_name(self.save_id)
+        """The new index, until `commit` renames it to ``index.json``."""
         self.files: list[Path] = [self._unfinished_index]
-        """The files to remove after an error: files of this rank, and of ranks that may not learn of it.
-        """
+        """The files to remove after an error: files of this rank, and of ranks that may not learn of it."""
         self._lock = SaveLock(path / lock_name(self.save_id))
-        self._replaced = _ReplacedCheckpoint(None, ())
-        """The checkpoint that this save replaces; `commit` sets it."""
+        """Shows other processes that this save runs: from `begin` to `tidy`, or to `abandon` after an error."""
+        # `begin` sets these two.
         self._index_at_begin = b""
-        """The start of the index when `begin` was called."""
-        self._has_other_writer = False
-        """True if another save has replaced the index between `begin` and `commit`."""
+        """The start of the ``index.json`` that this save will replace; b"" if there is none."""
         self._has_made_folder = False
-        """True if `begin` has created the folder of the checkpoint."""
+        """True if `begin` has created the folder, which is then removed after an error."""
+        # `commit` sets these three.
+        self._has_other_writer = False
+        """True if another save has replaced the index since `begin`. `tidy` warns of it."""
+        self._replaced = _ReplacedCheckpoint(None, ())
+        """The checkpoint that this save replaces. `tidy` removes its files."""
         self._completion = Completion.INCOMPLETE
-        """Complete after the rename of the new index; unknown from its begin to its end."""
+        """Complete after the rename of the new index, unknown during the rename."""
 
     def begin(self) -> None:
         """Create the checkpoint folder, and lock this save, so that other processes see that it is running.
@@ -726,19 +732,21 @@ class Draft:
                 self.path.rmdir()
 
     def abandon(self) -> Completion:
-        """End the save of rank 0 after an error: remove its files unless the checkpoint is, or may be, complete.
+        """End the save on rank 0 after an error: remove its files unless the checkpoint is, or may be, complete.
 
-        Return whether it is complete.
+        Return whether it is complete: whether the new index has got the name ``index.json``.
         """
-        # A network file system may still perform a rename for which it has reported an error. Without its file, it
-        # fails.
+        # 1. A network file system may still perform a rename for which it has reported an error. It cannot do so
+        # without the file to rename.
         if self._completion is Completion.UNKNOWN:
             with suppress(OSError):
                 self._unfinished_index.unlink()
+        # 2. The index at the path names the data files of this save if it is the new one.
         completion = self.completion()
-        if completion is Completion.INCOMPLETE:  # if it is unknown, the index at the path may name these files
+        if completion is Completion.INCOMPLETE:
             self.discard()
-        self._lock.release()  # also if the files stay
+        # 3. The lock and the open index of the replaced checkpoint, also if the files stay.
+        self._lock.release()
         if self._replaced.index_file is not None:
             with suppress(OSError):
                 self._replaced.index_file.close()
