@@ -86,11 +86,14 @@ def read(
 
 
 def _steps_of(entry: _Entry, keys: Keys) -> int | None:
-    """Return the number of steps of a parameter, or else of its group; None if the other optimizer counts neither."""
+    """Return the number of steps that another optimizer has counted for a parameter; None if it counts none.
+
+    AdamW has it in the state of the parameter, ``entry.values["step"]``, and Dion also in ``entry.group["step"]``.
+    """
     steps = None
     if keys.step is not None:
         steps = entry.values.get(keys.step)
-    if steps is None:  # Dion counts the steps of each group, of Muon too
+    if steps is None:
         steps = entry.group.get(GROUP_STEP)
     if steps is None:
         return None
@@ -130,11 +133,11 @@ def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, nam
     states: dict[int | str, dict[str, Any]] = {}
     for entry in _entries(form, target, flat(params), names):
         leaf = _leaf_for(entry, leaves, form)
+        keys = form.keys[entry.kind]  # the other optimizer's names: "exp_avg", "exp_avg_sq" and "step" for an AdamW
         new_values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
-        keys = form.keys[entry.kind]
         new_values.update(zip(keys.moments, leaf.moments, strict=True))
         if keys.step is not None and leaf.step is not None:
-            new_values[keys.step] = form.make_step(leaf.step)
+            new_values[keys.step] = form.make_step(leaf.step)  # an int, or a tensor if the optimizer has tensors
         states[entry.number] = new_values
     steps = {leaf.step for leaf in leaves.values() if leaf.step is not None}
     groups = [_with_steps(group, steps) for group in saved["param_groups"]]
@@ -264,18 +267,18 @@ def _warn_of_scheduled_rate(form: Format, entries: Sequence[_Entry]) -> None:
 
 
 def _label_for(tx: Transform, kind: str, chains: Mapping[str, Transform]) -> str:
-    """Return the label under which ``chains`` has an equal chain, or a new one: "muon", then "muon_2", "muon_3".
+    """Return the label for the chain ``tx`` of a parameter: the label of an equal chain, or else a new one.
 
-    Groups with equal hyperparameters have equal chains, and so share a label. ``kind`` is "muon", "adamw" or "lion". If
-    ``chains`` has "muon" with another learning rate, the label is "muon_2".
+    ``kind`` is "muon", "adamw" or "lion". The first new label is "muon", for a Muon with another learning rate it is
+    "muon_2", then "muon_3". ``chains`` has the chains so far by label.
     """
-    number = 1  # of the new label among the labels of this kind
     for label, chain in chains.items():
         if chain == tx:
             return label
-        if label.partition("_")[0] == kind:  # "muon" of "muon_2"
-            number += 1
-    return kind if number == 1 else f"{kind}_{number}"
+    labels_of_kind = [label for label in chains if label.partition("_")[0] == kind]  # "muon" and "muon_2"
+    if not labels_of_kind:
+        return kind
+    return f"{kind}_{len(labels_of_kind) + 1}"
 
 
 class _Entry(NamedTuple):
@@ -298,19 +301,19 @@ def _format(format: str) -> Format:
 
 
 def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Names) -> list[_Entry]:
-    """Return the name, parameter group and state of each parameter in ``source``, the optimizer or optimizers.
+    """Return the name, group and state of each parameter of ``source``, an optimizer or state dict, or a list of these.
 
-    The ``state_dict()`` of an optimizer of torch has numbers in place of names: ``{"state": {0: {"exp_avg": ...}},
-    "param_groups": [{"lr": 0.1, "params": [0]}]}``. A state dict of torch's ``get_optimizer_state_dict`` has names.
+    The ``state_dict()`` of an optimizer of torch is such as ``{"state": {0: {"exp_avg": tensor}}, "param_groups":
+    [{"lr": 0.1, "params": [0]}]}``. The number 0 gets its name from ``params`` or ``names``, arguments of `read`.
     """
     optimizers: Sequence[Any] = source if isinstance(source, Sequence) else [source]
     names_of_each = _names_of_each(form, names, len(optimizers))
     entries: dict[str, _Entry] = {}
-    for optimizer, own_names in zip(optimizers, names_of_each, strict=True):
+    for optimizer, names_of_optimizer in zip(optimizers, names_of_each, strict=True):
         saved = _state_dict_of(form, optimizer)
         groups: list[Group] = saved["param_groups"]
-        ordered_names = _names_in_order(optimizer, groups, params, own_names)
-        name_of = _names_by_number(form, groups, ordered_names, params)
+        ordered_names = _names_in_order(optimizer, groups, params, names_of_optimizer)
+        name_of = _names_by_number(form, groups, ordered_names, params)  # {0: "fc.weight"}
         for group in groups:
             for number in group["params"]:
                 name = name_of[number]
@@ -322,14 +325,18 @@ def _entries(form: Format, source: Any, params: Mapping[str, Tensor], names: Nam
 
 
 def _names_of_each(form: Format, names: Names, number_of_optimizers: int) -> Sequence[Sequence[str] | None]:
-    """Return the names from the caller for each optimizer; None for each if the caller gave none.
+    """Return a list with the names of the parameters of each optimizer, or None, from the argument ``names`` of `read`.
 
-    >>> _names_of_each(FORMATS["torch"], [["fc.weight"], ["fc.bias"]], 2)
+    >>> torch_format = FORMATS["torch"]
+    >>> _names_of_each(torch_format, ["fc.weight"], 1), _names_of_each(torch_format, None, 1)
+    ([['fc.weight']], [None])
+    >>> _names_of_each(torch_format, [["fc.weight"], ["fc.bias"]], 2)
     [['fc.weight'], ['fc.bias']]
     """
     if names is None:
         return [None] * number_of_optimizers
-    if any(isinstance(name, str) for name in names):  # one list, for one optimizer
+    # A list of strings is for one optimizer. If there are several, its length does not fit, which is an error later.
+    if any(isinstance(name, str) for name in names):
         return [cast("Sequence[str]", names)] * number_of_optimizers
     if len(names) != number_of_optimizers:
         raise ValueError(
@@ -354,9 +361,13 @@ def _names_in_order(
 ) -> Sequence[str]:
     """Return the names of the parameters of an optimizer or state dict, in its order; none if they are not known.
 
-    Names are from ``params`` if the optimizer has these tensors, else ``names``, else the names in its groups, as
-    "params" or "param_names".
+    Args:
+        optimizer: the optimizer or state dict.
+        groups: its parameter groups, as a state dict has them.
+        params: the parameters by name.
+        names: the names from the caller; None if there are none.
     """
+    # Best are the names of the tensors themselves, then those from the caller, then those in the groups.
     tensors = _tensors_of(optimizer)
     name_of = {param: name for name, param in params.items()}  # a tensor is hashed by its identity
     are_in_params = name_of.keys() >= set(tensors)
@@ -377,25 +388,30 @@ def _tensors_of(optimizer: object) -> list[Tensor]:
 
 
 def _names_in_groups(groups: Sequence[Group]) -> list[str]:
-    """Return the names of parameters in the groups of a state dict: in place of their numbers, or next to them.
+    """Return the names of all parameters in the groups of a state dict, in order.
+
+    A group has them as "params", in place of numbers, or as "param_names". A group with neither adds none.
 
     >>> _names_in_groups([{"params": ["fc.weight"]}, {"params": [1], "param_names": ["fc.bias"]}])
     ['fc.weight', 'fc.bias']
     """
-    group_names: list[str] = []
+    names: list[str] = []
     for group in groups:
-        has_names = any(isinstance(number, str) for number in group["params"])
-        group_names += group["params"] if has_names else group.get("param_names", [])
-    return group_names
+        has_names_as_params = any(isinstance(param, str) for param in group["params"])
+        if has_names_as_params:
+            names += group["params"]
+        else:
+            names += group.get("param_names", [])
+    return names
 
 
 def _names_by_number(
     form: Format, groups: Sequence[Group], ordered_names: Sequence[str], params: Mapping[str, Tensor]
 ) -> dict[int | str, str]:
-    """Return a dict from the number of a parameter in the state dict to its name: ``{0: "fc.weight", 1: "fc.bias"}``.
+    """Return the name of each parameter by its number in the groups of a state dict: ``{0: "fc.weight", ...}``.
 
-    In a state dict of torch's ``get_optimizer_state_dict``, a name takes the place of the number. ``ordered_names`` has
-    the order in which the optimizer has the parameters. Raise unless all are names of ``params``.
+    ``ordered_names`` has the names in the order of the groups. Raise unless there is one for each number, and all are
+    names of ``params``. A state dict of torch's ``get_optimizer_state_dict`` has names as numbers.
     """
     numbers: list[int | str] = []
     for group in groups:

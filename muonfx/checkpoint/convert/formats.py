@@ -61,22 +61,25 @@ def _muon_chain(
     group: Group,
     decay: float,
     weight_decay: float,
-    options: Options,
     *,
     heavy_ball: bool,
     lr_scaling: ShapeRule | None,
-    **more: Any,
+    arguments: Mapping[str, Any],
 ) -> Transform:
-    """Return a Muon chain with the hyperparameters in ``group``, a parameter group of the optimizer to convert.
+    """Return a Muon chain: momentum, orthogonalization, a factor by shape, weight decay, learning rate.
 
-    Its transforms, in order: momentum, orthogonalization, a factor by shape, weight decay, learning rate. ``options``
-    and ``more`` are keyword arguments of `orthogonalize`. If both have an argument, ``options``, those of the caller of
-    `recipe`, are used.
+    Args:
+        group: a parameter group of the optimizer to convert, with "lr" and maybe "nesterov".
+        decay: the decay of the momentum.
+        weight_decay: the weight decay.
+        heavy_ball: True if the momentum is a sum of gradients, False if it is an average.
+        lr_scaling: the rule of `scale_by_shape`; None for no factor.
+        arguments: of `orthogonalize`, such as ``{"coefficients": "keller"}``.
     """
     # float(), since some optimizers hold these numbers in tensors.
     nesterov = group.get("nesterov", True)
     transforms = [momentum(float(decay), nesterov=nesterov, heavy_ball=heavy_ball)]
-    orthogonal = orthogonalize(**{**more, **options})
+    orthogonal = orthogonalize(**arguments)
     transforms.append(orthogonal)
     if lr_scaling is not None:  # by the shapes of the same matrices
         transforms.append(scale_by_shape(lr_scaling, view=orthogonal.arguments["view"]))
@@ -123,10 +126,9 @@ def _torch_chain(group: Group, kind: str, shape: torch.Size, options: Options) -
         group,
         group["momentum"],
         group["weight_decay"],
-        options,
         heavy_ball=False,
         lr_scaling=group["adjust_lr_fn"] or "original",
-        coefficients=coefficients,
+        arguments={"coefficients": coefficients, **options},
     )
 
 
@@ -169,10 +171,9 @@ def _keller_chain(group: Group, kind: str, shape: torch.Size, options: Options) 
         group,
         group["momentum"],
         group["weight_decay"],
-        options,
         heavy_ball=False,
         lr_scaling="original",
-        **arguments,
+        arguments={**arguments, **options},
     )
 
 
@@ -197,11 +198,9 @@ def _moonlight_chain(group: Group, kind: str, shape: torch.Size, options: Option
         group,
         group["momentum"],
         group["wd"],
-        options,
         heavy_ball=True,
         lr_scaling="match_rms_adamw",
-        coefficients="keller",
-        steps=group["ns_steps"],
+        arguments={"coefficients": "keller", "steps": group["ns_steps"], **options},
     )
 
 
@@ -242,26 +241,25 @@ def _dion_chain(group: Group, kind: str, shape: torch.Size, options: Options) ->
         group,
         group["mu"],
         group["weight_decay"],
-        options,
         heavy_ball=True,
         lr_scaling=_DION_SCALINGS[group["adjust_lr"]],
-        view=MatrixView(_dion_pattern(group, shape)),
+        arguments={"view": MatrixView(_dion_pattern(group, shape)), **options},
     )
 
 
 def _dion_pattern(group: Group, shape: torch.Size) -> str | None:
     """Return a pattern of the matrices that ``dion.Muon`` orthogonalizes separately; None for one matrix.
 
-    A matrix is divided into blocks of rows: ``split_sizes`` of the group are their sizes, such as ``(64, 16, 16)`` for
-    query, key and value, or ``num_heads`` is the number of equal blocks.
+    ``group`` has arguments of ``dion.Muon``: ``{"split_sizes": (64, 16, 16)}`` divides a matrix of 96 rows into blocks
+    of these rows, as for query, key and value, and ``{"num_heads": 4}`` into four equal blocks.
     """
-    pattern = "... {out} in -> ... {out} in"  # `in_parts` writes the blocks in place of "{out}"
+    pattern = "... {out} in -> ... {out} in"  # the two functions below write the blocks in place of "{out}"
     sizes = group.get("split_sizes")
-    if sizes:  # blocks of different sizes
+    if sizes:
         size_of_block = {f"part_{index}": size for index, size in enumerate(sizes)}
         return in_parts(pattern, size_of_block)
     heads = group.get("num_heads") or 1
-    if sizes is None and heads > 1:  # blocks of one size
+    if sizes is None and heads > 1:
         return in_equal_parts(pattern, heads)
     if len(shape) > 2 and not group["flatten"]:  # a stack of matrices, such as experts
         return STACK

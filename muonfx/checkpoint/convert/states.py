@@ -154,13 +154,14 @@ def _params_of(part: Any, path: str) -> list[str]:
 
 
 def _fill_moments(part: Any, path: str, leaves: Mapping[str, Leaf]) -> list[str]:
-    """Copy the moments in ``leaves`` into the state of one transform, which has zeros.
+    """Copy the moments of another optimizer into the new state of a transform, whose moments are zeros.
 
-    Moments are the momentum, or Adam's averages "mu" and "nu". Return a text about each moment that does not fit, such
-    as "muon/momentum/trace/fc.weight: missing in the source".
+    Moments are the momentum, or the averages of Adam, "mu" and "nu". ``leaves`` has those to copy by the name of the
+    parameter, and ``path`` is of the transform. Return a text about each moment that does not fit, such as
+    "muon/momentum/trace/fc.weight: missing in the source".
     """
     problems: list[str] = []
-    # Moment number 0 is the first in both optimizers, "mu" and "exp_avg", and number 1 the second, "nu" and
+    # The moments of both optimizers have one order: number 0 is "mu" here and "exp_avg" in torch, number 1 is "nu" and
     # "exp_avg_sq".
     for number, (field, moments) in enumerate(_moments_of(part, path).items()):
         for name, zeros in tree.named_leaves(moments):
