@@ -248,10 +248,11 @@ class SaveLock:
 def _locked_file(path: Path) -> FileIO:
     """Create the lock file of a save: a file at ``path`` that is locked and contains the boot id of this machine.
 
-    It has no boot id if it cannot be locked, so that other processes do not rely on the lock.
+    The boot id is the id that the machine got when it was started. A process of another machine does not rely on the
+    lock. A file that cannot be locked has no boot id, so that no process relies on it.
     """
-    # If the system can, the file gets its name last: it is removed if the process is killed before. Otherwise an empty
-    # file could be left, which does not record its machine.
+    # If the system can, the file gets its name last. If the process is killed before, the system removes the file, so
+    # that no empty one is left.
     unnamed_file = _unnamed_file(path.parent)
     if unnamed_file is not None:
         with ExitStack() as stack:  # closes the file at the end of the block, unless it got its name

@@ -54,7 +54,8 @@ def check_step(step: object) -> None:
 def folder_named(path: StrPath) -> Path:
     """Return the absolute path of a folder, which need not exist; raise if ``path`` cannot name a folder.
 
-    Refused are, for example, ``None``, the empty string, and a name with a zero byte.
+    Without this check, ``None`` or a name with a zero byte would be an error in the middle of a save, and the empty
+    string would be the current folder.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):  # os.fspath may return bytes
         raise TypeError(f"path must be a str or a path, found {path!r}")
@@ -121,18 +122,18 @@ def _errors_of_index(path: Path) -> Generator[None]:
 
 @contextmanager
 def inspect_and_keep(path: Path) -> Generator[Index]:
-    """Yield the index of a checkpoint. In the ``with`` block, a save that replaces it does not remove its data files.
+    """Yield the index of a checkpoint. In the ``with`` block, saves do not remove the data files that it names.
 
-    The index names the data files, which the caller opens in the block. Open files can be read also after they were
-    removed. Raise `ReplacedError` if the checkpoint was replaced before the index could be locked.
+    The caller opens the files in the block. Open files can be read later, even if a save has removed them meanwhile.
+    Raise `ReplacedError` if a save replaced the checkpoint before its index could be locked.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # closes the index at the end of the block, which ends the lock
         with _errors_of_index(path):  # not around the caller's block, whose errors are of other files
             file = open_regular(path / INDEX)
             stack.callback(close_read, file)
             lock(file, shared=True)  # a save that replaces this index waits until the lock ends
             index = read_index(path / INDEX)
-            # If the name already belongs to another file, the lock was too late: the save may not wait for it.
+            # A save replaces ``index.json`` by another file. If it has done so, it may not have waited for the lock.
             is_still_at_path = os.path.samestat(os.fstat(file.fileno()), os.stat(path / INDEX))
             if not is_still_at_path:
                 raise ReplacedError(f"{path} was replaced while it was read")
@@ -167,7 +168,10 @@ def with_reader(path: Path, work: Callable[[DataReader], Result]) -> Result:
 
 
 def _read_once(path: Path, work: Callable[[DataReader], Result]) -> Result:
-    """Return ``work(reader)`` for the checkpoint that is at the path now; raise `ReplacedError` if it is replaced."""
+    """Open the checkpoint that is at the path now, and return ``work(reader)``; raise if a save replaces it meanwhile.
+
+    ``work`` is such as `DataReader.verify`. `with_reader` calls this again after the error, a `ReplacedError`.
+    """
     with ExitStack() as stack:  # closes the data files
         # While the index is locked, open all data files: no save removes them in this time.
         with inspect_and_keep(path) as index, replacement(path, index):
@@ -447,16 +451,16 @@ def clean(path: StrPath) -> list[Path]:
 
 
 def remove_files_of_killed_saves(path: Path) -> None:
-    """Remove the files that killed saves have left in a checkpoint's folder, and in all of its series.
+    """Remove the files that killed saves have left in the folder of a checkpoint, and in the other ones of its series.
 
-    The series are the folders named by `step_path` in the same parent folder, if ``path`` has such a name, too. The
-    files of saves that are running, or may run on another machine, stay.
+    The series of "runs/step-000000100" is all such folders in "runs". A save calls this at its end, because a killed
+    save could not remove its files. Those of saves that are running, or may run on another machine, stay.
     """
     folders = [path]
     if step_of(path) is not None:  # named as "step-000000100"
         folders = _by_step(path.parent)
     for folder in folders:
-        # A folder with an index and without a lock is an ordinary checkpoint. To skip it saves reading its index.
+        # An ordinary checkpoint has an index and no lock. It is skipped, since to read its index would take time.
         if not _has_lock(folder) and _may_exist(folder / INDEX):
             continue
         _leftover_files(folder, ("dead",), remove=True)
@@ -536,8 +540,8 @@ Verdict = Literal["dead", "alive", "unknown"]
 def _verdict(folder: Path, save_id: str, stack: ExitStack) -> Verdict:
     """Return "alive" if a save is still running, "dead" if it was killed, else "unknown".
 
-    A save holds a lock on a file while it runs, and the file has the id of its machine's boot. Until ``stack`` is
-    closed, this process holds the lock of a dead save, so that no other process can judge it.
+    A save locks the file ".save-<id>.lock" while it runs. If the file is not locked, the save is dead. This process
+    then holds the lock until the caller closes ``stack``, so that no other process removes the same files meanwhile.
     """
     path = folder / lock_name(save_id)
     try:
@@ -547,20 +551,21 @@ def _verdict(folder: Path, save_id: str, stack: ExitStack) -> Verdict:
         return _verdict_without_lock(folder, save_id)
     except OSError:
         return "unknown"
+    # The file contains the id that its machine got when it was started: locks may be valid on one machine only.
     is_of_this_machine = boot_id != b"" and boot_id == this_boot()
-    if not is_of_this_machine:  # locks may be valid on one machine only
+    if not is_of_this_machine:
         return "unknown"
     # A running save holds this lock, and the system releases it when its process ends.
     return "dead" if lock(file) else "alive"
 
 
 def _verdict_without_lock(folder: Path, save_id: str) -> Verdict:
-    """Return "dead" for a save without a lock, which has ended, or "unknown" if it has left an unfinished index.
+    """Return "dead" or "unknown" for a save that has files in a folder, but no lock file.
 
-    Its files may be of a checkpoint that was removed by half. An unfinished index without a lock is of another program
-    or version. Call this after the search for the lock: a save that ends in these moments renames its index before it
-    removes its lock.
+    A save creates its lock file first and removes it last. So it has ended, and its files are leftovers: "dead".
     """
+    # A save renames its unfinished index to ``index.json``, or removes it, before it removes the lock. So this one is
+    # of another program or version. It is looked for after the lock, since a save may end at this moment.
     if _may_exist(folder / unfinished_index_name(save_id)):
         return "unknown"
     return "dead"
@@ -575,23 +580,23 @@ def _may_exist(path: Path) -> bool:
 
 
 def _leftover_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
-    """Return the files that saves have left in a checkpoint's folder, and that its index does not name.
+    """Return the files of saves in a checkpoint's folder that are not part of the checkpoint, and maybe remove them.
 
-    The index names the data files of the checkpoint that is in the folder now. Only files of saves with one of the
-    ``verdicts`` are returned: ``("dead",)`` for killed saves. With ``remove=True`` they are also removed.
+    With the ``verdicts`` ``("dead",)`` these are the files of killed saves, and with ``("unknown",)`` those of saves
+    that may still run on another machine.
     """
     leftovers: list[Path] = []
     for save_id, names in _names_by_save(folder).items():
-        with ExitStack() as stack:  # holds the lock of a dead save
+        with ExitStack() as stack:  # holds the lock of a dead save, so that no other process removes its files too
             if _verdict(folder, save_id, stack) not in verdicts:
                 continue
             try:
-                # Read after the verdict: a save that has just ended has been named, and its lock is gone.
+                # The data files of the checkpoint. Read after the verdict, because a save may end at this moment.
                 names_in_index = _names_in_index(folder)
             except (OSError, CheckpointError):
                 return leftovers  # any file may belong to an index that cannot be read
             files = [folder / name for name in names if name not in names_in_index]
-            if remove:  # within the block, in which no other process can judge this save
+            if remove:
                 for file in files:
                     file.unlink(missing_ok=True)
             leftovers += files

@@ -51,14 +51,14 @@ def renamed_groups(
 def without_removed_params(saved_groups: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
     """Leave out the saved parameters that an optimizer no longer has, and the groups of which none remains.
 
-    ``saved_groups`` have names without the prefixes of wrappers, and ``groups`` are the optimizer's. If the optimizer
-    has a group without parameters, because all are frozen, saved groups without parameters stay: it continues one.
+    ``saved_groups`` are the parameter groups in a checkpoint, and ``groups`` those of the optimizer now.
 
     >>> saved_groups = [{"param_names": ["a", "b"]}, {"param_names": ["c"]}]
     >>> without_removed_params(saved_groups, [{"param_names": ["a", "d"]}])
     [{'param_names': ['a']}]
     """
     params = _plain_params_of(groups)
+    # An optimizer has a group without parameters if all are frozen. It may continue any saved group.
     has_empty_group = not all(group["param_names"] for group in groups)
     remaining: list[Group] = []
     for saved_group in saved_groups:
@@ -74,9 +74,10 @@ def _plain_params_of(groups: Iterable[Group]) -> set[str]:
 
 
 def _new_params(leaf_names: Iterable[str], rename: Rename) -> Mapping[str, str]:
-    """Return the new names of the parameters whose leaves ``rename`` renames, by their names in the checkpoint.
+    """Return the name that each parameter gets by ``rename``, which renames leaves, by its name in the checkpoint.
 
-    A parameter is the last level of the name of a leaf. It is left out if its leaves get several names.
+    The name of a parameter is the last level of the names of its leaves: "a" of "adam/mu/a". It is left out if its
+    leaves get several names.
 
     >>> _new_params(["adam/mu/a", "adam/nu/a", "adam/mu/b"], {"*/a": "inner/*/x"})
     {'a': 'x', 'b': 'b'}

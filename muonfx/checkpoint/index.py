@@ -251,17 +251,18 @@ def _json_of_leaf(leaf: Leaf) -> dict[str, Any]:
 def read_index(path: Path, *, with_leaves: bool = True) -> Index:
     """Read ``index.json``, the description of a checkpoint, which may be untrusted, in bounded time and memory.
 
-    Without leaves, ``Index.leaves`` is empty, and the call takes a fraction of the time. Raise `CorruptError` if the
-    file is damaged, and `FormatError` if it has another version of the format.
+    The file is ``{"sha256": "...", "index": {"format": "muonfx checkpoint", ...}}``, where the first value is the
+    checksum of the second. Without leaves, ``Index.leaves`` is empty, and the call takes a fraction of the time. Raise
+    `CorruptError` if the file is damaged, and `FormatError` if it has another version of the format.
     """
     data = read_regular(path, LONGEST)
-    if not data.startswith(_HEAD):
+    if not data.startswith(_HEAD):  # the bytes before the checksum
         raise CorruptError(f"{path} is damaged, or is not an index of muonfx, which begins with {_HEAD.decode()!r}")
-    # Verify the bytes of the text before it is parsed: the parser could fail on a damaged text, or accept it.
+    # The checksum is compared before the text is parsed: the parser could fail on a damaged text, or accept it.
     match = _WHOLE.fullmatch(data)
     if match is None or hashlib.sha256(match["text"]).hexdigest().encode() != match["digest"]:
         raise CorruptError(f"{path} is damaged: its text does not match its checksum")
-    # A text with a valid checksum may still be from another program, so each value in it is checked.
+    # A text with a valid checksum may still be from another program, so `_index` checks each value in it.
     try:
         body = json.loads(match["text"])
         _require_format(body, path)

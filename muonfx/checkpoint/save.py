@@ -268,11 +268,12 @@ def require_valid(path: Path, tx: object, step: int | None, keep: int | None) ->
 
 
 def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone: bool) -> dict[str, Any]:
-    """Name the tensors to save: "trace/w" for the state, "params/w" for a parameter; raise if one cannot be written.
+    """Return the tensors to save by name, "trace/w" of the state or "params/w"; raise if one cannot be written.
 
-    ``is_alone`` is True without a group of ranks: then no leaf may be a shard, a part of a tensor on one rank.
+    ``is_alone`` is True if this process saves without others: then no leaf may be a part of a tensor on one rank.
     """
-    if isinstance(tx, Sharded):  # the shards get their positions in the whole tensors
+    # With a sharded transform, this rank has parts of tensors as plain tensors. They get their positions in the wholes.
+    if isinstance(tx, Sharded):
         if state is not None and not is_global(state):
             state = to_global(tx, state)
         if params is not None:
@@ -290,9 +291,10 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
 
 
 def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
-    """Raise unless a leaf can be written: a dense tensor with values, or, with a group, a shard of one.
+    """Raise unless a checkpoint can hold a leaf: a dense tensor with values, or a part of one on this rank.
 
-    Refused are, for example, a meta tensor, a sparse tensor, and without a group (``is_alone``) a DTensor.
+    Refused are, for example, a meta tensor and a sparse tensor. ``is_alone`` is True if this process saves without the
+    other ranks: then a `DTensor` is refused too, because their parts of it would be missing.
     """
     if leaf.dtype not in NAMES:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
@@ -358,16 +360,17 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 
 
 def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
-    """Return an index with the fields about a transform only: its fingerprint, ``repr``, and dtypes of its products.
+    """Return the part of an index that describes a transform: its fingerprint, its code, and dtypes of its products.
 
     ``leaves`` are the tensors to save by name. The result is cached on the transform, because a run saves often.
     """
+    # The dtypes of matrix products depend on the dtypes and the device of the parameters.
     params = _params_or_floats(leaves)
     dtypes = frozenset(leaf.dtype for leaf in params)
     device: torch.device | None = None
     if params:
         device = torch.device(params[0].device)
-    if tx.tensors:  # a number in a tensor may have changed in place
+    if tx.tensors:  # a number in a tensor may change in place, so nothing is cached
         return _new_index_of_transform(tx, dtypes, device)
     cache_key = ("checkpoint", dtypes, device)
     if cache_key not in tx.derived:
@@ -376,7 +379,7 @@ def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
 
 
 def _new_index_of_transform(tx: Transform, dtypes: Collection[torch.dtype], device: torch.device | None) -> Index:
-    """Return an index with the fields about a transform only.
+    """Return an `Index` with the fields that describe a transform, such as ``chain="momentum()"``, and defaults.
 
     The parameters have these dtypes and this device, which is None if there are none.
     """
@@ -467,12 +470,11 @@ _latest: Saving | None = None
 
 
 def start(path: Path, save: Callable[[], None]) -> Saving:
-    """Call the function ``save`` in a thread, and return a handle to wait for it.
+    """Call ``save``, a function that writes the checkpoint at ``path``, in a thread; return a handle to wait for it.
 
-    `save_async` calls this with a function that writes the checkpoint. It has called `finish_earlier_save` before, so
-    at most one save runs at a time.
+    `save_async` calls this after the end of the earlier save, so at most one save runs at a time.
     """
-    global _latest
+    global _latest  # the module waits for it before the next save, and at exit
     # One thread per save, which ends with it: threads do not survive a fork. The interpreter waits for it at exit.
     pool = ThreadPoolExecutor(1, thread_name_prefix="muonfx-save")
     _latest = Saving(path, pool.submit(save))

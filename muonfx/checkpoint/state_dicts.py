@@ -158,19 +158,23 @@ def _nested_below(path: KeyPath, values: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def _take_param_names(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Remove the entry "params" of each group, and return a dict from its keys to the names of the parameters.
+    """Remove the entry "params" of each group of a state dict, and return the name of each parameter in it.
 
-    ``get_optimizer_state_dict`` of torch has names of the model as keys, and ``optimizer.state_dict()`` has numbers.
-    `muonfx.checkpoint.save` stores only "param_names", which is added if it is missing.
+    "params" has numbers in ``optimizer.state_dict()``, and names in torch's ``get_optimizer_state_dict``. The groups
+    keep only "param_names", which is added if it is missing.
 
-    >>> _take_param_names([{"params": [0, 1], "param_names": ["fc.weight", "fc.bias"]}])
-    {'0': 'fc.weight', '1': 'fc.bias'}
+    >>> groups = [{"params": [0], "param_names": ["fc.weight"]}, {"params": ["fc.bias"]}]
+    >>> _take_param_names(groups)
+    {'0': 'fc.weight', 'fc.bias': 'fc.bias'}
+    >>> groups
+    [{'param_names': ['fc.weight']}, {'param_names': ['fc.bias']}]
     """
     param_name_of: dict[str, str] = {}
     for group in groups:
-        keys = [str(key) for key in group.pop("params", [])]
-        param_names = group.setdefault("param_names", keys)
-        param_name_of.update(zip(keys, param_names, strict=False))  # a key without a name is the name
+        params = [str(param) for param in group.pop("params", [])]
+        param_names = group.setdefault("param_names", params)
+        # Without "params", no number gets a name.
+        param_name_of.update(zip(params, param_names, strict=False))
     return param_name_of
 
 
@@ -231,18 +235,20 @@ def _keys_of_all(entries_of_params: Collection[Mapping[Any, Any]]) -> set[Any]:
 
 
 def _names_by_key(names: Iterable[str], param_names: Collection[str]) -> dict[tuple[str, str | None], str]:
-    """Return the names of leaves by their key in a state dict and their parameter, or None for a step count.
+    """Return the names of leaves by the two keys under which the state dict of an optimizer has a leaf.
 
-    The key is the name without the parameter, with dots. The parameter may be at any level.
+    It has "trace/fc.weight" of a momentum under the parameter "fc.weight", there under the key "trace". A step count,
+    which has no parameter, is stored for all parameters, so it is found by its key alone, with None.
 
-    >>> _names_by_key(["trace/fc.weight/mean"], ["fc.weight"])
-    {('trace.fc.weight.mean', None): 'trace/fc.weight/mean', ('trace.mean', 'fc.weight'): 'trace/fc.weight/mean'}
+    >>> _names_by_key(["trace/fc.weight", "count"], ["fc.weight"])
+    {('trace.fc.weight', None): 'trace/fc.weight', ('trace', 'fc.weight'): 'trace/fc.weight', ('count', None): 'count'}
     """
     name_of_key: dict[tuple[str, str | None], str] = {}
     params = set(param_names)
     for name in names:
         levels = [str(level) for level in path_of(name)]
         name_of_key[".".join(levels), None] = name
+        # The parameter may be at any level, as in "trace/fc.weight/mean".
         for position, level in enumerate(levels):
             if level in params:
                 other_levels = levels[:position] + levels[position + 1 :]
