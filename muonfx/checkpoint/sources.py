@@ -135,17 +135,17 @@ def _closest_states(
     {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
     """
     # By parameter, so that each of thousands of parameters is compared only with its own states.
-    stored_states_of_param: dict[str, dict[ParamState, Shapes]] = {}
-    for stored_state, stored_shapes in stored_states.items():
-        stored_states_of_param.setdefault(stored_state.parameter, {})[stored_state] = stored_shapes
+    states_of_param: dict[str, dict[str, Shapes]] = {}  # {"w": {"muon": {"trace": (2, 3)}}}
+    for (stored_transform, parameter), stored_shapes in stored_states.items():
+        states_of_param.setdefault(parameter, {})[stored_transform] = stored_shapes
     closest_state_of: dict[ParamState, ParamState] = {}
     for param_state, shapes in param_states.items():
-        parameter = param_state.parameter
-        transforms: list[str] = []  # in which this parameter has such a state in the checkpoint
-        for stored_state, stored_shapes in stored_states_of_param.get(parameter, {}).items():
+        transform, parameter = param_state
+        similar_transforms: list[str] = []  # in which this parameter has such a state in the checkpoint
+        for stored_transform, stored_shapes in states_of_param.get(parameter, {}).items():
             if _can_come_from(shapes, stored_shapes):
-                transforms.append(stored_state.transform)
-        closest_transform = _closest(param_state.transform, transforms)
+                similar_transforms.append(stored_transform)
+        closest_transform = _closest(transform, similar_transforms)
         if closest_transform is not None:
             closest_state_of[param_state] = ParamState(closest_transform, parameter)
     return closest_state_of

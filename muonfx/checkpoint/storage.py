@@ -541,7 +541,7 @@ class Reader(_InFolder, StorageReader):
         # 1. Read into new memory.
         with self._stack:  # closes all files at the end
             destinations = [planner.resolve_tensor(item).detach() for item in tensor_items]
-            self._require_fit(tensor_items, destinations)
+            self._require_no_rounding(tensor_items, destinations)
             transfers = [self._transfer_of(item) for item in tensor_items]
             with replacement(self._path, self._index):
                 self._data.read(transfer for transfer in transfers if transfer.destination.numel())
@@ -569,7 +569,7 @@ class Reader(_InFolder, StorageReader):
         box = Box(tuple(offsets), tuple(item.lengths))
         return Transfer(name, chunk, box, torch.empty(box.sizes, dtype=dtype))
 
-    def _require_fit(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
+    def _require_no_rounding(self, items: Sequence[ReadItem], destinations: Sequence[Tensor]) -> None:
         """Raise one error with all tensors to which stored values would be rounded, such as fp32 to bf16.
 
         ``destinations`` has the tensor of each item. The planner of ``torch.distributed.checkpoint`` has compared names
@@ -581,7 +581,7 @@ class Reader(_InFolder, StorageReader):
             name = self._name_of_key[item.storage_index.fqn]  # "model/fc.weight" for the key "model.fc.weight"
             shape = self._index.leaves[name].spec.shape
             specs[plain_name_of[name]] = Spec(shape, destination.dtype)
-        # Raises the error; the names that it returns are known here.
+        # `match` raises the error. The names that it returns are known here.
         match(self._index, StateSpec(specs), self._rules, section=None, where=str(self._path))
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:

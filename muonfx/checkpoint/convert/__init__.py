@@ -130,18 +130,26 @@ def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, nam
     form = _format(format)
     leaves = gathered(state)
     saved = target.state_dict() if isinstance(target, torch.optim.Optimizer) else target
-    states: dict[int | str, dict[str, Any]] = {}
+    states: dict[int | str, dict[str, Any]] = {}  # by the number of the parameter, or by its name
     for entry in _entries(form, target, flat(params), names):
         leaf = _leaf_for(entry, leaves, form)
-        keys = form.keys[entry.kind]  # the other optimizer's names: "exp_avg", "exp_avg_sq" and "step" for an AdamW
-        new_values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
-        new_values.update(zip(keys.moments, leaf.moments, strict=True))
-        if keys.step is not None and leaf.step is not None:
-            new_values[keys.step] = form.make_step(leaf.step)  # an int, or a tensor if the optimizer has tensors
-        states[entry.number] = new_values
+        states[entry.number] = _values_of(leaf, entry, form)
     steps = {leaf.step for leaf in leaves.values() if leaf.step is not None}
     groups = [_with_steps(group, steps) for group in saved["param_groups"]]
     return {**saved, "state": states, "param_groups": groups}
+
+
+def _values_of(leaf: Leaf, entry: _Entry, form: Format) -> dict[str, Any]:
+    """Return the state of a parameter as the other optimizer has it, from its state here, the ``leaf``.
+
+    For ``Leaf("adamw", [mu, nu], 100)``, it is ``{"exp_avg": mu, "exp_avg_sq": nu, "step": tensor(100.)}`` in torch.
+    """
+    keys = form.keys[entry.kind]
+    values = dict(entry.values)  # those without a counterpart here, such as "use_muon", stay
+    values.update(zip(keys.moments, leaf.moments, strict=True))
+    if keys.step is not None and leaf.step is not None:
+        values[keys.step] = form.make_step(leaf.step)
+    return values
 
 
 def _with_steps(group: Group, steps: set[int]) -> Group:
