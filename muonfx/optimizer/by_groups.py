@@ -27,15 +27,21 @@ def _resolve(tx: Transform, params: PyTree) -> Transform:
 
 
 def _on_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """Return `by_groups` whose versions update stacks of matrices, and a dict from stack name to (rows, columns).
+    """Return a `by_groups` for stacks of matrices, and the (rows, columns) of the matrices in each stack by name.
 
-    Matrices of equal shape are updated together, as a stack such as a tensor of shape (12, 64, 64). ``shapes`` has the
-    shape of each stack by name.
+    For example, 12 matrices of shape (64, 64) are updated as one tensor of shape (12, 64, 64).
+
+    Args:
+        tx: a `by_groups`. Its argument "versions" has one transform several times, with different numbers.
+        shapes: the shape of each tensor by name, such as ``{"qkv": (12, 64, 64)}``.
     """
-    results = [stacked(version, shapes) for version in tx.arguments["versions"]]
-    stacked_versions = tuple([version for version, _ in results])
-    _, shapes_of_matrices = results[0]  # of all versions, which differ only in numbers
-    return tx.replace(versions=stacked_versions), shapes_of_matrices
+    stacked_versions: list[Transform] = []
+    shapes_of_matrices: dict[str, tuple[int, int]] = {}
+    for version in tx.arguments["versions"]:
+        # The shapes are the same for each version, because versions differ only in numbers.
+        stacked_version, shapes_of_matrices = stacked(version, shapes)
+        stacked_versions.append(stacked_version)
+    return tx.replace(versions=tuple(stacked_versions)), shapes_of_matrices
 
 
 @transform(
@@ -66,8 +72,8 @@ def by_groups(versions: tuple[Transform, ...], members: tuple[tuple[str, ...], .
     ):
         """Run each version on the updates of its members, and merge the results and the states.
 
-        A version (the transform with the numbers of one group) receives None as the update of each parameter that is no
-        member of it. It then returns the state tensors of this parameter unchanged, as the same objects.
+        For example, with ``members = (("a",), ("b",))``, the first version receives ``{"a": update, "b": None}``. So it
+        changes the state of "a", and returns the state tensors of "b" unchanged, as the same objects.
         """
         merged_updates: Gradients = dict.fromkeys(updates)
         old_leaves, treedef = tree.flatten(state)
@@ -121,20 +127,19 @@ def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], s
 def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Transform:
     """Return a transform with the hyperparameters of all param groups, which users and schedulers may have changed.
 
-    If groups have different numbers for a transform within ``tx``, that transform is replaced by `by_groups`, which
-    runs it once with the numbers of each group. For example, ``scale_by_learning_rate(0.1)`` becomes two versions if
-    one group has the rate 0.2.
+    For example, if all groups have the rate 0.2 now, ``scale_by_learning_rate(0.1)`` becomes
+    ``scale_by_learning_rate(0.2)``. If one has 0.1 and the other 0.2, it becomes a `by_groups` of both.
 
     Args:
         tx: the transform of the optimizer, with the numbers from construction.
-        root: the visit of ``tx``: its parameters and its numbers, and those of each transform that it calls.
+        root: a record of ``tx``: the names of its parameters and numbers, and those of each transform that it calls.
         groups: the parameter names and the current numbers of each group.
     """
-    common, conflicts = common_numbers(groups)  # conflicts: the names of numbers that differ between groups
-    tx = with_hyperparams(tx, common)  # the same object if no number has changed, as at construction
-    if not conflicts:  # usually: all groups have the same numbers
+    numbers, names_that_differ = common_numbers(groups)
+    tx = with_hyperparams(tx, numbers)  # the same object if no number has changed, as at construction
+    if not names_that_differ:  # usually: all groups have the same numbers
         return tx
-    return _split_by_groups(tx, root, groups, conflicts)
+    return _split_by_groups(tx, root, groups, names_that_differ)
 
 
 def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMembers], conflicts: Set[str]) -> Transform:
@@ -219,13 +224,15 @@ def runs_once(visited: Visit) -> bool:
 
 
 def _keeps_a_number(visited: Visit) -> bool:
-    """Return True if a transform keeps a float that belongs to no single parameter, such as an average of the loss.
+    """Return True if the state of a transform has a float of no single parameter, such as an average of the loss.
 
-    Several versions of the transform would compute different values for it.
+    If the transform ran once for each param group, each run would compute another value for it. A count of steps is
+    an integer, and the same in all runs.
     """
     state = visited.tx.functions.init(visited.params)  # on meta tensors, so that it takes no memory
-    for leaf, name in zip(tree.leaves(state), parameters_of(state, visited.params), strict=True):
-        if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():  # an integer is a count of steps
+    names = parameters_of(state, visited.params)  # of the parameter to which each leaf of the state belongs, or None
+    for leaf, name in zip(tree.leaves(state), names, strict=True):
+        if name is None and isinstance(leaf, Tensor) and leaf.is_floating_point():
             return True
     return False
 

@@ -26,12 +26,14 @@ def constructed_together(constructor: Constructor) -> Constructor:
 
     @functools.wraps(constructor)
     def construct(self: Any, *args: Any, **options: Any) -> None:
-        # `params` is read twice, by the constructor and by `_group_of`, and an iterator can be read once only.
+        """Call ``constructor(self, params, ...)``; if it raises on this rank, raise on the other ranks, too."""
+        # After an error, `_group_of` reads `params` again, and an iterator can be read once only.
         if args:  # the first is ``params``
-            args = (_without_iterators(args[0]), *args[1:])
+            params, *others = args
+            args = (_without_iterators(params), *others)
         elif "params" in options:
             options["params"] = _without_iterators(options["params"])
-        # An error in this block is sent to the ranks of the process group, which is searched only after an error.
+        # `construction` sends an error of the constructor to the ranks of this group, which it finds only then.
         with construction(lambda: _group_of(args, options)):
             constructor(self, *args, **options)
 
@@ -58,10 +60,10 @@ def _without_iterators(params: Any) -> Any:
 
 
 def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that construct an optimizer with these arguments together.
+    """Return the process group of the ranks that construct an optimizer together; None if this process is alone.
 
-    Return None if this process constructs it alone: then no other rank waits for it. For example, the group of
-    ``Muon(model, layout=zero(params))`` is the group of the layout.
+    ``args`` and ``options`` are the arguments of the optimizer. For example, ``Muon(model, layout=zero(params))`` is
+    constructed on all ranks of the layout, and ``Muon(model)`` of plain parameters on this rank alone.
     """
     if not dist.is_initialized():  # one process
         return None

@@ -77,7 +77,14 @@ class GroupNumbers:
     """
 
     def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
-        """Create the reader of a group with these keys, such as "lr" and "betas". It has read nothing yet."""
+        """Create the reader of a group with these keys. It has read nothing yet.
+
+        >>> betas = Hyperparam("betas", ("adam.b1", "adam.b2"), is_tuple=True)
+        >>> momentum = Hyperparam("momentum", ("adam.b1",), is_mirror=True)
+        >>> numbers = GroupNumbers([betas, momentum])
+        >>> numbers.keys, numbers.names
+        (('betas', 'momentum'), ['adam.b1', 'adam.b2'])
+        """
         self.hyperparams = tuple(hyperparams)
         self.keys = tuple(dict.fromkeys([hyperparam.key for hyperparam in hyperparams]))
         """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""
@@ -103,10 +110,15 @@ class GroupNumbers:
         return names
 
     def parse(self, values: Group) -> dict[str, Number]:
-        """Return a group's hyperparameters by dotted name: ``{"momentum.decay": 0.9}`` for ``{"momentum": 0.9}``.
+        """Return the hyperparameters in the entries of a group by dotted name.
 
-        Two keys may set the same number, as "momentum" and the first of "betas" do. If their values differ, use the
-        value that has changed since the last `read`. Raise ValueError if both have changed.
+        Two keys may set one number, as "momentum" and the first of "betas" do. If their values differ, use the value
+        that has changed since the last `read`. Raise ValueError if both have changed.
+
+        >>> lr = Hyperparam("lr", ("rate",))
+        >>> betas = Hyperparam("betas", ("adam.b1", "adam.b2"), is_tuple=True)
+        >>> GroupNumbers([lr, betas]).parse({"lr": 0.1, "betas": (0.9, 0.95)})
+        {'rate': 0.1, 'adam.b1': 0.9, 'adam.b2': 0.95}
         """
         numbers: dict[str, Number] = {}
         for hyperparam in self.hyperparams:  # a key, and the names of the numbers that it sets
@@ -124,13 +136,13 @@ class GroupNumbers:
     def _changed(self, name: str, first: Number, second: Number) -> Number:
         """Return which of two values of a number has changed since the last `read`; raise ValueError if both have.
 
-        Two keys of a group set the number, such as "betas" and "momentum". If a scheduler writes 0.8 into "momentum",
-        and "betas" still has the last value 0.9, the result is 0.8.
+        Two keys of a group set the number ``name``: ``first`` is its value under one key, such as "betas", and
+        ``second`` its value under the other, such as "momentum", into which a scheduler has perhaps written.
 
-        Args:
-            name: the dotted name of the number, such as "scale_by_adam.b1".
-            first: the value under one key.
-            second: the value under the other key.
+        >>> numbers = GroupNumbers([])
+        >>> numbers._last_numbers = {"adam.b1": 0.9}
+        >>> numbers._changed("adam.b1", 0.9, 0.8)
+        0.8
         """
         if equal(first, second) or self._was_read(name, second):  # only the first may have changed
             return first
@@ -165,23 +177,32 @@ class GroupNumbers:
     def read(self, group: Group) -> dict[str, Number]:
         """Return a group's current hyperparameters by dotted name, and synchronize keys that hold the same number.
 
-        For example, if a scheduler has set "momentum" to 0.8, ``"betas": (0.9, 0.95)`` becomes ``(0.8, 0.95)``. If no
-        number has changed, return the same dict object as in the last call, so that callers can compare identities.
-        Raise ValueError, before any change, if the group lacks a hyperparameter.
+        For example, if a scheduler has set "momentum" to 0.8, ``"betas": (0.9, 0.95)`` becomes ``(0.8, 0.95)``. Raise
+        ValueError, before any change, if the group lacks a hyperparameter.
+
+        If no number has changed since the last call, return the same dict object, so that callers see it at once:
+
+        >>> numbers, group = GroupNumbers([Hyperparam("lr", ("rate",))]), {"lr": 0.1}
+        >>> last = numbers.read(group)
+        >>> last, numbers.read(group) is last
+        ({'rate': 0.1}, True)
         """
         if not self._is_unchanged(group):  # in most steps it is unchanged
             self._read_changed(group)
         return self._last_numbers
 
     def _read_changed(self, group: Group) -> None:
-        """Set the numbers that `read` returns, from a group of which an entry is another object than before."""
+        """Read a group in which an entry is another object than at the last `read`, as after ``group["lr"] = 0.2``.
+
+        `read` then returns the result, ``self._last_numbers``. It is replaced only if a number has another value.
+        """
         numbers = self.parse(group)
         self._require_complete(group, numbers)
-        if self._has_common_numbers:  # after the check, because this changes the group
+        if self._has_common_numbers:  # such as of "betas" and "momentum"; after the check, because it changes the group
             self._write_into_all_keys(group, numbers)
         self._last_entries = {key: group[key] for key in self.keys}
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
-        if changed:  # else the other object has equal numbers, as after ``group["lr"] = float("0.1")``
+        if changed:  # not by ``group["lr"] = float("0.1")`` if it was 0.1: another object, but an equal number
             self._last_numbers = numbers
 
     def _require_complete(self, group: Group, numbers: Numbers) -> None:
@@ -193,7 +214,15 @@ class GroupNumbers:
                 raise _missing(hyperparam.key, group, self._last_entries.get(hyperparam.key))
 
     def _write_into_all_keys(self, group: Group, numbers: Numbers) -> None:
-        """Write current numbers into each key of a group that has others, as "betas" follows a change of "momentum"."""
+        """Write the current ``numbers`` of a group into all of its keys that still have other values.
+
+        >>> betas = Hyperparam("betas", ("adam.b1", "adam.b2"), is_tuple=True)
+        >>> momentum = Hyperparam("momentum", ("adam.b1",), is_mirror=True)
+        >>> group = {"betas": (0.9, 0.95), "momentum": 0.8}  # a scheduler has written 0.8
+        >>> GroupNumbers([betas, momentum])._write_into_all_keys(group, {"adam.b1": 0.8, "adam.b2": 0.95})
+        >>> group
+        {'betas': (0.8, 0.95), 'momentum': 0.8}
+        """
         for hyperparam in self.hyperparams:
             key = hyperparam.key
             current = [numbers[name] for name in hyperparam.names]
@@ -203,16 +232,17 @@ class GroupNumbers:
                 group[key] = hyperparam.value_of(numbers)
 
     def _is_unchanged(self, group: Group) -> bool:
-        """Return True if each hyperparameter is the same object as after the last `read`, as in most steps.
+        """Return True if each hyperparameter in a group is the same object as after the last `read`, as in most steps.
 
-        This is faster than to parse all entries at every step. An assignment such as ``group["lr"] = 0.1`` usually puts
-        another object there, and then the result is False.
+        Then nothing needs to be read. ``group["lr"] = 0.2`` puts another object there, so that the result is False.
         """
         # torch.compile with dynamic=True cannot trace identities of tuples such as betas.
         if torch.compiler.is_compiling() or not self._last_entries:
             return False
         for key, value in self._last_entries.items():
-            if group.get(key) is not value or isinstance(value, list):  # a list may be changed in place
+            if group.get(key) is not value:
+                return False
+            if isinstance(value, list):  # the same list may have other numbers now
                 return False
         return True
 
@@ -379,10 +409,16 @@ def with_python_numbers(value: Any) -> Any:
 
 
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
-    """Raise ValueError if a number of a param group is out of range, such as "lr": -1.0. The error has the key "lr".
+    """Raise ValueError with the key of a number in a param group that is out of range, such as a negative "lr".
 
-    The transform itself checks its numbers, so each number is put into the transform alone. If the transform raises an
-    error, the key of this number is the cause.
+    A transform rejects such a number with the name of its own argument. To find the key, each number is put into the
+    transform alone.
+
+    >>> lr = Hyperparam("lr", ("learning_rate",))
+    >>> tx = mfx.scale_by_learning_rate(0.1)
+    >>> require_in_range(tx, [lr], {"learning_rate": -1.0}, {"learning_rate": 0.1})
+    Traceback (most recent call last):
+    ValueError: 'lr' in a group must be at least 0, found -1.0
 
     Args:
         tx: the transform that reads the numbers.

@@ -165,10 +165,11 @@ class Muon(TransformOptimizer):
 
         For example, ``{"layer.weight": "muon", "layer.bias": "adamw"}``, each with its reason.
         """
-        # Frozen parameters would get the label None. A parameter that is added is trained: Lightning puts one into the
-        # groups before it is unfrozen again.
+        model = self._model_with(new)
+        # `_as_trained`: a frozen parameter would get the label None, but Lightning adds one before it unfreezes it.
+        # `_without_warning`: rules of the user for earlier parameters match none of the new ones, which is no mistake.
         with _without_warning(_UNMATCHED_RULE), _as_trained(new.values()):
-            return labels_for(self._labels, new, self._model_with(new), roles=self._has_roles)
+            return labels_for(self._labels, new, model, roles=self._has_roles)
 
     @property
     def _has_roles(self) -> bool:
@@ -265,7 +266,12 @@ def _adam(betas: Any) -> Transform:
 
 
 def labels_for(labels: LabelsLike, params: nn.Module | NamedTensors, model: nn.Module | None, *, roles: bool) -> Labels:
-    """Return the label of each parameter: ``{"weight": "muon", "bias": "adamw"}``, as a `Labels` with reasons.
+    """Return the label of each parameter in ``params``, as a `Labels`: a dict that also has the reason of each label.
+
+    >>> params = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    >>> labels = labels_for({"weight": "muon", "bias": "adamw", "unused": None}, params, None, roles=False)
+    >>> dict(labels)
+    {'weight': 'muon', 'bias': 'adamw'}
 
     Args:
         labels: the argument of `Muon`: a dict of labels, a function that returns one, or None for the default labels.

@@ -105,6 +105,9 @@ def _problem_of_key(key: str, value: Any, group_keys: Set[str], all_keys: Set[st
         value: its value in the group.
         group_keys: the hyperparameters of the group.
         all_keys: the hyperparameters of all groups.
+
+    >>> _problem_of_key("betas", (0.9, 0.95), {"lr", "momentum"}, {"lr", "momentum", "betas"})
+    'it is no hyperparameter of the group: the group has lr, momentum'
     """
     if key in group_keys or key in NOT_HYPERPARAMS:
         return None
@@ -211,7 +214,13 @@ def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Gr
     """Return a param group of named parameters with all hyperparameters: from ``entries``, else from the transform.
 
     For example, with the entries ``{"lr": 0.1}``, it is ``{"label": "muon", "lr": 0.1, "params": pairs, "momentum":
-    0.95, ...}``. ``rules`` are the different rules (labels and transforms) of the parameters.
+    0.95, ...}``.
+
+    Args:
+        stepping: has the transform and its numbers.
+        rules: the label and the transforms of the parameters; two if they have two labels.
+        entries: the numbers of the caller for the group, and other keys of the caller.
+        pairs: the names and the parameters.
     """
     # Copies of tensors, because the entries may be used for several groups, which would have a tensor in common.
     group: Group = {key: own_copy(value) for key, value in entries.items()}
@@ -224,15 +233,17 @@ def _complete_group(stepping: Stepping, rules: Sequence[UpdateRule], entries: Gr
 def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Group) -> None:
     """Add the hyperparameters that a group lacks: ``{"lr": 0.1}`` becomes ``{"lr": 0.1, "momentum": 0.95}``.
 
-    The numbers come from the transform. ``rules`` are the different rules of the group's parameters. Raise if a
-    number in the group is out of range.
+    The numbers come from the transform. Raise ValueError if a number in the group is out of range. ``rules`` has the
+    transforms that update the group's parameters; two rules if the parameters have two labels, such as "muon" and
+    "adamw".
     """
     defaults = stepping.defaults  # the transform's numbers by dotted name: {"muon.momentum.decay": 0.95}
-    with_common_values = with_common_defaults(rules, group, defaults)
-    # All numbers of the group by dotted name, with copies of tensors, which no other group has.
-    group_numbers = GroupNumbers(group_hyperparams(rules, with_common_values))
-    completed = group_numbers.complete(with_common_values, defaults)
-    numbers = {name: own_copy(number) for name, number in completed.items()}
+    # With a key such as "weight_decay" if the numbers of all labels are equal.
+    entries = with_common_defaults(rules, group, defaults)
+    # All numbers of the group by dotted name.
+    group_numbers = GroupNumbers(group_hyperparams(rules, entries))
+    completed = group_numbers.complete(entries, defaults)
+    numbers = {name: own_copy(number) for name, number in completed.items()}  # no other group has the same tensors
     require_in_range(stepping.tx, group_numbers.hyperparams, numbers, defaults)
     # The same numbers under the keys of the group, such as "momentum".
     group.update(group_numbers.entries(numbers))

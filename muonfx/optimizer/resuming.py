@@ -112,9 +112,11 @@ def keys_of_schedules(tracked: TrackedGroup, schedules: Iterable[str]) -> tuple[
 
 
 def _beginning_of_key(hyperparam: Hyperparam, schedule: str) -> str:
-    """Return the beginning that the keys of all numbers of a schedule have. ``hyperparam`` is one of these numbers.
+    """Return the beginning of the keys that a param group has for the numbers of a schedule, such as its peak.
 
-    A key may lack the label "muon.", with which the dotted name of the schedule begins.
+    Args:
+        hyperparam: one of these numbers: its key in the group, and its dotted name, which may begin with a label.
+        schedule: the dotted name of the schedule.
 
     >>> peak = Hyperparam("scale.rate.peak", ("muon.scale.rate.peak",))
     >>> _beginning_of_key(peak, "muon.scale.rate")
@@ -196,15 +198,16 @@ def _difference(title: str, file_text: str, code_text: str, source: str) -> str:
 
 
 def _comparable_keys(tracked: TrackedGroup, saved: Group) -> list[str]:
-    """Return the keys of hyperparameters that a group and a saved group have, without those that need no comparison.
+    """Return the hyperparameters, such as "lr", to compare between a group and the saved group ``saved``.
 
-    ``saved`` is the saved group. Two kinds of keys need no comparison: mirrors, and entries that a scheduler changes at
-    every step, whose values before that are unknown.
+    A key is left out if only one of them has it, if it repeats another key, or if a scheduler changes it at every step,
+    so that different values are no mistake.
     """
     keys: list[str] = []
     for key in tracked.numbers.keys:
-        is_mirror = key in tracked.numbers.mirrors  # "momentum" repeats the first of "betas"
-        if key in saved and not is_mirror and not _is_cycled(key, tracked.group, saved):
+        if key not in saved or key in tracked.numbers.mirrors:  # "momentum" is a mirror of the first of "betas"
+            continue
+        if not _is_cycled(key, tracked.group, saved):
             keys.append(key)
     return keys
 

@@ -83,13 +83,20 @@ class TrackedGroups:
     def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
         """Return the object that reads the hyperparameters of a param group at every step.
 
-        A group that has been read so far, with the same ``hyperparams``, gets a copy of its former object. The copy has
-        the numbers of the last step: if "momentum" and "betas" differ, the one that was changed since then counts.
+        The object also remembers the numbers that it has read last. If a group is recorded again, these must not be
+        lost: if "momentum" and "betas" differ in the next step, the one that was changed since the last step counts.
+
+        Args:
+            group: the param group.
+            names: the names of its parameters.
+            hyperparams: the keys of the group, such as "lr", with the numbers that they set.
         """
         former_numbers = self._former_numbers(group, names)
-        if former_numbers is None or former_numbers.hyperparams != hyperparams:  # a new group, or it has other keys now
+        if former_numbers is None:  # a new group
             return GroupNumbers(hyperparams)
-        return copy.copy(former_numbers)  # the former object stays as it is, for a change that is undone
+        if former_numbers.hyperparams != hyperparams:  # the group has other keys now
+            return GroupNumbers(hyperparams)
+        return copy.copy(former_numbers)  # a copy, because an error may bring the former object back
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
         """Return the object that has read the hyperparameters of a group so far; None for a group of new parameters."""
@@ -104,10 +111,11 @@ class TrackedGroups:
         return None
 
     def follow(self, groups: Sequence[Group], rules: UpdateRules) -> None:
-        """Use param groups that a user or engine has edited, such as after a parameter was moved to another group.
+        """Read the hyperparameters from param groups that a user or an engine has edited.
 
-        ``rules`` has the transforms of each parameter, by name. Raise ValueError, before any change, if a tensor is of
-        no parameter, or if a group lacks hyperparameters.
+        For example, the user has moved a parameter from ``groups[0]["params"]`` to ``groups[1]["params"]``. Raise
+        ValueError, before any change, if a tensor is no parameter of the optimizer, or if a group lacks
+        hyperparameters. ``rules`` has the transforms of each parameter, by name.
         """
         if self._are_recorded(groups):  # not edited
             return
@@ -124,19 +132,20 @@ class TrackedGroups:
         self.record(groups, rules)
 
     def adopt_new_keys(self, rules: UpdateRules) -> None:
-        """Use keys that somebody has added to the groups. Warn once of a misspelt one, such as "weight_dacay".
+        """Use keys that the user has added to the groups, as by ``group["weight_decay"] = 0.1``, from this step on.
 
-        ``rules`` has the transforms and hyperparameters of each parameter, by name.
+        Warn once of a misspelt key, such as "weight_dacay". ``rules`` has the transforms and hyperparameters of each
+        parameter, by name.
         """
-        if self._count_keys() == self._key_counts:  # a step only counts the keys, which is faster than comparing them
+        if self._count_keys() == self._key_counts:  # at every step: counting keys is faster than comparing them
             return
-        # A group of several labels may now have a key, such as "weight_decay", that sets the numbers of all.
+        # For example, "weight_decay" now replaces the keys "muon.weight_decay" and "adamw.weight_decay" of a group.
         self.record([tracked.group for tracked in self.groups], rules)
         self._key_counts = self._count_keys()  # last, because `record` may have removed keys
         self._warn_of_unread_keys()
 
     def _warn_of_unread_keys(self) -> None:
-        """Warn once of each key that no transform reads, with the key that was perhaps intended."""
+        """Warn once of each key of a group that looks like a hyperparameter and sets none, such as "weight_dacay"."""
         all_keys: set[str] = set()
         for tracked in self.groups:
             all_keys.update(tracked.numbers.keys)
@@ -256,13 +265,13 @@ class OneRateCheck:
         """Record the learning rates of the groups at construction, such as ``[0.02, 0.001]``."""
         self._requested_rates = requested_rates
         self._is_needed = len(set(requested_rates)) > 1
-        """False if the groups were made with one rate, or a warning was given."""
+        """False if all groups were made with one rate, and after the warning."""
         self._rates_have_differed = False
-        """True after a step with different learning rates, or a load of them."""
+        """True after a step in which groups had different rates, or a load of such rates."""
         self._low_steps = 0
-        """How many steps in succession had one low rate in all groups, as `_count_low_rate` counts them."""
+        """How many steps in succession had one rate in all groups, below all requested ones. `check` accepts some."""
         self._last_low_rate: float | None = None
-        """The rate that all groups had in the last of these steps."""
+        """The rate of all groups in the last of these steps, such as 1e-4."""
 
     def note_loaded(self, groups: TrackedGroups) -> None:
         """Record that a saved run was loaded: if its rates differ, it is past the first epoch of a warmup."""
@@ -270,10 +279,10 @@ class OneRateCheck:
             self._rates_have_differed = True
 
     def check(self, groups: TrackedGroups) -> None:
-        """Warn if all groups have one rate in this step.
+        """Warn once if all groups have one learning rate in this step, but were made with different rates.
 
-        A rate below all requested ones is accepted for some steps: a warmup may start there, and CosineAnnealingLR ends
-        all groups at ``eta_min``.
+        A rate below all requested ones, such as 1e-4 for 0.02 and 0.001, is accepted for some steps: a warmup may start
+        there, and CosineAnnealingLR ends all groups at ``eta_min``.
         """
         if not self._is_needed:
             return
@@ -291,23 +300,34 @@ class OneRateCheck:
             if self._low_steps < _LOW_STEPS:
                 return
         self._is_needed = False
-        requested = ", ".join([f"{requested_rate:g}" for requested_rate in self._requested_rates])
-        warn_caller(
-            f"param_groups: all groups have the learning rate {rate:g}, expected different rates, because they were "
-            f"made with {requested}. A scheduler, a callback or a search for a rate may have written one number into "
-            "all groups: give it one number for each group, in the order of param_groups"
-        )
+        warn_caller(_one_rate(rate, self._requested_rates))
 
     def _count_low_rate(self, rate: float) -> None:
-        """Count a step at which all groups have one rate below all requested ones, unless that is no mistake.
+        """Count a step in which all groups have one ``rate``, below all requested ones, if it may be a mistake.
 
-        For example, steps of SWALR count: it brings all groups to one ``swa_lr``, and keeps them there. Two kinds of
-        steps do not count: steps with a negligible rate, and steps in the first epoch of a warmup.
+        For example, SWALR brings all groups to one ``swa_lr``, and keeps them there. A rate near zero is no mistake,
+        and neither is one rate in the whole first epoch of a warmup.
+
+        >>> check = OneRateCheck([0.02, 0.001])
+        >>> for rate in (1e-4, 1e-4, 2e-4, 1e-9):
+        ...     check._count_low_rate(rate)
+        >>> check._low_steps  # the first 1e-4 and 2e-4; 1e-9 is near zero
+        2
         """
         if rate < _NEGLIGIBLE * min(self._requested_rates):
             return
-        # A warmup that changes once an epoch has the same rate in the whole first epoch, and different rates after it.
         is_repeated = rate == self._last_low_rate
         self._last_low_rate = rate
+        # After the first epoch of a warmup, the rates differ. Until then, a repeated rate may be of this epoch.
         if self._rates_have_differed or not is_repeated:
             self._low_steps += 1
+
+
+def _one_rate(rate: float, requested_rates: Iterable[float]) -> str:
+    """Return the warning that all groups have one learning rate, but were made with others, such as 0.02 and 0.001."""
+    requested = ", ".join([f"{requested_rate:g}" for requested_rate in requested_rates])
+    return (
+        f"param_groups: all groups have the learning rate {rate:g}, expected different rates, because they were "
+        f"made with {requested}. A scheduler, a callback or a search for a rate may have written one number into "
+        "all groups: give it one number for each group, in the order of param_groups"
+    )

@@ -39,8 +39,8 @@ UpdateRules = Mapping[str, UpdateRule]
 def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
     """Return the update rule of each parameter by name: the transforms that update it, with their hyperparameters.
 
-    ``visits`` has each transform within the optimizer's transform, with the names of its parameters. Parameters of the
-    same transforms have the same rule, and form a param group.
+    Parameters that the same transforms update have one rule object, and form a param group. ``visits`` has each
+    transform within the optimizer's transform, such as `momentum` in a chain, with the names of its parameters.
     """
     # Per parameter name, the indices of its transforms: {"w": [0, 1, 3], "b": [0, 2]}.
     indices_of: dict[str, list[int]] = {}
@@ -48,7 +48,7 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
         for name in visited.param_names:
             indices_of.setdefault(name, []).append(index)
     rules: dict[str, UpdateRule] = {}
-    rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}  # to create the rule of many parameters once
+    rule_of_indices: dict[tuple[int, ...], UpdateRule] = {}  # many parameters have the same indices, and so one rule
     for name, index_list in indices_of.items():
         indices = tuple(index_list)
         if indices not in rule_of_indices:
@@ -120,8 +120,11 @@ def warn_of_ascent(root: Visit, rules: UpdateRules, params: NamedTensors) -> Non
     ascending: list[str] = []  # their names
     for pairs in pairs_by_rule(params.items(), rules).values():
         names = [name for name, param in pairs if param.requires_grad]
-        # One parameter of a rule suffices, because the same transforms update the others. 1: the sign of the gradient.
-        if names and 1 in _signs(root, names[0]):
+        if not names:  # all are frozen
+            continue
+        # The signs of one parameter suffice, because the same transforms update all parameters in `pairs`.
+        signs = _signs(root, names[0])
+        if 1 in signs:  # the sign of the gradient; -1 is the opposite
             ascending += names
     if ascending:
         warn_caller(
@@ -273,18 +276,24 @@ def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]
 
 
 def with_common_defaults(rules: Sequence[UpdateRule], group: Group, defaults: Numbers) -> Group:
-    """Return the entries of a group, and an entry for each key that it lacks and several rules have with equal numbers.
+    """Return the entries of a group of several labels, and an entry for each number that is equal for these labels.
 
-    For example, ``{"weight_decay": 0.1}`` is added if Muon's and AdamW's weight decay are 0.1 in ``defaults``. If they
-    differ, each label keeps its own, under a key such as "adamw.weight_decay".
+    For example, ``{"lr": 0.1}`` becomes ``{"weight_decay": 0.1, "lr": 0.1}`` if the weight decay of "muon" and of
+    "adamw" is 0.1 in ``defaults``. If it differs, nothing is added: each label needs a key of its own then, such as
+    "adamw.weight_decay".
+
+    Args:
+        rules: each label of the group's parameters with its hyperparameters.
+        group: the entries that the caller has given for the group. They replace the defaults.
+        defaults: the numbers of the transform by dotted name.
     """
     common_defaults: Group = {}
-    for key, hyperparam_of_label_key in common_keys(rules).items():
+    for key, hyperparam_of_label_key in common_keys(rules).items():  # a hyperparameter of each label
         values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label_key.values()]
         first_value, *other_values = values
         if other_values and all(equal(first_value, value) for value in other_values):
             common_defaults[key] = first_value
-    return {**common_defaults, **group}  # the entries of the group replace the defaults
+    return {**common_defaults, **group}
 
 
 def label_of(rules: Sequence[UpdateRule]) -> str | None:
