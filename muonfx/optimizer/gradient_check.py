@@ -40,20 +40,17 @@ class GradientCheck:
     def check(self, named: NamedTensors, gradients: Gradients) -> None:
         """Raise or warn, before a step, if gradients are missing, because the step would not train the model.
 
-        The usual cause: the model got new parameters after the optimizer was created, and backward() fills the
-        gradients of these.
+        - An error if only parameters outside of the optimizer have gradients. Usually, the model got new parameters
+          after the optimizer was created.
+        - A warning if such parameters have gradients, too, or if no parameter has one.
 
-        Args:
-            named: the parameters of the optimizer.
-            gradients: the gradient of each, or None.
+        ``named`` are the parameters of the optimizer, and ``gradients`` the gradient of each, or None.
         """
         check_real(named)
         self._parameters.check_frozen()
         without_gradient = tuple([name for name, gradient in gradients.items() if gradient is None])
-        # Parameters of the models that have gradients, and are not in the optimizer.
-        outside = self._outside.find(named, without_gradient)
+        outside = self._outside.find(named, without_gradient)  # parameters of the models, not of the optimizer
         outside_with_gradient = {name: param for name, param in outside.items() if param.grad is not None}
-        # An error if only such parameters have gradients; a warning if parameters of the optimizer have some, too.
         has_no_gradient = len(without_gradient) == len(gradients)  # no parameter of the optimizer has one
         if has_no_gradient and outside_with_gradient:
             raise _only_outside(outside_with_gradient, len(named))
@@ -78,14 +75,13 @@ class GradientCheck:
         The usual causes are a forgotten backward(), and a loss of detached tensors. Over ranks, the caller has found
         that no rank has a gradient.
         """
-        is_trained = any(not is_frozen(param) for param in named.values())  # at least one parameter
-        if self._has_warned_of_none or not is_trained:  # frozen parameters need no gradient
+        are_all_frozen = all(is_frozen(param) for param in named.values())
+        if self._has_warned_of_none or are_all_frozen:  # frozen parameters need no gradient
             return
         self._has_warned_of_none = True
-        # Over ranks, the message names one more cause, and says that no rank has a gradient.
         parameters = f"{len(named)} parameters"
         cause_over_ranks = ""
-        if not self._is_alone:
+        if not self._is_alone:  # there are several ranks
             parameters += " on any rank"
             cause_over_ranks = "Was model.set_requires_gradient_sync(False) left on? "
         warn_caller(

@@ -115,15 +115,15 @@ def _tensors(state: PyTree) -> dict[Path, Tensor]:
 
 
 def _recorded(leaves: Mapping[Path, Tensor]) -> dict[Path, _Leaf]:
-    """Return the version and the checksum of each leaf, which show later whether somebody has written into it.
+    """Return a record of each tensor by path. A later record differs if somebody has written into the tensor.
 
-    The version is a count of writes, which torch increases.
+    A record has the version of the tensor, which is torch's count of writes, and a checksum of its values.
     """
     checksum_of = _checksums(leaves)
     recorded: dict[Path, _Leaf] = {}
     for path, leaf in leaves.items():
-        # -1 is equal at each call, so that only the checksum shows writes into such a tensor.
-        version = -1 if leaf.is_inference() else leaf._version  # inference tensors have no version
+        # Torch counts no writes into inference tensors: with -1 in all records, only the checksum shows them.
+        version = -1 if leaf.is_inference() else leaf._version
         recorded[path] = _Leaf(version, checksum_of[path])
     return recorded
 

@@ -115,14 +115,20 @@ def _in_flat_shard(leaf: FlatShardTensor, value: Any) -> Tensor | None:
 
 
 def _in_dtensor(leaf: DTensor, value: Any) -> Tensor | None:
-    """Return this rank's shard of a saved value, for a DTensor ``leaf``; None if it is sharded in another way."""
+    """Return this rank's shard of a saved value, to load it into a DTensor; None if it is sharded in another way.
+
+    For example, if ``leaf`` is sharded by rows over two ranks, the second rank has the lower half of the rows.
+    """
     if is_whole(value):
         value = _sharded_like(leaf, value)
-    # Sharded over the same ranks and along the same dims: this rank's shard of the value fits this rank's leaf.
-    if is_dtensor(value) and value.device_mesh == leaf.device_mesh and value.placements == leaf.placements:
-        require_same_position(value, leaf.device_mesh)
-        return local_of(value)
-    return None
+    if not is_dtensor(value):  # an interval of the flattened tensor
+        return None
+    # The same ranks (the mesh), and the same dims (the placements, such as Shard(0) for rows).
+    is_sharded_alike = value.device_mesh == leaf.device_mesh and value.placements == leaf.placements
+    if not is_sharded_alike:
+        return None
+    require_same_position(value, leaf.device_mesh)
+    return local_of(value)
 
 
 def _sharded_like(leaf: DTensor, value: Tensor) -> DTensor:
@@ -145,14 +151,14 @@ def _placement_text(value: Any) -> str:
 def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     """Raise `Misfit` if a loaded DTensor is the shard of another rank, as if rank 0 loads the file of rank 1.
 
-    ``mesh`` is the mesh of this process. A saved mesh has the coordinates of the rank that saved it, and keeps them
-    when it is loaded.
+    The mesh (the ranks of a DTensor) in the file keeps the coordinates of the rank that saved it. They are compared
+    with those of this process in ``mesh``.
     """
     saved_position = value.device_mesh.get_coordinate()  # such as [0, 1]; None for a rank that is not in the mesh
     position = mesh.get_coordinate()
     has_same_shard = saved_position == position
-    if saved_position and position:  # ranks along a replicated dim have the same shard
-        # So compare sharded dims only: if the first of two dims is replicated, (0, 1) and (1, 1) have the same shard.
+    if saved_position and position:
+        # Compare sharded dims only: if the first of two dims is replicated, ranks [0, 1] and [1, 1] have one shard.
         sharded_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
         has_same_shard = all(saved_position[dim] == position[dim] for dim in sharded_dims)
     if not has_same_shard:

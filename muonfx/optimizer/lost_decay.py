@@ -93,11 +93,16 @@ def _narrow_params(stepping: Stepping, params: NamedTensors) -> NamedTensors:
 
 
 def _lost_decays(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> dict[str, float]:
-    """Return the relative change by a step of weight decay, for each parameter in which it is rounded away.
+    """Return the parameters in which weight decay is rounded away, each with its relative change by a step.
 
     A step multiplies a parameter by ``1 - lr * weight_decay``. With lr 0.001 and weight_decay 0.1, this is 0.9999. In
     bfloat16, which has eight significant bits, the product is rounded to the parameter itself. The result is then
     ``{"weight": 0.0001}``.
+
+    Args:
+        stepping: has the transform of the optimizer, whose schedules have the rates of groups without "lr".
+        groups: the param groups, which have the rates and decays.
+        params: the parameters to check by name.
     """
     lost_changes: dict[str, float] = {}
     for tracked in groups:
@@ -116,12 +121,12 @@ def _lost_decays(stepping: Stepping, groups: Sequence[TrackedGroup], params: Nam
 
 
 def _lost_updates(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> dict[str, float]:
-    """Return the updates, relative to their parameter, of parameters of which most elements keep their values.
+    """Return the parameters of which rounding removes most of each update, with the relative size of the update.
 
     For example, Muon with lr 2e-5 has updates with a root mean square (rms) of 4e-6. Where the weights have an rms of
-    0.02, the result is ``{"weight": 0.0002}``. Parameters whose updates have no size that is known are left out.
+    0.02, the result is ``{"weight": 0.0002}``: in bfloat16, most elements keep their values.
     """
-    size_of = _update_sizes(stepping, params)
+    size_of = _update_sizes(stepping, params)  # the rms of updates at the rate 1; without those that are unknown
     lost_updates: dict[str, float] = {}
     for tracked in groups:
         names = [name for name in tracked.names if name in size_of]
@@ -141,11 +146,12 @@ def _lost_updates(stepping: Stepping, groups: Sequence[TrackedGroup], params: Na
 def _update_sizes(stepping: Stepping, params: NamedTensors) -> dict[str, float]:
     """Return the rms of each parameter's update at the learning rate 1, as far as it is known from the transforms.
 
-    It is 0.2 for Muon with "match_rms_adamw". For Adam it is at most about 1, and usually less.
+    For example, ``{"weight": 0.2, "bias": 1.0}``: 0.2 for Muon with "match_rms_adamw", and 1 for Adam, which has at
+    most about this size, and usually less.
     """
     size_of: dict[str, float] = {}
     unknown: set[str] = set()  # the names of parameters that a transform of another kind updates, too
-    for visited in stepping.visits:  # in the order of the chain
+    for visited in stepping.visits:  # each transform with the names of its parameters, in the order of the chain
         names = [name for name in visited.param_names if name in params]
         if visited.tx.factory not in _SIZES_KNOWN:
             unknown.update(names)
@@ -158,9 +164,13 @@ def _update_sizes(stepping: Stepping, params: NamedTensors) -> dict[str, float]:
 
 
 def _size_after(tx: Transform, name: str, param: Tensor, size: float | None) -> float | None:
-    """Return the rms of a parameter's update after a transform of `_SIZES_KNOWN`, or None if it is not known.
+    """Return the rms (root mean square) of a parameter's update after the transform ``tx``; None if it is not known.
 
-    ``size`` is the rms before the transform, or None.
+    ``size`` is the rms before the transform, or None. ``tx`` is one of `_SIZES_KNOWN`.
+
+    >>> weight = torch.ones(4, 16)
+    >>> _size_after(scale_by_adam(), "weight", weight, None), _size_after(orthogonalize(), "weight", weight, None)
+    (1.0, 0.25)
     """
     if tx.factory is scale_by_adam:
         return 1.0
@@ -217,19 +227,20 @@ def _updates_lost(lost_updates: Mapping[str, float], params: NamedTensors) -> st
 def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
     """Return the learning rate of a param group, or the largest rate of its schedule; 0.0 without a learning rate.
 
-    A schedule is a function of the step. It is evaluated at the steps ``_COUNTS`` only: 0, 1, 2, 4, ..., 2**20.
+    A schedule is a function of the step in the transform ``tx``. It is evaluated at the steps 0, 1, 2, 4, ..., 2**20.
     """
-    if "lr" in tracked.numbers.keys:  # a number, not a schedule
+    if "lr" in tracked.numbers.keys:  # the rate is a number in the group, not a schedule
         rate = tracked.group["lr"]
         if isinstance(rate, Tensor) and rate.is_meta:  # it has no value yet
             return 0.0
         return float(rate)
     schedules = schedules_in(tx)  # by dotted name
     largest = 0.0
-    for name in schedules_of(tx, tracked):  # such as "scale_by_learning_rate.learning_rate"
+    for name in schedules_of(tx, tracked):  # of this group, such as "scale_by_learning_rate.learning_rate"
         argument = name.split(".")[-1]
         if argument != "learning_rate":  # a schedule of another number, such as the decay of a momentum
             continue
+        rate_at = schedules[name]
         for count in _COUNTS:
-            largest = max(largest, float(schedules[name](count)))
+            largest = max(largest, float(rate_at(count)))
     return largest

@@ -170,27 +170,30 @@ class SteppingOverRanks(Stepping):
         return sharded_with(self._progress, tx, self.layout, self._settings)
 
     def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
-        """Return the state of this rank's shards, and record where each leaf of the state is.
+        """Return the optimizer state of this rank's parts of the parameters. All ranks call this together.
 
-        All ranks call this together, because they first compare their settings.
+        Where ``former``, the state before parameters were replaced or added, has a leaf at the same path, the state has
+        its value, else the initial value. Raise if the ranks have different settings, or a number in the groups is out
+        of range.
         """
         local_params = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._progress, self.inner, local_params)
-        self._record_placements(local_params)  # before `_with_former_values` and `_share`, which read the placements
-        self.refresh(params, groups)
+        self._record_placements(local_params)  # which rank has which part of the state: the next lines read it
+        self.refresh(params, groups)  # reads the hyperparameters
         state = self._with_former_values(state, former)
-        self._share(state)  # last, because it copies the final values
+        self._share(state)  # last, because it copies the final values to other ranks
         return state
 
     def _record_placements(self, local_params: dict[str, Tensor]) -> None:
-        """Record which ranks hold each tensor of the state, and with which shape, to show and save the tensors later.
+        """Record which ranks hold each tensor of the state, and its shape. Later steps show and save it by this record.
 
         ``local_params`` are this rank's parts of the parameters, by name.
         """
         self._device = tree.device_of(local_params)
-        self._meta_params = self.binding.global_like(local_params)  # in full, without values
+        # All parameters in full, as tensors without values on the meta device.
+        self._meta_params = self.binding.global_like(local_params)
         self._placements = describe_state(self.binding, self.inner, self._meta_params)
-        # A state dict must gather those that one rank alone has.
+        # The tensors that one rank alone has, by index. A state dict must gather them.
         self._on_one_rank = {}
         for index, placement in enumerate(self._placements):
             if placement is not None and self._is_on_one_rank(placement):
@@ -232,16 +235,18 @@ class SteppingOverRanks(Stepping):
         return self.layout.position(placement.name).cut(full_value)  # sharded like its parameter
 
     def full_leaf(self, index: int, leaf: Any) -> Any:
-        """Return a leaf of the state in full, on all ranks. They must call this together, because they gather it.
+        """Return a tensor of the state in full, on all ranks. They call this together, because they gather the parts.
 
-        ``index`` is the index of the leaf among all leaves, and ``leaf`` is this rank's part.
+        ``index`` is the index of the tensor in the state, and ``leaf`` is this rank's part, such as half of its rows.
         """
-        placement = self._placements[index]  # which rank has which part
+        placement = self._placements[index]  # the parameter to which it belongs, and which rank has which part
         if placement is None or placement.name is None:  # of no parameter: every rank has it in full
             return leaf
-        if placement.owned:
+        if placement.owned:  # each rank has the part for the matrices that it computes
             return self._gathered_from_owners(OwnedLeaf(placement, leaf))
-        return self.layout.gather({placement.name: leaf})[placement.name]  # sharded like its parameter
+        # It is sharded like its parameter, so the layout can gather it like the parameter.
+        full_leaves = self.layout.gather({placement.name: leaf})
+        return full_leaves[placement.name]
 
     def _gathered_from_owners(self, leaf: OwnedLeaf) -> Any:
         """Return in full a leaf that each owner has for its matrices. All ranks call this together."""
@@ -273,19 +278,20 @@ class SteppingOverRanks(Stepping):
     # ------------------------------------------------------------------------------------------------- persistence
 
     def _share(self, state: PyTree) -> None:
-        """Under DDP, start to copy the state of single ranks to all ranks, so that each rank can save all of it.
+        """Under DDP, start to copy the tensors of the state that one rank alone has to all ranks, after each step.
 
-        Often only rank 0 calls ``state_dict()``, so it cannot gather the state there. The state is small compared with
-        the updates sent to replicas, and the copy overlaps with the next forward.
+        So each rank can save the whole state: often only rank 0 calls ``state_dict()``, and cannot gather it there. The
+        copy overlaps with the next forward.
         """
         if self._gathering is not None:  # the copy that the last step has started
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
-        if self._on_one_rank and self._is_replicated:  # else there is nothing to copy, or `exported` gathers it
-            leaves = tree.leaves(state)
-            owned_leaves: dict[int, OwnedLeaf] = {}
-            for index, placement in self._on_one_rank.items():
-                owned_leaves[index] = OwnedLeaf(placement, leaves[index])
-            self._gathering = Gathering(self.layout, self._device, owned_leaves)
+        if not self._is_replicated or not self._on_one_rank:  # `exported` gathers the tensors, or there are none
+            return
+        leaves = tree.leaves(state)
+        owned_leaves: dict[int, OwnedLeaf] = {}
+        for index, placement in self._on_one_rank.items():
+            owned_leaves[index] = OwnedLeaf(placement, leaves[index])
+        self._gathering = Gathering(self.layout, self._device, owned_leaves)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the leaves that a state dict needs on all ranks and `optimizer.state` has on one rank only, by index.
@@ -303,16 +309,17 @@ class SteppingOverRanks(Stepping):
         return {}
 
     def _gathered_as_dtensors(self, leaves: Sequence[Any]) -> dict[int, Any]:
-        """Gather the leaves that one rank alone has, for a state dict of DTensors. All ranks call this together.
+        """Return the tensors of the state that one rank alone has, as DTensors of which each rank has an equal part.
 
-        Return them by index, as DTensors that are sharded evenly over the mesh of their parameter.
+        A state dict has them in this form, by their index in the state. All ranks call this together, because each
+        tensor is first sent to all ranks. ``leaves`` are those of this rank; a tensor of another rank alone is None.
         """
-        assert self.layout.group is not None
+        assert self.layout.group is not None  # there are several ranks
         wait_for_all(self.layout.group, "state_dict()")  # raises after a timeout if a rank does not call it
         gathered: dict[int, Any] = {}
         for index, placement in self._on_one_rank.items():
-            gathered[index] = self.full_leaf(index, leaves[index])
-            mesh = self._mesh_of(placement)
+            gathered[index] = self.full_leaf(index, leaves[index])  # sent by the rank that has it
+            mesh = self._mesh_of(placement)  # the ranks of its parameter
             if mesh is not None:
                 gathered[index] = _evenly_sharded(gathered[index], mesh)  # frees the full leaf before the next gather
         return gathered

@@ -173,7 +173,9 @@ class ChainRecord(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> ChainRecord:
-        """Return the record that a state dict has as JSON.
+        """Return the record that a state dict has as JSON; `to_text` is the reverse.
+
+        The first chain, without names, is the chain of all parameters that have no other.
 
         >>> record = ChainRecord.from_text('[3, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]')
         >>> record.exceptions
@@ -187,10 +189,9 @@ class ChainRecord(NamedTuple):
         return cls(param_count, SavedChain(*usual), exceptions)
 
     def to_text(self) -> str:
-        """Return the JSON for a state dict: the number of parameters, the usual chain, and each other with its names.
+        """Return the record as JSON: the number of parameters, the usual chain, and each other chain with its names.
 
-        A text, because torch loads a full state dict item by item: of a list, it would mix the saved items with those
-        of the optimizer that loads it.
+        A state dict has the text, not a list: torch loads a list item by item, and would mix saved and current items.
 
         >>> chain, other_chain = SavedChain("momentum()", "d4c1"), SavedChain("scale(0.5)", "7f1e")
         >>> ChainRecord(3, chain, {"b": other_chain}).to_text()
@@ -220,9 +221,9 @@ class ChainRecord(NamedTuple):
 
 
 def record_of(chain_of: Mapping[str, SavedChain]) -> str:
-    """Return the text in a state dict that has the chains of the parameters of a group, under the key `CHAINS`.
+    """Return the text in which a state dict has the chain of each parameter of a group.
 
-    ``chain_of`` has the chain of each parameter by name, without the components that wrappers add to names.
+    Most parameters have one chain. To keep the text small, it has no names: here, of 3 parameters all but "b" have it.
 
     >>> chain, other_chain = SavedChain("momentum()", "d4c1"), SavedChain("scale(0.5)", "7f1e")
     >>> record_of({"w": chain, "v": chain, "b": other_chain})
@@ -256,9 +257,11 @@ def record_of_group(
 
 
 def with_new_names(saved: Mapping[str, Any], new_name_of: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the entries of a saved group, in which the record of its chains has this optimizer's names.
+    """Return the entries of a saved group, whose record of chains has this optimizer's names of the parameters.
 
-    For example, with ``{"b": "0.bias"}``, the chain of "b" becomes the chain of "0.bias".
+    >>> saved = {CHAINS: '[2, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "b"]]'}
+    >>> with_new_names(saved, {"b": "0.bias"})[CHAINS]
+    '[2, ["momentum()", "d4c1"], ["scale(0.5)", "7f1e", "0.bias"]]'
     """
     if not saved.get(CHAINS):  # for example, torch leaves it out of a flattened state dict
         return saved
@@ -273,10 +276,11 @@ def chain_warning(
     groups: Sequence[TrackedGroup],
     saved_groups: Sequence[Group | None],
 ) -> str | None:
-    """Return a warning if the chain of a parameter differs from its saved one in more than numbers, else None.
+    """Return a warning if other transforms update a parameter than when it was saved, else None.
 
-    The chain of a parameter is the code of all transforms that update it. A difference is no error, as
-    `muonfx.checkpoint.load` raises it, because torch's functions that load state dicts have no argument to allow it.
+    For example, its saved chain of transforms is ``chain(momentum(), scale(0.5))``, and now it is ``momentum()``. Other
+    numbers are no difference. This is a warning, not an error as in `muonfx.checkpoint.load`, because torch's functions
+    that load state dicts have no argument to allow the difference.
 
     Args:
         source: begins the warning, such as "load_state_dict: the state dict".
@@ -286,9 +290,11 @@ def chain_warning(
     """
     lines: list[str] = []
     for tracked, saved in zip(groups, saved_groups, strict=True):
-        if saved is not None and saved.get(CHAINS):
-            saved_chain_of = ChainRecord.from_text(saved[CHAINS]).known_chains(saved["param_names"])
-            lines += _differences(tracked, chains_of(visited, tracked.names), saved_chain_of)
+        if saved is None or not saved.get(CHAINS):
+            continue
+        saved_chain_of = ChainRecord.from_text(saved[CHAINS]).known_chains(saved["param_names"])
+        chain_of = chains_of(visited, tracked.names)
+        lines += _differences(tracked, chain_of, saved_chain_of)
     if not lines:
         return None
     return (
@@ -302,12 +308,14 @@ def _differences(
 ) -> list[str]:
     """Return a line for each argument, except numbers, that differs between saved chains and the chains of a group.
 
+    A chain is the list of transforms that update a parameter.
+
     Args:
         tracked: the group, whose label begins each line.
         chain_of: the chain of each of its parameters in this optimizer.
         saved_chain_of: the chain of each parameter in the state dict, if it is known.
     """
-    # Parameters with one difference are reported together: their names, by the two chains that differ.
+    # Many parameters have the same two chains. They have one line: their names, by these two chains.
     names_of: dict[tuple[SavedChain, Transform], list[str]] = {}
     for name, chain in chain_of.items():
         saved_chain = saved_chain_of.get(name)
@@ -315,9 +323,10 @@ def _differences(
             names_of.setdefault((saved_chain, chain), []).append(name)
     lines: list[str] = []
     for (saved_chain, chain), names in names_of.items():
-        title = _title(tracked.group.get("label"), names, is_whole_group=len(names) == len(chain_of))
-        for difference in differences_of_chains(saved_chain.code, repr(chain)).structure:
-            lines.append(title + difference)
+        is_whole_group = len(names) == len(chain_of)
+        title = _title(tracked.group.get("label"), names, is_whole_group=is_whole_group)
+        differences = differences_of_chains(saved_chain.code, repr(chain))
+        lines += [title + difference for difference in differences.structure]
     return lines
 
 

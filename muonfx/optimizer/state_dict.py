@@ -23,8 +23,13 @@ SavedGroups = Sequence[Mapping[str, Any]]
 def groups_with_names(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
     """Return the groups of a state dict with this optimizer's names of the parameters as "param_names".
 
-    For example, the name "module.0.weight", saved under DistributedDataParallel, becomes "0.weight". ``rename`` has
-    further differences of names. Saved groups without names get the names of this optimizer in their order.
+    Saved groups without names get the names of this optimizer in their order. ``rename`` is the argument of
+    ``load_state_dict``.
+
+    >>> tracked = TrackedGroup(group={}, names=["0.weight"], numbers=None)
+    >>> saved = {"params": [0], "param_names": ["module.0.weight"]}  # saved under DistributedDataParallel
+    >>> groups_with_names([saved], [tracked], rename={})
+    [{'params': [0], 'param_names': ['0.weight']}]
     """
     saved_groups = _named_by_path(saved_groups, groups)
     if not all("param_names" in saved for saved in saved_groups):  # as torchtitan saves them
@@ -67,11 +72,14 @@ def _saved_names_in(saved_groups: SavedGroups) -> list[str]:
 
 
 def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) -> SavedGroups:
-    """Return saved groups with the names from "params" as "param_names", if torch.distributed.checkpoint loaded them.
+    """Correct the order of "param_names" in saved groups that torch.distributed.checkpoint has loaded.
 
-    It loads ``{"params": ["0.bias", "0.weight"], "param_names": ["0.weight", "0.bias"]}``: the names in "params" have
-    the order of this optimizer, but "param_names" the order of the optimizer that saved. So the result has
-    ``"param_names": ["0.bias", "0.weight"]``. Other saved groups have numbers in "params", and are returned unchanged.
+    It puts names into "params", in the order of this optimizer, and leaves "param_names" in the order of the optimizer
+    that saved. Other saved groups have numbers in "params", and are returned unchanged.
+
+    >>> tracked = TrackedGroup(group={}, names=["bias", "weight"], numbers=None)
+    >>> _named_by_path([{"params": ["bias", "weight"], "param_names": ["weight", "bias"]}], [tracked])
+    [{'params': ['bias', 'weight'], 'param_names': ['bias', 'weight']}]
     """
     paths = [path for saved in saved_groups for path in saved.get("params", ())]
     if not paths or not all(isinstance(path, str) for path in paths):  # numbers, as state_dict() returns them
@@ -86,15 +94,15 @@ def _named_by_path(saved_groups: SavedGroups, groups: Sequence[TrackedGroup]) ->
 
 
 def _require_same_order(saved_names: Sequence[str], names: Sequence[str], path: str) -> None:
-    """Raise ValueError if torch.distributed.checkpoint has loaded names that are in another order than the state.
+    """Raise ValueError if a loaded state dict has the names of this optimizer, but in another order.
 
-    It finds parameters by their paths in the model. If this optimizer has other names for them, the loaded state has
-    the order of this optimizer, and the loaded names have the order of the optimizer that saved them.
+    torch.distributed.checkpoint has loaded the state in the order of this optimizer, and the names in the order of the
+    optimizer that saved them. The wrong parameter would get the state.
 
     Args:
-        saved_names: the loaded names.
-        names: the names of the parameters in this optimizer.
-        path: a path, for the message.
+        saved_names: the loaded names, such as ``["w", "b"]``.
+        names: the names of the parameters in this optimizer, such as ``["b", "w"]``.
+        path: the path of a parameter in the model, such as "layers.0.weight", for the message.
     """
     if saved_names != names and sorted(saved_names) == sorted(names):
         raise ValueError(
@@ -219,19 +227,24 @@ def _require_same_number(saved_groups: Sequence[Group], groups: Sequence[Tracked
 def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
     """Raise ValueError if a state dict is of another model: it has names that are unknown here, or none that is known.
 
+    >>> _require_known({"w", "b"}, {"w", "v"}, not_trained={"v"})  # the two runs have frozen other parameters
+    >>> _require_known({"w", "b"}, {"w", "v"}, not_trained=set())
+    Traceback (most recent call last):
+    ValueError: nothing was loaded: the state dict lacks 'b'; it also has 'v'; ...
+
     Args:
         names: the names of the parameters in this optimizer.
         saved_names: the names in the state dict.
         not_trained: the names of other parameters of the model, which were perhaps trained when it was saved.
     """
-    # Other names than here, except of parameters that are not trained here. Compared without the prefixes of wrappers.
+    # Compare without the prefixes of wrappers, such as "module." of DistributedDataParallel.
     plain_not_trained = set(unwrapped(not_trained).values())
     unknown: list[str] = []
     for name, plain_name in unwrapped(saved_names - names).items():
         if plain_name not in plain_not_trained:
             unknown.append(name)
-    is_one_empty = not names or not saved_names  # then no name can be common, which is no mistake
-    has_no_common_name = names.isdisjoint(saved_names) and not is_one_empty
+    can_have_common_names = bool(names) and bool(saved_names)
+    has_no_common_name = can_have_common_names and names.isdisjoint(saved_names)
     if unknown or has_no_common_name:
         raise _other_parameters(sorted(names - saved_names), sorted(unknown))
 
@@ -337,16 +350,28 @@ def read_groups(
 ) -> list[Group | None]:
     """Return the saved group of each group of an optimizer; None if no parameter of it was saved.
 
-    Raise ValueError with all differences unless the saved groups have the same members and hyperparameters.
+    Raise ValueError unless a saved group has the parameters and the hyperparameters of its group.
+
+    Args:
+        saved_groups: the groups of a state dict or a checkpoint.
+        tx: the transform of the optimizer.
+        groups: the groups of the optimizer.
+        not_trained: the names of other parameters of the model, which may be in saved groups.
     """
-    # First the members, because hyperparameters are compared between the groups that belong together.
-    matched_groups = match_groups(groups_with_names(saved_groups, groups, {}), groups, not_trained)
+    named_groups = groups_with_names(saved_groups, groups, {})  # with the names of this optimizer
+    matched_groups = match_groups(named_groups, groups, not_trained)
     _raise_problems(_missing_hyperparams(tx, groups, matched_groups))
     return matched_groups
 
 
 def _require_dicts(state_dict: Mapping[str, Any]) -> None:
-    """Raise TypeError unless the state of a state dict is a dict of dicts, and its groups are dicts with "params"."""
+    """Raise TypeError unless the state of a state dict is a dict of dicts, and its groups are dicts with "params".
+
+    >>> _require_dicts({"state": {0: {}}, "param_groups": [{"params": [0]}]})
+    >>> _require_dicts({"state": [{}], "param_groups": []})
+    Traceback (most recent call last):
+    TypeError: nothing was loaded: 'state' of the state dict is of type list, expected a dict: ...
+    """
     state = state_dict["state"]
     if not isinstance(state, Mapping):
         raise _other_type("'state'", state, "a dict")
@@ -434,7 +459,10 @@ def _saved_state(saved: Group | None, state: Mapping[Any, Group]) -> dict[str, G
 def _read_entries(
     name: str, saved_state: Group, entries: StateEntries, stepping: Stepping
 ) -> tuple[list[Load], list[str]]:
-    """Return the values to load into the state of a parameter, and a line for each saved value that does not fit.
+    """Return the values to load into the state of one parameter, and a line for each saved value that does not fit.
+
+    A line is such as ``"'bias' has no 'momentum.trace'"``. A value is that of this rank, with the index of the tensor
+    in the state into which it is copied.
 
     Args:
         name: the name of the parameter.
@@ -442,7 +470,7 @@ def _read_entries(
         entries: the state of the optimizer, as ``optimizer.state`` shows it.
         stepping: converts a saved tensor to the values of this rank.
     """
-    indices = entries.indices[name]  # the index of the leaf of the state for each key
+    indices = entries.indices[name]  # the index of the tensor in the state for each key: {"momentum.trace": 0}
     loads: list[Load] = []
     # Keys that only one of the two has.
     problems = [f"{name!r} has no {key!r}" for key in indices.keys() - saved_state.keys()]

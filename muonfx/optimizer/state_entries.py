@@ -49,9 +49,14 @@ class StateEntries:
     """
 
     def __init__(self, state: PyTree, named: NamedTensors) -> None:
-        """Find the key and the parameters of each leaf of the state. `update` then fills ``optimizer.state``.
+        """Find the key and the parameters of each tensor (leaf) of the state. `update` then fills ``optimizer.state``.
 
-        A leaf is one tensor of the state, such as the momentum of "bias". Leaves are numbered in a fixed order.
+        >>> zeros, count = torch.zeros(2), torch.tensor(0)
+        >>> entries = StateEntries({"trace": {"w": zeros}, "count": count}, {"w": zeros, "b": zeros})
+        >>> for slot in entries.slots:
+        ...     print(slot.names, slot.key)
+        ('w', 'b') count
+        ('w',) trace
         """
         self.named = dict(named)
         self.slots: list[StateSlot] = []
@@ -75,6 +80,13 @@ class StateEntries:
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
         """Put the tensors of a new state into ``optimizer.state``, where users look for them.
 
+        >>> param = torch.ones(2)
+        >>> state = {"trace": {"w": torch.zeros(2)}}
+        >>> entries_of = {param: {}}
+        >>> StateEntries(state, {"w": param}).update(entries_of, state, show=lambda index, leaf: leaf)
+        >>> entries_of[param]
+        {'trace': tensor([0., 0.])}
+
         Args:
             entries: ``optimizer.state``, such as ``{parameter: {"momentum.trace": tensor}}``.
             state: the new state of the transform.
@@ -93,28 +105,29 @@ class StateEntries:
         self._leaves = leaves
 
     def with_dtensors(self, state: PyTree) -> PyTree:
-        """Return a state with the DTensors that ``optimizer.state`` has for its leaves, if it has any.
+        """Return a state with DTensors in place of this rank's parts of sharded tensors.
 
-        They are the same objects there, so that `count_writes` finds all writes into them.
+        They are the objects in ``optimizer.state``, so that `count_writes` finds all writes of a caller into them.
         """
         leaves, treedef = tree.flatten(state)
-        for index, shown in enumerate(self.shown):
+        for index, shown in enumerate(self.shown):  # what `optimizer.state` has for each leaf
             if is_dtensor(shown):
                 leaves[index] = shown
         return tree.unflatten(treedef, leaves)
 
     def count_writes(self) -> None:
-        """Count writes of a caller through DTensors as writes into the state, by which `InitialState` finds them.
+        """Count writes of a caller into DTensors of ``optimizer.state`` as writes into the tensors of the state.
 
-        For example, ``optimizer.state[param]["momentum.trace"].zero_()``, or the same through ``transform_state``.
-        Torch counts it for the DTensor, but not for the tensor of the state, which is its local tensor. A tensor may be
-        counted again at each call.
+        `InitialState` compares these counts, to find tensors that a caller has written, as by
+        ``optimizer.state[param]["momentum.trace"].zero_()``. Torch counts this for the DTensor alone, not for its local
+        tensor, which is in the state. One write may be counted several times, because only a change of a count matters.
         """
         for leaf, shown in zip(self._leaves, self.shown, strict=True):
             is_wrapper = is_dtensor(shown) or isinstance(shown, FlatShardTensor)
-            if not is_wrapper or leaf is None or shown.is_inference():  # inference tensors have no version
+            if not is_wrapper or leaf is None or shown.is_inference():  # torch counts no writes into inference tensors
                 continue
-            if shown._version > 0:
+            has_writes = shown._version > 0
+            if has_writes:
                 increment_version(leaf)
 
     def is_edited(self, state: Mapping[Tensor, Group | None]) -> bool:
@@ -122,10 +135,18 @@ class StateEntries:
 
         For example, after ``optimizer.state[param]["momentum.trace"] = tensor``, or ``optimizer.state.clear()``.
         Values that were written into a tensor are no edit, because the state of the transform has the same tensor.
+
+        >>> param, state = torch.ones(2), {"trace": {"w": torch.zeros(2)}}
+        >>> entries, entries_of = StateEntries(state, {"w": param}), {param: {}}
+        >>> entries.update(entries_of, state, show=lambda index, leaf: leaf)
+        >>> is_edited_at_first = entries.is_edited(entries_of)
+        >>> entries_of[param]["trace"] = torch.zeros(2)
+        >>> is_edited_at_first, entries.is_edited(entries_of)
+        (False, True)
         """
         if len(state) != len(self.named):  # a parameter was added or removed
             return True
-        # Without an edit, the state has all parameters in their order, and these keys for each of them.
+        # Without an edit, `state` has the parameters in their order, and for each one the keys in `index_of_key`.
         params, indices = self.named.values(), self.indices.values()
         for (tensor, entries), param, index_of_key in zip(state.items(), params, indices, strict=True):
             if tensor is not param:  # entries were removed, and others added at the end
@@ -139,10 +160,14 @@ class StateEntries:
 
 
 def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups: Iterable[Group]) -> dict[str, Group]:
-    """Return an edited ``optimizer.state`` with names in place of tensors: ``{"bias": {"momentum.trace": tensor}}``.
+    """Return ``optimizer.state``, which a user has edited, with names in place of tensors.
 
     Parameters whose entries were all removed are left out. Raise ValueError if a tensor is no parameter, if only some
     entries of a parameter were removed, or if others were added.
+
+    >>> param, state = torch.ones(2), {"trace": {"w": torch.zeros(2)}}
+    >>> entries_by_name(StateEntries(state, {"w": param}), {param: {"trace": torch.ones(2)}}, groups=[])
+    {'w': {'trace': tensor([1., 1.])}}
 
     Args:
         entries: the parameters and the keys that the optimizer has put into its state.
@@ -261,8 +286,11 @@ def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
 def _require_like(name: str, key: str, value: object, leaf: object) -> None:
     """Raise unless an assigned value is a tensor with the shape, dtype and device of the ``leaf`` that was there.
 
-    Its values are copied into the leaf, and no conversion of them should be silent. For example, a momentum in float32
-    rejects a tensor in float64.
+    Its values are copied into the leaf, and no conversion of them should be silent.
+
+    >>> _require_like("bias", "momentum.trace", torch.zeros(2), torch.zeros(3))
+    Traceback (most recent call last):
+    ValueError: optimizer.state: 'momentum.trace' of 'bias' is (2,) torch.float32 cpu, expected (3,) ...
     """
     # The texts have shape, dtype and device, such as "(2, 3) torch.float32 cpu": compare all three at once.
     if _kind_text(value) == _kind_text(leaf):
@@ -282,10 +310,13 @@ def _kind_text(value: object) -> str:
 
 
 def _common_value(key: str, values: NamedTensors, number: int) -> Tensor:
-    """Return the one value that a caller has assigned to a leaf of the state; raise if there are several.
+    """Return the one value that a user has assigned to a tensor of the state, which all parameters may share.
 
-    A step count is one tensor, and ``optimizer.state`` shows it for each parameter. An assignment for only some of
-    them, or of different values, is not clear: ``{"w": 5, "b": 5}`` gives 5, and ``{"w": 5, "b": 6}`` raises.
+    A step count is such a tensor: ``optimizer.state`` has it for each parameter. Raise ValueError if different values
+    were assigned, or a value for only some parameters.
+
+    >>> _common_value("count", {"w": torch.tensor(5), "b": torch.tensor(5)}, 2)
+    tensor(5)
 
     Args:
         key: the key of the leaf, such as "scale_by_adam.count".

@@ -66,7 +66,14 @@ class _CommonNumber(NamedTuple):
 
 
 def _common_numbers_of(visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> list[_CommonNumber]:
-    """Return the numbers that are a tensor in several groups, and that one transform reads for all of these."""
+    """Return the numbers that are a tensor in several groups, and of which a transform reads one value for all groups.
+
+    For example, a clip by the norm of all parameters reads one "max_norm".
+
+    Args:
+        visits: each transform, with the dotted names of its numbers.
+        numbers_of_groups: the numbers of each param group by dotted name.
+    """
     common: list[_CommonNumber] = []
     for visited in visits:
         for name in visited.numbers.names:
@@ -75,14 +82,17 @@ def _common_numbers_of(visits: Sequence[Visit], numbers_of_groups: Sequence[Numb
                 number = numbers.get(name)
                 if isinstance(number, Tensor):
                     tensors.append(number)
-            # A transform that runs once for each group may have several values.
+            # Other transforms, such as momentum, run once for each group, with the number of the group.
             if len(tensors) > 1 and runs_once(visited):
                 common.append(_CommonNumber(visited, name, tensors))
     return common
 
 
 def _require_values_of_numbers(groups: Sequence[TrackedGroup], numbers_of_groups: Sequence[Numbers]) -> None:
-    """Raise ValueError if a number is a tensor on the meta device: a step would compute with an arbitrary number."""
+    """Raise ValueError if a number of a group, such as "lr", is a tensor on the meta device, which has no value.
+
+    ``numbers_of_groups`` has the numbers of each group by dotted name. The error has the key of the number.
+    """
     for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
         for hyperparam in tracked.numbers.hyperparams:
             for name in hyperparam.names:
@@ -188,22 +198,23 @@ class Stepping:
         return tx
 
     def init(self, params: NamedTensors, groups: Sequence[TrackedGroup], former: FormerState | None = None) -> PyTree:
-        """Read the hyperparameters in the param groups, and return the state of named parameters.
+        """Return the optimizer state of named parameters, and read the hyperparameters in the param groups.
 
-        Where ``former`` has a leaf at the same path, the state has its value, else the initial value.
+        ``former`` is the state before parameters were replaced or added, or None. A tensor that it has, such as the
+        momentum of "weight", keeps its value. Others have their initial values.
         """
         check_params(params)
-        warn_of_unmatched(patterns_in(self.tx), params)
+        warn_of_unmatched(patterns_in(self.tx), params)  # patterns of views, such as "*.qkv", without a parameter
         # The state does not depend on the numbers in the groups, so the transform from construction creates it.
         state = self._placed_transforms(self.inner, params, self.root).functions.init(params)
         self.refresh(params, groups)  # also raises if a number in the groups is out of range
         return self._with_former_values(state, former)
 
     def _with_former_values(self, state: PyTree, former: FormerState | None) -> PyTree:
-        """Return a new state with the values of a former state, if any, at all paths that both have.
+        """Return a new state in which each tensor that a former state also has keeps its value.
 
         For example, after a parameter was added, the momenta of all others keep their values. The former state may be
-        sharded in another way, as before ``fully_shard``: its leaves are gathered and cut again.
+        sharded in another way, as before ``fully_shard``: each tensor is gathered, and this rank's part is cut from it.
         """
         if former is None:
             return state
@@ -353,10 +364,14 @@ class Stepping:
     def snapshot(
         self, state: PyTree, params: dict[str, Tensor], grads: Gradients, groups: Sequence[TrackedGroup]
     ) -> tuple[Transform, PyTree, dict[str, Tensor], Gradients]:
-        """Return the transform with the current hyperparameters, and the whole state, parameters and gradients."""
+        """Return the arguments of an update: the transform, the state in full, the parameters and the gradients.
+
+        The transform has the current hyperparameters of the param groups. Over ranks, all of them call this together.
+        """
         tx = self._with_numbers(groups, read_numbers(groups))
-        if self.inner is not self.tx:
-            tx = self.tx.replace(tx=tx)  # `offload` around it
+        is_offloaded = self.inner is not self.tx
+        if is_offloaded:  # `self.tx` is ``offload(self.inner)``: put `offload` around the transform again
+            tx = self.tx.replace(tx=tx)
         leaves, treedef = tree.flatten(state)
         whole_leaves = [self.full_leaf(index, leaf) for index, leaf in enumerate(leaves)]
         return tx, tree.unflatten(treedef, whole_leaves), params, grads
@@ -405,15 +420,21 @@ def _with_separate_memory(call: Arguments) -> Arguments:
 
 
 def add_in_place(params: NamedTensors, updates: Mapping[str, Tensor | None]) -> None:
-    """Add updates to parameters in place; raise ValueError if the shapes differ. An update of None changes nothing."""
+    """Add updates to parameters of the same names, in place. An update of None changes nothing.
+
+    >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+    >>> add_in_place(params, {"w": torch.tensor([0.5, 0.5]), "b": None})
+    >>> params
+    {'w': tensor([1.5000, 2.5000]), 'b': tensor([3.])}
+    """
     updated_params: list[Tensor] = []
     present_updates: list[Tensor] = []
     for name, update in updates.items():
         if update is None:
             continue
         param = params[name]
-        if update.shape != param.shape:  # the addition would broadcast the update
-            check_updates_fit(params, updates)  # raises, with the name of the parameter
+        if update.shape != param.shape:  # the addition might broadcast the update
+            check_updates_fit(params, updates)  # raises ValueError, with the name of the parameter
         updated_params.append(param)
         present_updates.append(update)
     if updated_params:

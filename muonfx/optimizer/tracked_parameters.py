@@ -225,11 +225,12 @@ class TrackedParameters:
             self._models.append(KnownModel(weakref.ref(model), has_all_params=False, names=frozenset(names)))
 
     def track(self, named: NamedTensors) -> None:
-        """Record the named tensors for which the optimizer now has state, as they are now.
+        """Record the parameters for which the optimizer now has state, by name.
 
-        A later difference from this record means that a parameter was replaced or moved.
+        A record has the shape, device and placement of a parameter, and its position in the models, such as the module
+        "layers.0" and its attribute "weight". A later difference means that the parameter was replaced or moved.
         """
-        # Positions in the models replace those that were recorded earlier, which remain if a model was deleted.
+        # Positions in the models, and earlier ones for parameters of a model that was deleted since.
         position_of = {**self._recorded_positions(), **self._positions()}
         for name, param in named.items():
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
@@ -475,11 +476,10 @@ class TrackedParameters:
         A new tensor gets the name of the tensor that it replaces. Raise ValueError if a tensor replaces no parameter,
         or if a parameter is in the groups twice or not at all.
         """
-        # Tensors that have state, and tensors of the models that have replaced them. A tied tensor may be one of each:
-        # it keeps the name of its state.
+        # Tensors that have state, and tensors of the models that have replaced some of them.
         name_of_tracked = {tracked.param: name for name, tracked in self.tracked.items()}
         name_of_replacement = {param: name for name, param in self._others_in_models().items()}
-        name_of = {**name_of_replacement, **name_of_tracked}
+        name_of = {**name_of_replacement, **name_of_tracked}  # a tied tensor, if in both, keeps the name of its state
         names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
         self._require_each_once(Counter(itertools.chain(*names_per_group)))
         return names_per_group
@@ -525,12 +525,7 @@ class TrackedParameters:
             elif has_name_for_each:
                 names.append(former_names[position])
             else:
-                raise ValueError(
-                    f"param_groups[{index}]: found a new tensor of shape {tuple(param.shape)} and {len(params)} "
-                    f"params, expected {len(former_names)}, one for each of param_names: keep a replaced parameter at "
-                    "its position, and add others with add_param_group. Under DeepSpeed's ZeRO use "
-                    "muonfx.engines.deepspeed.Muon"
-                )
+                raise _new_tensor(index, param, len(params), len(former_names))
         return names
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
@@ -544,23 +539,14 @@ class TrackedParameters:
         return {*self._frozen, *self._left_out, *names_in(self.models).values()} - self.tracked.keys()
 
     def check_frozen(self) -> None:
-        """Raise if a parameter that was frozen at construction is trained now, because it is in no group.
+        """Raise if a parameter that was frozen at construction has a gradient now, because it is in no group.
 
         Without the error, a run that unfreezes layers after some epochs would not train them.
         """
         for name, param in _existing(self._frozen).items():
-            # Not frozen any more, and used by the loss. Without a gradient, a step would not change it anyway.
-            if param.requires_grad and param.grad is not None:
-                raise ValueError(
-                    f"{name!r} has a gradient, but it was frozen when the optimizer was created, and is in no group: "
-                    "call optimizer.add_param_group({'params': [...]}) with it, or, if a scheduler of the groups "
-                    "exists already, call requires_grad_() on it before the optimizer is created, and freeze it "
-                    "afterwards, as for adapters of PEFT that are selected later. If Lightning's BackboneFinetuning "
-                    "has unfrozen it: it does not add parameters with the same values as one in the groups, such "
-                    "as norms and biases that were not trained yet, so add them in a finetune_function of yours. If "
-                    "another optimizer trains it, give it the label None, or leave it out of this optimizer's "
-                    "parameters"
-                )
+            is_trained = param.requires_grad and param.grad is not None
+            if is_trained:
+                raise _unfrozen(name)
 
     def outside(self, named: NamedTensors) -> NamedTensors:
         """Return the models' parameters, by name, that should be in the optimizer and are not. ``named`` are in it.
@@ -583,6 +569,31 @@ class TrackedParameters:
                 if known_model.has_all_params or is_replaced:
                     outside[name] = param
         return outside
+
+
+def _new_tensor(index: int, param: Tensor, param_count: int, name_count: int) -> ValueError:
+    """Return an error for a tensor without a name in ``param_groups[index]``, which a user or engine has edited.
+
+    ``param_count`` and ``name_count`` are how many parameters and names the group has.
+    """
+    return ValueError(
+        f"param_groups[{index}]: found a new tensor of shape {tuple(param.shape)} and {param_count} params, expected "
+        f"{name_count}, one for each of param_names: keep a replaced parameter at its position, and add others with "
+        "add_param_group. Under DeepSpeed's ZeRO use muonfx.engines.deepspeed.Muon"
+    )
+
+
+def _unfrozen(name: str) -> ValueError:
+    """Return an error for a parameter that was frozen at construction, is in no group, and has a gradient now."""
+    return ValueError(
+        f"{name!r} has a gradient, but it was frozen when the optimizer was created, and is in no group: call "
+        "optimizer.add_param_group({'params': [...]}) with it, or, if a scheduler of the groups exists already, call "
+        "requires_grad_() on it before the optimizer is created, and freeze it afterwards, as for adapters of PEFT "
+        "that are selected later. If Lightning's BackboneFinetuning has unfrozen it: it does not add parameters with "
+        "the same values as one in the groups, such as norms and biases that were not trained yet, so add them in a "
+        "finetune_function of yours. If another optimizer trains it, give it the label None, or leave it out of this "
+        "optimizer's parameters"
+    )
 
 
 def _without_tied(replaced: NamedTensors, named: NamedTensors) -> NamedTensors:

@@ -335,10 +335,11 @@ class TransformOptimizer(Optimizer):
         Warns:
             UserWarning: a key looks like a misspelt hyperparameter.
         """
-        if "state" in self._current:
+        is_constructed = "state" in self._current
+        if is_constructed:  # a user adds parameters
             self._add_trained(param_group)
             return
-        # Otherwise torch's constructor calls this for each group, before there is a state.
+        # Otherwise torch's constructor calls this for each group of its argument.
         pairs = named_pairs(params_of(param_group))
         trained_pairs = [(name, param) for name, param in pairs if name in self._stepping.rules]
         self._add_groups(param_group, trained_pairs, as_one=False)
@@ -402,14 +403,16 @@ class TransformOptimizer(Optimizer):
             self._append_group(new_group)
 
     def _append_group(self, group: Group) -> None:
-        """Append a group to ``param_groups`` as it is, without the entries of `defaults` that torch's method adds.
+        """Append a group to ``param_groups`` by torch's method, and remove the entries that it adds.
 
-        For example, "momentum" is a default for schedulers, and the transforms of another group do not read it.
+        It adds those of ``self.defaults`` that the group lacks, such as "momentum". They are the defaults of another
+        group, and the transforms of this one do not read them.
         """
         absent_keys = self.defaults.keys() - group.keys()
         super().add_param_group(group)
+        added_group = self._groups[-1]
         for key in absent_keys:
-            del self._groups[-1][key]
+            del added_group[key]
 
     @property
     def groups_without_rate(self) -> tuple[int, ...]:
@@ -425,9 +428,11 @@ class TransformOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The param groups, with the parameters that the model has now."""
-        # Functions of torch read the groups before they call a method of the optimizer. For example,
-        # `set_optimizer_state_dict` looks up each parameter of the groups in a model that may have been sharded since.
+        """The param groups, with the tensors that the model has now for their parameters, as after ``fully_shard``.
+
+        Functions of torch read the groups before they call a method of the optimizer: for example,
+        ``set_optimizer_state_dict`` looks up each parameter of the groups in the model.
+        """
         is_constructed = "state" in self._current
         if is_constructed and not torch.compiler.is_compiling():
             self._parameters.put_replacements_into(self._groups)
@@ -607,25 +612,28 @@ class TransformOptimizer(Optimizer):
                 self._current["initial"] = initial.renew(params, self._current["state"], new_values)
 
     def _update_initial_state_alone(self) -> None:
-        """In one process, initialize the state again if parameters were changed before the first step.
+        """In one process, initialize the state again if weights were loaded since it was created.
 
-        Over ranks, do nothing: the next step does it, together with all ranks.
+        Some transforms copy the weights into the state. Over ranks, do nothing: the first step does it, together with
+        all ranks.
         """
-        if torch.compiler.is_compiling() or self._current["initial"] is None:
+        # In this order: if a trace read the record, the second step would be compiled again.
+        if torch.compiler.is_compiling() or self._current["initial"] is None:  # None: a step was made
             return
         if not self._is_over_ranks(self._tracked_groups.named):
             self._update_initial_state()
 
     def _show_all(self, named: NamedTensors) -> None:
-        """Fill ``optimizer.state`` with the current state tensors of the named parameters.
+        """Fill ``optimizer.state`` again, with the current state: ``{parameter: {"momentum.trace": tensor}}``.
 
-        For example, ``{parameter: {"momentum.trace": tensor}}``. Entries of other tensors are removed.
+        ``named`` are the parameters by name.
         """
         self.state.clear()
         for param in named.values():
             self.state[param] = {}
-        entries = StateEntries(self._current["state"], named)
-        entries.update(self.state, self._current["state"], self._stepping.show)
+        state = self._current["state"]
+        entries = StateEntries(state, named)  # finds the parameter and the key of each tensor
+        entries.update(self.state, state, self._stepping.show)  # `show` converts a tensor to a DTensor, over ranks
         self._current["entries"] = entries
 
     def _adopt_state(self) -> None:
@@ -900,9 +908,10 @@ class TransformOptimizer(Optimizer):
         return _StepInputs(loss, params, gradients, None)
 
     def _prepare_step(self) -> tuple[NamedTensors, Gradients]:
-        """Adopt what the caller has changed since the last step, and check the gradients.
+        """Return the parameters and their gradients, two dicts by name, for a step.
 
-        Return ``(parameters, gradients)``, two dicts by name.
+        Before that, read changes of the user since the last step, such as a new "lr" in a group. Raise if a step would
+        not train the model, for example because gradients are missing.
         """
         if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters and groups only
             self._use_replacements_at_step()
@@ -949,7 +958,9 @@ class TransformOptimizer(Optimizer):
         self._tracked_groups.synchronize()  # a hook may have written into the groups
         # Not by torch's method, which would call the post-hooks before the state dict is complete.
         index_of = {param: index for index, param in enumerate(self._named_params().values())}
-        saved: dict[str, Any] = {"state": self._saved_state(index_of), "param_groups": self._indexed_groups(index_of)}
+        saved: dict[str, Any] = {}
+        saved["state"] = self._saved_state(index_of)  # {0: {"momentum.trace": tensor}}
+        saved["param_groups"] = self._indexed_groups(index_of)  # [{"params": [0], "lr": 0.1, ...}]
         for hook in cast("Any", self)._optimizer_state_dict_post_hooks.values():
             changed = hook(self, saved)
             if changed is not None:
@@ -957,9 +968,10 @@ class TransformOptimizer(Optimizer):
         return saved
 
     def _saved_state(self, index_of: Mapping[Tensor, int]) -> dict[Any, Any]:
-        """Return the state of a state dict: the entries of each parameter by its index among all parameters.
+        """Return the "state" of a state dict: ``{0: {"momentum.trace": tensor}}`` for the first parameter.
 
-        Entries that a caller has put into ``optimizer.state`` under other keys than parameters keep their keys.
+        ``index_of`` has the index of each parameter. Entries that a user has put into ``optimizer.state`` under other
+        keys than parameters keep their keys.
         """
         state_by_index = {index_of.get(param, param): entries for param, entries in self.state.items()}
         saved_state = _unshared(state_by_index)
@@ -984,17 +996,18 @@ class TransformOptimizer(Optimizer):
         return saved_group | schedule_entries(self.tx, tracked)
 
     def _add_exported(self, saved_state: dict[int, Group]) -> None:
-        """Put the tensors that ``optimizer.state`` has on one rank only into the state of a state dict, for all ranks.
+        """Add tensors to a saved state that only one of several ranks has in its ``optimizer.state``.
 
-        For example, the state of `normalize_neurons` is on the rank that computes a matrix. In one process, there are
-        none. ``saved_state`` has the entries of each parameter, by its index among all parameters of the groups.
+        For example, `normalize_neurons` keeps state on the rank that computes the update of a matrix. All ranks save
+        it. ``saved_state`` is ``{0: {"momentum.trace": tensor}}`` for the first parameter.
         """
-        exported = self._stepping.exported(self._current["state"])  # by the index of a leaf of the state
-        if not exported:
+        exported = self._stepping.exported(self._current["state"])  # such tensors by their index in the state
+        if not exported:  # always in one process
             return
-        indices = self._current["entries"].indices  # of the leaves of each parameter: {"bias": {"momentum.trace": 0}}
+        # The index of each tensor in the state, by parameter and key: {"bias": {"momentum.trace": 0}}.
+        indices_of = self._current["entries"].indices
         for param_index, name in enumerate(self._named_params()):
-            for key, leaf_index in indices[name].items():
+            for key, leaf_index in indices_of[name].items():
                 if leaf_index in exported:
                     saved_state[param_index][key] = exported[leaf_index]
 
@@ -1139,7 +1152,7 @@ class TransformOptimizer(Optimizer):
             saved_groups: the saved group of each group, or None if there is none.
             source: the beginning of the warning, such as "load_state_dict: the state dict".
         """
-        lines: list[str] = []  # one for each number that differs
+        lines: list[str] = []  # such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is used"
         for tracked, saved_group in zip(self._tracked_groups.groups, saved_groups, strict=True):
             if saved_group is not None:
                 lines += differences(self.tx, tracked, saved_group)  # before the update, which removes them
@@ -1276,13 +1289,14 @@ def _unshared(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _require_one_model(tx: Transform) -> None:
-    """Raise ValueError for a transform of `muonfx.stack`, whose numbers have one value for each of several models.
+    """Raise ValueError if a number of a transform has values for several models, as in a transform of `muonfx.stack`.
 
-    For example, a learning rate of shape (3,) is of three models that train together.
+    For example, a learning rate of shape (3,) is for three models that train together.
     """
-    if not any(number.ndim for number in tx.tensors):  # all numbers are floats, or tensors without dims
+    has_dims = any(number.ndim for number in tx.tensors)
+    if not has_dims:  # all numbers are floats, or tensors of one element
         return
     try:
-        check_numbers(tx)  # accepts other tensors with dims, such as the table of rates of a schedule
+        check_numbers(tx)  # accepts only tensors with dims that one model needs, such as a schedule's table of rates
     except ValueError as error:
         raise ValueError(f"tx: {error}, with tx.init and tx.update, because an optimizer trains one model") from None
