@@ -19,7 +19,7 @@ Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 
 def constructed_together(constructor: Constructor) -> Constructor:
-    """Decorate the constructor of an optimizer: an error on one rank is raised on all ranks that construct it.
+    """Decorate ``__init__(self, params, ...)`` of an optimizer: an error on one rank is raised on all its ranks.
 
     Without this, the other ranks would wait for the failed rank until a timeout.
     """

@@ -211,7 +211,10 @@ def _transform(
     labels: LabelsLike,
     model: nn.Module | None,
 ) -> Transform:
-    """Check the arguments of `Muon`, and return its transform. ``params`` are a model, or parameters by name."""
+    """Check the arguments of `Muon`, and return its transform: a partition of the labels "muon" and "adamw".
+
+    ``params`` are a model, or parameters by name. `Muon` describes the other arguments.
+    """
     # Labels are "muon" and "adamw", or roles if AdamW has a dict with a number for each role, such as
     # adamw_lr={"embedding": 1e-3, "head": 3e-4}. Muon's parameters then have the role "hidden".
     has_roles = isinstance(adamw_lr, Mapping) or isinstance(adamw_weight_decay, Mapping)

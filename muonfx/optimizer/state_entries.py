@@ -139,10 +139,11 @@ class StateEntries:
         >>> param, state = torch.ones(2), {"trace": {"w": torch.zeros(2)}}
         >>> entries, entries_of = StateEntries(state, {"w": param}), {param: {}}
         >>> entries.update(entries_of, state, show=lambda index, leaf: leaf)
-        >>> is_edited_at_first = entries.is_edited(entries_of)
+        >>> entries.is_edited(entries_of)
+        False
         >>> entries_of[param]["trace"] = torch.zeros(2)
-        >>> is_edited_at_first, entries.is_edited(entries_of)
-        (False, True)
+        >>> entries.is_edited(entries_of)
+        True
         """
         if len(state) != len(self.named):  # a parameter was added or removed
             return True

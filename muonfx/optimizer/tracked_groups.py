@@ -24,7 +24,7 @@ class TrackedGroups:
     """
 
     def __init__(self, parameters: TrackedParameters) -> None:
-        """Begin without groups: `record` sets them."""
+        """Begin without groups. `record` sets them, each time the optimizer has created or changed groups."""
         self.groups: list[TrackedGroup] = []
         """The groups as `record` has recorded them."""
         self._parameters = parameters

@@ -58,12 +58,12 @@ def update_rules_of(visits: Sequence[Visit]) -> dict[str, UpdateRule]:
 
 
 def _update_rule(name: str, indices: tuple[int, ...], visits: Sequence[Visit]) -> UpdateRule:
-    """Return the update rule of a parameter: its transforms, its label, and the hyperparameters.
+    """Return the update rule of a parameter: its transforms, its label such as "muon", and the hyperparameters.
 
     Args:
         name: the name of the parameter.
-        indices: the indices of the transforms that update it, among all transforms of the optimizer.
-        visits: these transforms, each with the label by which a partition has selected the parameter.
+        indices: the indices of the transforms that update it, among all transforms of the optimizer: ``(0, 1, 3)``.
+        visits: these transforms, each with its numbers, and with the label for which a partition calls it, or None.
     """
     labels = [visited.label for visited in visits if visited.label is not None]
     label = None
