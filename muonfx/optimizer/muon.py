@@ -211,7 +211,7 @@ def _transform(
     labels: LabelsLike,
     model: nn.Module | None,
 ) -> Transform:
-    """Check the arguments of `Muon`, and return its transform: a partition of the labels "muon" and "adamw".
+    """Check the arguments of `Muon`, and return its transform: a partition by labels such as "muon".
 
     ``params`` are a model, or parameters by name. `Muon` describes the other arguments.
     """
