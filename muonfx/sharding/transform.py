@@ -207,19 +207,15 @@ def sharded_with(progress: Progress, tx: Transform, layout: Layout, settings: Se
 
 
 def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress:
-    """Return the `Progress` of a sharded transform: its number of steps, which the ranks compare in each step.
+    """Return the object that counts the steps of a sharded transform. The ranks compare the count in each step.
 
-    A training loop may build an equal transform for each step, ``sharded(muon(rate), layout)``. The new one has no
-    progress of its own. It continues with the progress of the transform of equal structure that was initialized last.
-
-    Args:
-        memory: a dict that the sharded transform has between its calls. It may have the progress.
-        binding: has the progress of the transforms that were initialized last, by structure.
-        inner: the transform that was passed to `sharded`, without offload.
+    Usually `init` has stored it in the `memory` of the transform. But a training loop may build an equal transform for
+    each step, ``sharded(muon(rate), layout)``, and call `init` of the first only. The others continue the count of the
+    first. `binding` has it by the structure of the `inner` transform, which is equal for all rates.
     """
     if _PROGRESS in memory:  # `init` was called for this very transform, or an optimizer counts its steps
         return memory[_PROGRESS]
-    # `treedef` is the structure. Without any `init`, for example with a loaded state, the count starts here.
+    # Without any `init`, for example with a loaded state, the count starts here.
     return binding.progress_of.setdefault(inner.treedef, Progress())
 
 
@@ -228,8 +224,8 @@ def init_sharded(
 ) -> PyTree:
     """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ.
 
-    `problem` is an error of the caller on this rank. All ranks raise it, because they would wait for a rank that raised
-    it alone.
+    `problem` is an error that this rank already has. If it raised an error alone, the other ranks would wait for it in
+    their next message. So errors are caught, and passed to the two calls of ``verify_...``, which raise on all ranks.
     """
     # 1. The warnings, which are errors if the user turns warnings into errors.
     try:
@@ -248,7 +244,7 @@ def init_sharded(
     except Exception as error:
         init_problem = error
     verify_params_after_init(binding.layout, local, init_problem)
-    # 4. No rank has an error. All of them count this transform, and compare the number at every step.
+    # 4. No rank has an error. This transform gets the next number, 1, 2, ..., which the ranks compare at every step.
     progress.begin(next_serial(binding.layout), state)
     return state
 
@@ -274,9 +270,9 @@ def step_sharded(
         problem: an error that this rank already has; it is raised on all ranks.
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
-    # 1. All ranks make the same call. Its arguments are replaced by local tensors. Errors are raised on all ranks here.
+    # 1. The ranks exchange errors, and a hash of the call. If they differ, all ranks raise. `local` is the same call
+    # with local tensors in place of DTensors. A gradient that is None here, but not on another rank, is filled in.
     local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
-    # A gradient that another rank has is no longer None here.
     progress.has_lacked_gradients = all(leaf is None for leaf in tree.leaves(local.updates))
     # 2. A donated tensor that another argument also contains would be overwritten too early: it is copied first.
     donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
@@ -332,12 +328,11 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
         return state
     local = local_state(binding, inner, like, state)
     # The state must be one that `init` would return on this rank.
+    checked = local
     has_containers = params is not None or inner.treedef in binding.likes
-    if has_containers:
-        check_state(binding, inner, local_tree(like), local, with_dtypes=False)
-    else:  # `like` is a flat dict of names, but the parameters, and so the state, may have other containers
-        flat = _in_containers_of(binding.init(inner, like), local)
-        check_state(binding, inner, local_tree(like), flat, with_dtypes=False)
+    if not has_containers:  # `like` is a flat dict of names, but the parameters, and so the state, may be nested
+        checked = _in_containers_of(binding.init(inner, like), local)
+    check_state(binding, inner, local_tree(like), checked, with_dtypes=False)
     # Each leaf gets its position in the whole tensor, such as "elements 0 to 4".
     return global_state(binding, inner, like, local)
 
@@ -376,10 +371,9 @@ def from_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     >>> from_global(tx, to_global(tx, tx.init(layout.shard(params)))).trace["w"]
     tensor([0., 0., 0., 0.])
     """
-    # The binding runs transforms over the ranks, `inner` is the transform for whole tensors, and `like` has the shapes
-    # of the parameters.
+    # `inner` is the transform for whole tensors, and `like` has the shapes of the parameters.
     binding, inner, like = binding_of(tx, params)
-    # The steps of this rank are counted from 0 again, and the next update compares the replicas.
+    # This counts as loading a state: steps are counted from 0 again, and the next update compares the replicas.
     progress = _progress_of(tx.structure.memory, binding, inner)
     progress.load()
     local = local_state(binding, inner, like, state)
@@ -400,17 +394,18 @@ def settings_of(tx: Sharded) -> Settings:
 
 
 def binding_of(tx: Transform, params: PyTree) -> tuple[Binding, Transform, PyTree]:
-    """Return the binding, the inner transform and the parameters of a sharded transform, to convert its state.
+    """Return all that is needed to convert a state of a sharded transform, such as ``sharded(offload(muon), layout)``.
 
     Returns:
-        The `Binding`, which runs transforms over the ranks; the transform that was passed to `sharded`, without
-        offload; and `params` or, if they are None, meta tensors in the shapes of this rank's shards.
+        The `Binding`, which runs transforms over the ranks of the layout; the transform for whole tensors, ``muon``;
+        and `params` or, if they are None, meta tensors in the shapes of this rank's shards.
     """
     if not isinstance(tx, Sharded):
         raise TypeError(f"tx: found {tx!r}, expected a transform that muonfx.sharding.sharded returned")
-    whole_tx = tx.arguments["tx"]  # the transform for whole tensors, perhaps with `offload`
-    inner = inner_of(whole_tx)
-    binding = bind(tx.layout, settings_of(tx), store_of(whole_tx))
+    inner_or_offloaded = tx.arguments["tx"]
+    inner = inner_of(inner_or_offloaded)
+    store = store_of(inner_or_offloaded)  # where the state is between steps: in memory, or where `offload` puts it
+    binding = bind(tx.layout, settings_of(tx), store)
     if params is None:
         params = binding.shapes_of_params(inner)
     return binding, inner, params

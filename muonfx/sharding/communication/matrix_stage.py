@@ -114,33 +114,39 @@ class MatrixStage:
         return self._with_missing_leaves(state, params)
 
     def _params_to_init(self, local_params: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-        """Return the matrices that this rank computes, by parameter name, with values if `init` reads values.
+        """Return the parameters that are passed to `init`, by name: the whole matrices that this rank computes.
 
-        A parameter without matrices on this rank is left out.
+        Their values are gathered from all ranks if `init` reads values. Else they are NaN, and nothing is sent. A
+        parameter without matrices on this rank is left out.
         """
         if not self.reads_params or device.type == "meta":
             return self._params_of_nan(local_params)
         matrices: dict[str, Tensor] = {}
-        for bucket in self.plan.local_buckets(local_params):
-            matrices |= _Gather(self, bucket, local_params, as_params=True).wait()
+        for bucket in self.plan.local_buckets(local_params):  # a bucket is some matrices that are sent together
+            gather = _Gather(self, bucket, local_params, as_params=True)  # starts the messages
+            matrices |= gather.wait()
         return matrices
 
     def _with_missing_leaves(self, state: PyTree, params: PyTree) -> PyTree:
-        """Add a leaf None to a state for each parameter whose matrices this rank does not compute.
+        """Add a leaf None to the state of this rank for each parameter whose matrices other ranks compute.
 
-        All ranks must have the same structure, but `init` may leave out a parameter that is None: it may return
-        ``{"w": ...}`` where another rank has ``{"v": ...}``. Both then get ``{"v": ..., "w": ...}``.
+        All ranks must have the same structure, but `init` may leave out a parameter that is None. On a rank that
+        computes "w", it may return ``{"w": ...}``, and on one that computes "v", ``{"v": ...}``. They then get
+        ``{"v": None, "w": ...}`` and ``{"v": ..., "w": None}``.
         """
         leaf_at = dict(zip(tree.paths(state), tree.leaves(state), strict=True))
-        full_state = self._init_on_meta(params)
-        all_leaves = map(leaf_at.get, tree.paths(full_state))
+        full_state = self._init_on_meta(params)  # the state of a rank that computes all matrices
+        all_leaves = map(leaf_at.get, tree.paths(full_state))  # None at a path that this rank lacks
         _, full_treedef = tree.flatten(full_state)
         return tree.unflatten(full_treedef, all_leaves)
 
     def _init_on_meta(self, params: PyTree) -> PyTree:
-        """Return the initial state for all matrices of all ranks, as meta tensors: shapes without values."""
+        """Return the state that `init` would return on a rank that computes all matrices, as meta tensors.
+
+        It has the structure of the state on every rank. Meta tensors have shapes without values.
+        """
         shapes = {name: spec.shape for name, spec in self.plan.specs.items()}
-        for shard in self.plan.shards:  # the shapes in which owners compute
+        for shard in self.plan.shards:  # a rank may compute some matrices of a stack: ``(count, rows, columns)``
             shapes[shard.name] = shard.shape
 
         def meta_tensor(name: str, leaf: Tensor) -> Tensor:
@@ -154,16 +160,18 @@ class MatrixStage:
     def _params_of_nan(self, local_params: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return NaN in the shapes of the matrices that this rank computes, by parameter name. Nothing is sent.
 
-        `init` has declared that it does not read these values. If it does, the state becomes NaN, which is noticed.
+        They are passed to an `init` that has declared that it reads no values. Meta tensors would not do, because
+        `init` creates the state on the device of the parameters. If it reads a value, the state becomes NaN, which is
+        noticed.
         """
         matrices: dict[str, Tensor] = {}
         for shard in self.plan.shards:
-            # Matrices of a parameter that is None, or that only another rank computes, are left out.
             param = local_params[shard.name]
             computes = shard.owner in (None, self.layout.rank)  # None: every rank computes it
-            if param is not None and computes:
-                nan = torch.full((), math.nan, dtype=param.dtype, device=param.device)
-                matrices[shard.name] = nan.expand(shard.shape)  # without memory for each element
+            if param is None or not computes:
+                continue
+            nan = torch.full((), math.nan, dtype=param.dtype, device=param.device)
+            matrices[shard.name] = nan.expand(shard.shape)  # without memory for each element
         return matrices
 
 
@@ -204,10 +212,10 @@ class Step:
             self._bucketed = BucketedState(stage.store, device, call.state, parameters, names, call.donate)
 
     def _find_names_to_overwrite(self) -> set[str]:
-        """Return the parameters whose local updates are overwritten by the results, to save memory: donated ones.
+        """Return the parameters whose local updates (the arguments of this step) are overwritten by its results.
 
-        Matrices that this rank computes and holds are left out, because their results may be views of the local update,
-        such as its transpose.
+        This saves memory if the caller has donated its updates. Matrices that this rank computes and already holds are
+        left out, because their results may be views of the local update, such as its transpose.
         """
         if not self._call.donate.updates:
             return set()
@@ -297,7 +305,7 @@ class _Gather:
     def __init__(
         self, stage: MatrixStage, bucket: Bucket, local_shards: Mapping[str, Any], *, as_params: bool = False
     ) -> None:
-        """Start to send this rank's boxes to the owners. Without gathered matrices, there are no messages."""
+        """Start to send this rank's parts of matrices to the ranks that compute them, if other ranks do."""
         self._stage = stage
         self._bucket = bucket
         self._local_shards = local_shards
@@ -347,45 +355,56 @@ class _Gather:
         return matrices
 
     def _receive(self, exchange: Exchange) -> dict[str, Tensor]:
-        """Receive matrices in new memory: one stack for matrices of one shape and dtype. Return them by name."""
+        """Receive the matrices that this rank computes and other ranks hold. Return them by parameter name.
+
+        Matrices of one shape are entries of one stack. If this rank receives "v" and "w" of shape (4, 2), a stack of
+        shape (2, 4, 2) is allocated, and the result is ``{"v": stack[0], "w": stack[1]}``.
+        """
         matrices: dict[str, Tensor] = {}
-        boxes_of: dict[str, Sequence[Tensor]] = {}  # for each of these matrices, the boxes that the ranks send
+        boxes_of: dict[str, Sequence[Tensor]] = {}  # the parts of each matrix that the ranks send, such as some rows
+        # `members` are the matrices of one stack, as their transfers: which rank sends which part.
         for members in self._members_of_stacks():
             names = [local.shard.name for local in members]
             stack = self._allocate_stack(members)
+            boxes_of_members = _boxes_of_entries(stack, members[0])
             matrices.update(zip(names, stack.unbind(), strict=True))
-            boxes_of.update(zip(names, _boxes_of_entries(stack, members[0]), strict=True))
-        exchange.wait(self._incoming(boxes_of))
+            boxes_of.update(zip(names, boxes_of_members, strict=True))
+        exchange.wait(self._incoming(boxes_of))  # the values arrive in the boxes, which are views of the stacks
         return matrices
 
     def _members_of_stacks(self) -> list[list[LocalTransfers]]:
-        """Return the matrices to receive, in groups of one shape and dtype whose boxes are at the same positions."""
+        """Return the transfers of the matrices to receive, in groups of which each is received into one stack.
+
+        The plan has groups by shape. A stack has one dtype, which only the tensors of this step have: a group of "u" in
+        fp32 and of "v" and "w" in bf16 becomes the groups of "u" and of "v" and "w".
+        """
         members_of: dict[Hashable, list[LocalTransfers]] = {}
-        for index, group in enumerate(self._bucket.received_groups):
-            for local in group:
+        for index, transfers_of_shape in enumerate(self._bucket.received_groups):
+            for local in transfers_of_shape:
                 dtype = self._local_shards[local.shard.name].dtype
-                key = (index, dtype)
-                members_of.setdefault(key, []).append(local)
+                members_of.setdefault((index, dtype), []).append(local)
         return list(members_of.values())
 
     def _allocate_stack(self, members: Sequence[LocalTransfers]) -> Tensor:
-        """Return new memory for matrix shards of one shape: a tensor with one entry for each of them."""
+        """Return new memory for matrices of one shape: for two of shape (4, 2), a tensor of shape (2, 4, 2)."""
         first = members[0].shard
         like = self._local_shards[first.name]
         dtype = like.dtype
-        if len(self._stage.plan.run) == 1:
-            # A single transform that rounds first can compute in the wire dtype; a longer run needs its own dtype.
+        # The messages may have a narrower dtype, to which the first transform rounds its input anyway. A single
+        # transform can have its input in this dtype. A further one needs a result in the dtype of the updates.
+        is_single_transform = len(self._stage.plan.run) == 1
+        if is_single_transform:
             dtype = self._wire_dtype(dtype)
         shape = (len(members), *first.shape)
         return torch.empty(shape, dtype=dtype, device=like.device)
 
     def _incoming(self, boxes_of: Mapping[str, Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Return, for each rank, the boxes that it sends, of all boxes of the received matrices by parameter name.
+        """Return, for each rank, the parts of the received matrices that it sends. `boxes_of` has the parts by matrix.
 
-        If ranks 0 and 1 hold two rows each of the matrix "w", which this rank gathers, the result is
-        ``[[w[0:2]], [w[2:4]]]``.
+        If ranks 0 and 1 hold two rows each of the matrix "w", which this rank computes, ``{"w": (w[0:2], w[2:4])}``
+        becomes ``[[w[0:2]], [w[2:4]]]``.
         """
-        # A rank sends the boxes in the order of the matrices and, for each matrix, in the order of `owner_boxes`.
+        # A rank sends the parts in the order of the matrices and, for each matrix, in the order of `owner_boxes`.
         incoming = lists_by_rank(self._stage.layout)
         for local in self._bucket.received:
             boxes = boxes_of[local.shard.name]
@@ -400,16 +419,19 @@ def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def _boxes_of_entries(stack: Tensor, first: LocalTransfers) -> list[tuple[Tensor, ...]]:
-    """Return, for each entry of a stack of matrix shards, the boxes that the ranks send, as views of the stack.
+    """Return, for each matrix of a stack, its parts that the ranks send to this rank, as views of the stack.
 
-    Two matrices of shape (4, 2) are in one stack of shape (2, 4, 2). Rank 0 sends rows 0 and 1 of each, and rank 1
-    sends rows 2 and 3. The result is ``[(stack[0, :2], stack[0, 2:]), (stack[1, :2], stack[1, 2:])]``. The plan of the
-    `first` entry has the positions of the boxes, which are the same for all entries.
+    The stack is new memory, into which the parts are received. Two matrices of shape (4, 2) are in one stack of shape
+    (2, 4, 2). If rank 0 sends rows 0 and 1 of each, and rank 1 sends rows 2 and 3, the result is
+    ``[(stack[0, :2], stack[0, 2:]), (stack[1, :2], stack[1, 2:])]``.
+
+    ``first.owner_boxes`` lists the parts of the first matrix. The other matrices have the same parts.
     """
-    is_range_of_matrices = first.shard.shape != first.shard.whole
-    if is_range_of_matrices:  # its boxes are parts of the flattened entry
+    # The plan has positions in the flattened entry, if an entry is only some of the matrices of a parameter.
+    is_whole_parameter = first.shard.shape == first.shard.whole
+    if not is_whole_parameter:
         stack = stack.flatten(1)
-    # One call for the same box of all entries is faster than a view of each.
+    # `of_each` returns one part of all matrices in one call, which is faster than a view of each.
     entries_of_box = [owner_box.view.of_each(stack) for owner_box in first.owner_boxes]
     return list(zip(*entries_of_box, strict=True))
 
@@ -475,23 +497,25 @@ class _Scatter:
             self._exchange = self._start_exchange(results)
 
     def _store(self, local: LocalTransfers, result: Tensor) -> None:
-        """Write a result that no other rank needs to the updated shards of this rank.
+        """Write a result that no other rank needs to this rank's updated shard of the parameter.
 
-        `local` says where the elements of the result are in the shard of this rank.
+        For a rank that holds matrices 0 to 3 of a stack and computes 0 and 1, the result is the first half of its
+        shard. `local` says where the elements are in the shard (``local_views``) and the result (``matrix_views``).
         """
         name = local.shard.name
-        if local.is_same_shard:  # the shard has exactly these elements: the result replaces it
+        if local.is_same_shard:  # the result has all elements of the shard, and is used without a copy
             self._updated_shards[name] = _like_input(result, self._local_updates[name])
-        else:  # the shard has further elements, or others in another order: copy box by box
-            result_as_shard = local.shard.as_shard(result)
-            boxes = boxes_in(result_as_shard, local.matrix_views)
-            copied(boxes, self._boxes_to_fill(local))
+            return
+        result_as_shard = local.shard.as_shard(result)
+        sources = boxes_in(result_as_shard, local.matrix_views)
+        targets = self._boxes_to_fill(local)
+        copied(sources, targets)
 
     def _start_exchange(self, results: Mapping[str, Tensor | None]) -> Exchange:
-        """Send the boxes of the results of this rank to all ranks that hold them. A box is a rectangular part.
+        """Send the parts (boxes) of this rank's results to all ranks that hold them.
 
         If rank 0 computes a matrix of which ranks 0 and 1 hold two rows each, it sends two rows of the result to rank
-        1.
+        1. Its own two rows are in ``outgoing[0]``, and are only copied.
         """
         layout = self._stage.layout
         returned = self._bucket.returned  # the matrices of which any rank sends results, with their transfers
@@ -525,9 +549,10 @@ class _Scatter:
         """
         if self._exchange is None:  # no rank needs results of another
             return
-        incoming = lists_by_rank(self._stage.layout)
+        incoming = lists_by_rank(self._stage.layout)  # for each rank, the tensors into which its message is copied
         for local in self._bucket.returned:
-            incoming[local.shard.the_owner] += self._boxes_to_fill(local)
+            owner = local.shard.the_owner  # the rank that computed this matrix
+            incoming[owner] += self._boxes_to_fill(local)
         self._exchange.wait(incoming)
 
     def _boxes_to_fill(self, local: LocalTransfers) -> list[Tensor]:
@@ -557,7 +582,8 @@ class _Scatter:
 def _like_input(result: Tensor, local_update: Tensor) -> Tensor:
     """Return a result with the shape and dtype of this rank's update; the update itself if the result is a view of it.
 
-    If a transform returns its input, a caller that compares it with its input must not take it for a new one.
+    If a transform returns its input, a caller finds this by ``new is old``. So a view of the same elements is replaced
+    by the tensor itself.
     """
     updated = result.reshape(local_update.shape).to(local_update.dtype)
     has_same_address = updated.data_ptr() == local_update.data_ptr()
