@@ -166,7 +166,7 @@ def flat(
         # Of two parameters with the same start, the empty parameter is first.
         order = sorted(specs, key=lambda name: (start_of[name], prod(specs[name].shape)))
     else:
-        _require_sorted_dict(params, specs)
+        _require_unambiguous_order(params, specs)
         order = list(specs)
     _require_each_once("order", order, specs)
     # 2. Their positions, and the intervals of the ranks.
@@ -270,11 +270,11 @@ def _ranks(group: Group) -> tuple[int, int, dist.ProcessGroup | None]:
 # -------------------------------------------------------------------------------------------------------- flat buffers
 
 
-def _require_sorted_dict(params: PyTree, specs: Mapping[str, Spec]) -> None:
-    """Raise ValueError unless `params` is a flat dict in the order of `specs`, which are sorted by name.
+def _require_unambiguous_order(params: PyTree, specs: Mapping[str, Spec]) -> None:
+    """Raise an error for a missing argument ``order``, unless `params` is a flat dict with sorted names.
 
-    Without the argument ``order``, this is the order of the buffer. For ``{"b": ..., "a": ...}`` it is not known
-    whether the buffer has the order of the dict or the sorted order.
+    Without ``order``, a buffer of the parameters ``{"a": ..., "b": ...}`` has this order. For ``{"b": ..., "a": ...}``
+    it is not known whether it has the order of the dict or the sorted order. `specs` has the sorted names.
     """
     # Names of nested parameters, such as "layer.weight", are no keys of the dict, so a nested dict is refused.
     names_in_dict: list[str] = []

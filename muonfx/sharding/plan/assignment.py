@@ -216,25 +216,26 @@ BUFFERS_PER_BUCKET = 6
 def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.device, settings: Settings) -> RunPlan:
     """Decide which rank computes each matrix of the named parameters, for transforms that need whole matrices.
 
-    `run` has these transforms, which are neighbours in a chain. Nothing is sent: all ranks make the same plan, because
-    it depends on shapes and on the layout alone.
+    `run` has these transforms, neighbours in a chain, as pairs such as ``("orthogonalize", orthogonalize(...))``.
+    Nothing is sent: all ranks make the same plan, because it depends on shapes and on the layout alone.
     """
     specs = {name: layout.specs[name] for name in names}
     shapes = {name: spec.shape for name, spec in specs.items()}
-    # 1. The whole matrices of each parameter, with their costs and the ranks that may compute them.
+    # 1. The whole matrices of each parameter, with their costs and the ranks that may compute them. A parameter of
+    # shape (6, 4, 4) may be a stack of six matrices (4, 4), which different ranks compute.
     matrices = matrices_of(run, shapes)
     shapes_of_stacks = {name: shapes[name] for name in matrices}
-    run_on_stacks = on_stacks(run, shapes_of_stacks)
+    run_on_stacks = on_stacks(run, shapes_of_stacks)  # it accepts any number of the matrices of a stack
     compute = _assumed_dtype(device)
     cost_of = cost_of_run(run_on_stacks, device.type, compute)
     unassigned = _unassigned_shards(specs, matrices, layout, cost_of)
-    # 2. One of these ranks, or every rank.
+    # 2. For each of them, one of these ranks (its owner), or None if every rank computes it.
     machine = Machine.of(device.type, compute)
     owner_of = _owners(unassigned, layout.size, machine, settings)
     shards: list[MatrixShard] = []
     for index, shard in enumerate(unassigned):
         shards.append(replace(shard, owner=owner_of.get(index)))
-    # 3. The matrices that are sent together.
+    # 3. The matrices that are sent together (buckets).
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
     return RunPlan(
         run=run_on_stacks,
@@ -261,9 +262,10 @@ def _assumed_dtype(device: torch.device) -> torch.dtype:
 def _unassigned_shards(
     specs: Mapping[str, Spec], matrices: Mapping[str, tuple[int, int]], layout: ShardTable, cost_of: CostOf
 ) -> list[MatrixShard]:
-    """Return the matrix shards of all parameters with their costs, and with the ranks that may compute them.
+    """Divide all parameters into the parts that one rank each will compute, with their costs and candidate ranks.
 
-    `matrices` has (rows, columns) for each parameter that is a stack of matrices.
+    `matrices` has (rows, columns) for each parameter that is a stack of matrices. Its parts are some matrices of the
+    stack. Any other parameter is one part.
     """
     shards: list[MatrixShard] = []
     for name, spec in specs.items():
@@ -278,17 +280,20 @@ def _unassigned_shards(
 def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings: Settings) -> dict[int, int]:
     """Choose the rank that computes each matrix shard (some whole matrices). Return it by the index of the shard.
 
-    A shard that all ranks hold is split or not. If it is split, one rank computes it and sends the result to the
-    others. If not, every rank computes it, and it is not in the returned dict. Any other shard has one owner.
+    A shard that all ranks hold is computed by every rank, and is not in the returned dict. Or it is *split*: one rank
+    computes it and sends the result to the others, for example ``{0: 1}`` if rank 1 computes shard 0. Any other shard
+    is computed by one rank.
 
-    Several sets of shards to split may be tried. The assignment that takes the fewest seconds in a step is returned.
+    Whether it is faster to split depends on the number of ranks and on their load. So a few choices are tried, and the
+    one that takes the fewest seconds in a step is returned.
     """
     assignments: list[dict[int, int]] = []
     for split in _sets_to_split(shards, machine, settings.replicas):
-        items: dict[int, Item] = {}  # the shards that will have one owner, by index
+        items: dict[int, Item] = {}  # the shards that one rank will compute, by index
         for index, shard in enumerate(shards):
             if index in split or not shard.is_on_all_ranks:
                 items[index] = Item(shard.cost, shard.numel, shard.candidates)
+        # `assign` balances the costs: it returns one of its candidates for each item.
         owners = assign(list(items.values()), size)
         assignments.append(dict(zip(items, owners, strict=True)))
 
@@ -299,11 +304,11 @@ def _owners(shards: Sequence[MatrixShard], size: int, machine: Machine, settings
 
 
 def _sets_to_split(shards: Sequence[MatrixShard], machine: Machine, replicas: Replicas) -> list[set[int]]:
-    """Return the alternatives that `_owners` tries: in each, the indices of the shards that one rank computes for all.
+    """Return the choices that `_owners` compares. Each is a set of shards that one rank computes for all, by index.
 
-    Of three shards that all ranks hold, of which only number 2 is slower to compute than to send, the setting "auto"
-    tries to split none, this one, and all: ``[set(), {2}, {0, 1, 2}]``. Whole assignments are then compared, because
-    splitting saves nothing if, for example, there are fewer matrices than ranks.
+    All ranks hold such a shard. With `replicas` "everyone", every rank computes it, and with "split", one rank. With
+    "auto", three choices are compared: if only shard 2 of three is slower to compute than to send, they are none, this
+    one, and all: ``[set(), {2}, {0, 1, 2}]``. This one need not be the best: to split a single matrix saves no time.
     """
     none: set[int] = set()
     all_replicated = {index for index, shard in enumerate(shards) if shard.is_on_all_ranks}
@@ -362,8 +367,8 @@ def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Mac
     sent_by_rank = [0] * size
     for owner, nbytes in results:
         sent_by_rank[owner] += nbytes * (size - 1)
-    # 2. The number of exchanges. Each owner has a bucket of its own in an exchange, so one exchange carries the results
-    # of `size` buckets.
+    # 2. The number of exchanges, each of which has a latency. In one exchange, each owner sends the results of matrices
+    # of at most ``bucket_bytes / BUFFERS_PER_BUCKET`` bytes, because `bucket_bytes` is for the buffers too.
     nbytes_of_results = sum(nbytes for _, nbytes in results)
     exchanges = 1 + nbytes_of_results * BUFFERS_PER_BUCKET // (size * settings.bucket_bytes)
     return machine.sending(max(sent_by_rank), exchanges)
@@ -372,8 +377,8 @@ def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Mac
 def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: int) -> list[tuple[int, ...]]:
     """Return groups of indices of `shards` to send together, with at most `limit` bytes for each computing rank.
 
-    The shards of a group have one dtype. Within it, and from group to group, similar shapes follow one another, so that
-    a rank can compute them in batches. The groups ``[(0, 2), (1,)]`` send shards 0 and 2 first, and then shard 1.
+    The groups ``[(0, 2), (1,)]`` send shards 0 and 2 first, and then shard 1. The shards of a group have one dtype.
+    They are sorted by shape, so that a rank can compute equal shapes in one batch.
     """
 
     def short_and_long_side(index: int) -> list[int]:
@@ -389,7 +394,11 @@ def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: in
 
 
 def _buckets_of_dtype(shards: Mapping[int, MatrixShard], limit: int) -> list[tuple[int, ...]]:
-    """Return groups of matrix shards of one dtype, by index, with at most `limit` bytes for each computing rank."""
+    """Return groups of matrix shards of one dtype, by index, with at most `limit` bytes for each computing rank.
+
+    If rank 0 computes shards 0 and 2 of 60 bytes each, and rank 1 computes shard 1 of 60 bytes, the groups for a limit
+    of 100 are ``[(0, 1), (2,)]``: both ranks compute a shard of the first group at the same time.
+    """
     nbytes_on: dict[int | None, dict[int, int]] = {}  # for each owner, from the index of a shard to its bytes
     for index, shard in shards.items():
         nbytes_on.setdefault(shard.owner, {})[index] = shard.nbytes

@@ -52,11 +52,12 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
         else:
             with_choice[index] = item
     by_cost = _descending(with_choice)
-    # The loads are updated by each assignment.
+    # Each item goes to its candidate with the lowest load. The loads are updated by each assignment.
     owner_of = _assign_to_least_loaded(without_choice, loads)
     costs_before = [load.cost for load in loads]
     owner_of |= _assign_to_least_loaded(by_cost, loads)
-    # If all these items have the same candidates, search for an assignment with a lower largest cost.
+    # This may end a third above the optimum. If all these items have the same candidates, as in most models, a search
+    # may find an assignment with a lower largest cost, that is, a shorter step.
     candidates_of_items = {item.candidates for item in by_cost.values()}
     if len(candidates_of_items) == 1:
         (candidates,) = candidates_of_items
@@ -86,7 +87,7 @@ def assign_by_bytes(items: Sequence[Item], ranks: int) -> list[int]:
     """Choose a rank for each item, so that ranks have about equal costs and also about equal sizes.
 
     Ranks keep whole parameters, so their memory must be balanced too: no rank ends above the mean of sizes by more than
-    the largest item with a cost.
+    the largest item with a cost. Below, rank 0 gets the matrix, and rank 1 both biases, which cost nothing:
 
     >>> assign_by_bytes([Item(cost=9.0, size=10), Item(cost=0.0, size=6), Item(cost=0.0, size=4)], ranks=2)
     [0, 1, 1]
@@ -191,11 +192,11 @@ _BISECTIONS = 12
 
 
 def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], largest_cost: float) -> dict[int, int]:
-    """Search for an assignment of items to ranks with a largest total cost below `largest_cost`, by bisection.
+    """Search for an assignment of items to ranks of which no rank has a cost of `largest_cost` or more.
 
-    Return the rank by index of the item; no item if no better assignment is found. The items have descending costs.
-    `costs_before` has each rank's cost without them. Costs of 3, 3, 2, 2 and 2 fit on two ranks with 6 each. With each
-    item on the least loaded rank, they would have 7 and 5:
+    Return the rank by index of the item; an empty dict if none is found. The items have descending costs, and
+    `costs_before` has each rank's cost without them. Costs of 3, 3, 2, 2 and 2 fit on two ranks with 6 each. If each
+    item went to the least loaded rank, one rank would have 7:
 
     >>> items = {index: Item(cost, 0) for index, cost in enumerate([3.0, 3.0, 2.0, 2.0, 2.0])}
     >>> _packed(items, {0: 0.0, 1: 0.0}, largest_cost=7.0)
@@ -210,8 +211,7 @@ def _packed(items: Mapping[int, Item], costs_before: Mapping[int, float], larges
     takes_too_long = len(items) * ranks > _MOST_TRIALS
     if is_balanced or takes_too_long:
         return {}
-    # Halve the interval between these limits: if the items fit below the middle, that is a new upper limit, else a
-    # lower one.
+    # Bisection for the lowest limit of a rank's cost with which all items fit.
     best: dict[int, int] = {}
     for _ in range(_BISECTIONS):
         limit = (lower + upper) / 2

@@ -173,18 +173,18 @@ class MatrixShard:
         return boxes_of_interval(self.whole, self.start, self.stop)
 
     def local_transfers(self, rank: int) -> LocalTransfers:
-        """Return which elements of these matrices a rank sends and receives in a step.
+        """Return which elements of these matrices a rank sends to the rank that computes them (the owner), and back.
 
-        They are boxes, rectangular parts of the parameter. A view says where a box is in a tensor. If rank 1 holds rows
-        2 and 3 of a matrix of four rows, these rows are one box. It is the whole tensor that the rank holds
-        (``local_views``), and rows 2 and 3 of the tensor in which the owner computes (``matrix_views``).
+        Rank 1 may hold rows 2 and 3 of a matrix of four rows, which rank 0 computes. On rank 1, ``local_views`` has all
+        of its local tensor, ``matrix_views`` has rows 2 and 3 of the matrix, and ``sends`` is True. On rank 0,
+        ``owner_boxes`` has rows 2 and 3, from rank 1, and the other two, from itself.
         """
         local_shard = self.cut[rank]  # the elements of the parameter that the rank holds
         overlap = self.transfer_of(rank)  # the elements that are in these matrices
         return LocalTransfers(
             shard=self,
             computes=self.owner in (None, rank),
-            # The overlap is all of the matrices and all of the shard, so the tensor of one can be used as the other.
+            # The rank holds all elements of the matrices and no others, so they are its local tensor.
             is_same_shard=overlap.numel == self.numel == local_shard.numel,
             local_views=tuple(map(local_shard.view, overlap.boxes)),
             matrix_views=tuple(map(self.position.view, overlap.boxes)),
@@ -267,10 +267,11 @@ def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
 
 
 def shards_of_parameter(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[MatrixShard]:
-    """Return the shards of a parameter to assign to ranks: ranges of a stack of matrices, or the whole parameter.
+    """Divide a parameter into the parts that one rank each will compute, with the ranks that may compute them.
 
-    `matrix` is the shape of each matrix of the stack, such as (4, 4) for a parameter of shape (6, 4, 4); None for a
-    parameter that is no stack.
+    A parameter of shape (6, 4, 4) is a stack of six matrices, and `matrix` is (4, 4). If rank 0 holds the first three
+    and rank 1 the others, the parts are matrices 0 to 2 for rank 0, and 3 to 5 for rank 1. If `matrix` is None, the
+    parameter is no stack, and one part.
     """
     cut = layout.cuts[name]
     if matrix is None:
@@ -296,12 +297,11 @@ def shards_of_parameter(matrix: tuple[int, int] | None, name: str, layout: Shard
 
 
 def _whole_parameter(name: str, cut: Cut) -> MatrixShard:
-    """Return a parameter as one shard. Its candidates are the ranks that hold it whole or, if none does, a part."""
-    candidates = tuple(range(cut.size))  # for a parameter without elements
-    if cut.complete:
-        candidates = cut.complete
-    elif cut.taking_part:
-        candidates = cut.taking_part
+    """Return a parameter as one shard, which one of the `candidates` will compute.
+
+    If ranks 0 and 1 hold it whole, these are the candidates. If no rank does, they are all ranks that hold a part.
+    """
+    candidates = cut.complete or cut.taking_part or tuple(range(cut.size))  # all ranks, if it has no elements
     numel = prod(cut.shape)
     return MatrixShard(name, 0, numel, cut.shape, cut, candidates, complete=bool(cut.complete))
 
@@ -318,7 +318,8 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
         if len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
     assigned = list(shards)
-    for indices in _stacks_by_cost(shards):
+    to_assign = {index: shard for index, shard in enumerate(shards) if shard.one_each}
+    for indices in _stacks_by_cost(to_assign):
         candidates = shards[indices[0]].candidates
         owners = _least_loaded(candidates, loads, len(indices))
         for index, owner in zip(indices, owners, strict=True):
@@ -338,12 +339,13 @@ def _least_loaded(candidates: Sequence[int], loads: Sequence[float], count: int)
     return sorted(least_loaded)
 
 
-def _stacks_by_cost(shards: Sequence[MatrixShard]) -> list[list[int]]:
-    """Return, for each stack, the indices of its shards with the flag ``one_each``. The highest cost comes first."""
+def _stacks_by_cost(shards: Mapping[int, MatrixShard]) -> list[list[int]]:
+    """Group the indices of matrices by parameter and candidates. The group with the most expensive matrices is first.
+
+    With matrices 0 and 1 of "v", and matrices 2 and 3 of "w", which cost more, the result is ``[[2, 3], [0, 1]]``.
+    """
     indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for index, shard in enumerate(shards):
-        if not shard.one_each:
-            continue
+    for index, shard in shards.items():
         stack = (shard.name, shard.candidates)
         indices_of_stack.setdefault(stack, []).append(index)
 
@@ -411,9 +413,13 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
 
 
 def _divided(matrices: Sequence[_Matrix]) -> list[_Range]:
-    """Return a range of each matrix of a stack alone, with its candidates.
+    """Return a range for each matrix of a stack, with the rank or ranks of which one will compute it (candidates).
 
-    Neighbouring matrices that the same ranks hold are divided among these ranks.
+    Neighbouring matrices that the same ranks hold are divided among these ranks. Here ranks 4 and 5 hold both matrices:
+
+    >>> matrices = [_Matrix(number, ranks=(4, 5), complete=True, most=(4, 5)) for number in range(2)]
+    >>> [(matrix.first, matrix.stop, matrix.candidates) for matrix in _divided(matrices)]
+    [(0, 1, (4,)), (1, 2, (5,))]
     """
     num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
     for matrix in matrices:
@@ -435,12 +441,12 @@ def _have_same_owner(ranges: Sequence[_Range]) -> bool:
 
 
 def _divide(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[_Range]:
-    """Divide neighbouring matrices of a stack, which the same ranks hold, among these ranks. Return each matrix alone.
+    """Decide which ranks may compute each of some neighbouring matrices of a stack, which the same ranks hold.
 
-    For example, of four matrices on ranks 0 and 1, rank 0 computes the first two and rank 1 the last two. Of two
-    matrices that are each split equally over ranks 0 to 3, two different ranks of these compute one each.
+    The matrices on ranks 0 and 1 are divided into equal ranges: of four, rank 0 computes the first two and rank 1 the
+    last two. Of two matrices that are each split equally over ranks 0 to 3, any two of these ranks compute one each.
 
-    `num_matrices` has, by rank, of how many matrices it holds elements.
+    `num_matrices` has, by rank, of how many matrices of the whole stack it holds elements.
     """
     ranks = neighbours[0].ranks
     # 1. With at least as many matrices as ranks, each rank computes an equal range of them.
@@ -487,9 +493,11 @@ def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
 
 
 def _joined(ranges: Sequence[_Range]) -> list[_Range]:
-    """Join neighbouring ranges of matrices that have the same single owner.
+    """Join neighbouring ranges of matrices that the same rank will compute.
 
-    Matrices 0 to 2 of rank 0, and matrix 3 of rank 0, become one range of matrices 0 to 3.
+    >>> ranges = [_Range(0, 2, (4,), True), _Range(2, 3, (4,), True), _Range(3, 4, (5,), True)]
+    >>> [(matrices.first, matrices.stop, matrices.candidates) for matrices in _joined(ranges)]
+    [(0, 3, (4,)), (3, 4, (5,))]
     """
     joined: list[_Range] = []
     for matrices in ranges:
@@ -503,10 +511,13 @@ def _joined(ranges: Sequence[_Range]) -> list[_Range]:
 
 
 def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
-    """Find the ranks that hold elements of one matrix of a stack, which has `numel` elements per matrix.
+    """Find the ranks that hold elements of one matrix of a stack. `numel` is the number of elements of a matrix.
 
-    If a matrix of 16 elements has 4 on rank 0 and 12 on rank 1, both ranks are returned, and rank 1 as the one that
-    holds most.
+    Of the third matrix here, elements 32 to 47 of the parameter, rank 0 holds 4 and rank 1 holds 12:
+
+    >>> from muonfx.sharding.shards.cut import Intervals
+    >>> _matrix(Intervals((6, 4, 4), start=0, borders=(0, 36, 96)), number=2, numel=16)
+    _Matrix(number=2, ranks=(0, 1), complete=False, most=(1,))
     """
     # 1. The number of elements on each rank that holds any.
     first_element = number * numel

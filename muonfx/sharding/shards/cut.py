@@ -192,7 +192,10 @@ class MeshCoordinates:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, ranks: Sequence[int]) -> MeshCoordinates:
-        """Return the coordinates on a mesh of some global ranks, in the order of `ranks`."""
+        """Return the coordinates of some global ranks on a mesh, in the order of `ranks`.
+
+        On a mesh of ranks 0 and 2, those of ranks 0 to 2 are ``[(0,), None, (1,)]``.
+        """
         shape = tuple(mesh.shape)
         ranks_on_mesh = mesh.mesh.flatten().tolist()
         coordinates = itertools.product(*map(range, shape))  # of these ranks, since the last dim varies fastest in both
@@ -233,9 +236,9 @@ class OnMesh(Cut):
         coordinates = self.mesh.coordinates[rank]
         if coordinates is None:  # the rank is not on the mesh and holds nothing
             return ShardPosition.interval(self.shape, 0, 0)
-        # Only coordinates along mesh dims that split the tensor count: all others distinguish replicas. They are
-        # grouped by the dim of the tensor. On mesh dims (data, model) of which "model" splits dim 0 of a matrix, the
-        # rank at (3, 1) has [(1,), ()].
+        # The coordinates along mesh dims that split the tensor, for each dim of the tensor; the others distinguish
+        # replicas. If the mesh has the dims (data, model), and "model" splits the rows of a matrix, the rank at (3, 1)
+        # has [(1,), ()].
         coordinates_of_dims: list[tuple[int, ...]] = []
         for mesh_dims in self._mesh_dims_of:
             along_mesh_dims = [coordinates[mesh_dim] for mesh_dim in mesh_dims]
@@ -244,12 +247,13 @@ class OnMesh(Cut):
 
     @remembered
     def _position_at(self, coordinates_of_dims: Sequence[tuple[int, ...]]) -> ShardPosition:
-        """Return the shard at some coordinates along the mesh dims that split each dim of the tensor.
+        """Return the shard of the ranks with these coordinates, along the mesh dims that split the tensor.
 
-        Replicas have the same coordinates along these mesh dims, and share the shard. For a matrix of which one mesh
-        dim splits the rows, the coordinates ``((1,), ())`` have the second part of the rows, and all columns.
+        `coordinates_of_dims` has, for each dim of the tensor, the coordinates along the mesh dims that split this dim.
+        If a mesh dim of two ranks splits the rows of a matrix of shape (8, 4), and none splits the columns, ``((1,),
+        ())`` are those of the second rank. Its shard has rows 4 to 7 and all columns: ``((4, 8),)`` and ``((0, 4),)``.
         """
-        spans_of_dims: list[tuple[Span, ...]] = []
+        spans_of_dims: list[tuple[Span, ...]] = []  # for each dim of the tensor, ranges of indices (start, end)
         for dim, coordinates in enumerate(coordinates_of_dims):
             spans_of_dims.append(self._spans_of(dim, coordinates))
         return ShardPosition.grid(spans_of_dims)
@@ -260,10 +264,9 @@ class OnMesh(Cut):
     def _spans_of(self, dim: int, coordinates: tuple[int, ...]) -> tuple[Span, ...]:
         """Return the index ranges (start, end) along one tensor dim that a rank holds.
 
-        `coordinates` are its coordinates along the mesh dims that split this tensor dim. Each of these mesh dims splits
-        the range that the mesh dim before it has left to the rank. For example, two mesh dims of size 2 with the
-        placement ``Shard`` split 8 indices into halves, and these into quarters: the coordinates ``(1, 0)`` have the
-        range ``(4, 6)``.
+        `coordinates` are its coordinates along the mesh dims that split this tensor dim. Two mesh dims of size 2 split
+        8 rows into halves, and these into quarters: the rank at ``(1, 0)`` holds the first quarter of the second half,
+        ``((4, 6),)``.
         """
         if not coordinates:  # no mesh dim splits this dim
             return ((0, self.shape[dim]),)
@@ -308,13 +311,17 @@ def _indices_in(spans: Sequence[Span]) -> torch.Tensor:
 def _split(placement: Placement, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
     """Split the indices of one tensor dim among `count` ranks, exactly as the DTensor placement does.
 
-    ``Shard(1)`` of a matrix with five columns splits the indices 0 to 4 into 0, 1, 2 and 3, 4 for two ranks. There may
-    be fewer parts than ranks.
+    There may be fewer parts than ranks. Five columns on two ranks:
+
+    >>> from torch.distributed.tensor import Shard
+    >>> _split(Shard(1), torch.arange(5), 2)
+    [tensor([0, 1, 2]), tensor([3, 4])]
     """
     split_factor = getattr(placement, "split_factor", None)
     if split_factor is None:  # a `Shard`
         return list(indices.chunk(count))
-    # A `_StridedShard`, built again for dim 0, because the indices have one dim. A part may have indices with gaps.
+    # A `_StridedShard`, of which a part may have indices with gaps. It can split the indices itself, if it is built
+    # again for dim 0, because they have one dim.
     strided: Any = type(placement)
     along_first_dim = strided(0, split_factor=split_factor)
     parts, _ = along_first_dim._split_tensor(indices, count, with_padding=False, contiguous=True)

@@ -56,8 +56,12 @@ class ShardView(NamedTuple):
     def of_each(self, stack: Tensor) -> tuple[Tensor, ...]:
         """Return this box of each of several shards of one shape, which are stacked along dim 0, as views.
 
-        The result is that of ``[self.of(shard) for shard in stack]``. A few calls for the whole stack take less time
-        than a few for each shard.
+        The result is that of ``[self.of(shard) for shard in stack]``. In each step, a few calls for the whole stack
+        take less time than a few for each shard.
+
+        >>> rows = ShardView(None, (4, 2), ((0, 1, 2),))  # rows 1 and 2 of a shard of shape (4, 2)
+        >>> [view.tolist() for view in rows.of_each(torch.arange(16).view(2, 4, 2))]
+        [[[2, 3], [4, 5]], [[10, 11], [12, 13]]]
         """
         # Dim 0 of the stack counts the shards, so each dim of a shard is one dim later in the stack.
         if self.interval is not None:
@@ -126,7 +130,8 @@ class ShardPosition(NamedTuple):
     def interval_of_shard(self, start: int, stop: int) -> ShardPosition:
         """Return the position of elements ``start:stop`` of this shard, flattened. The new shard is 1-d.
 
-        ZeRO flattens the shard of a tensor-parallel rank, and partitions it once more.
+        ZeRO flattens the shard of a tensor-parallel rank, and partitions it once more. Elements 4 to 8 of the shard
+        below are the end of its row 1, which has three elements in all, and row 2:
 
         >>> columns = ShardPosition.grid([((0, 4),), ((2, 5),)])  # columns 2 to 4 of a matrix of shape (4, 5)
         >>> [(box.offsets, box.sizes) for box in columns.interval_of_shard(4, 9).boxes]
@@ -140,18 +145,19 @@ class ShardPosition(NamedTuple):
         return ShardPosition((numel,), tuple(boxes))
 
     def _boxes_of_whole(self, local_box: Box) -> list[Box]:
-        """Return the boxes of the whole tensor with the elements of a box of the shard, in the order of the shard.
+        """Find a rectangular part of the shard in the whole tensor. Return it as boxes, in the order of the shard.
 
-        A shard of columns 0, 1, 4 and 5 has two spans of columns, so two of its rows are four boxes:
+        It is one box, unless the shard has gaps: the shard below has columns 0, 1, 4 and 5, so each row of the part is
+        two boxes.
 
         >>> columns = ShardPosition.grid([[(0, 2)], [(0, 2), (4, 6)]])
         >>> [box.offsets for box in columns._boxes_of_whole(Box((0, 0), (2, 4)))]
         [(0, 0), (0, 4), (1, 0), (1, 4)]
         """
-        # For each dim, the indices of the box, from counting within the shard to counting within the whole tensor.
+        # For each dim, the indices of the part in the whole tensor, as spans: here rows (0, 2), columns (0, 2), (4, 6).
         spans_by_dim = list(map(_spans_within, self.spans, local_box.offsets, local_box.sizes))
-        # A box of both rows and columns 0 and 1 would skip elements of the shard: its row 0 continues with column 4.
-        # Before a dim with several spans, each index (here each row) therefore has boxes of its own.
+        # A box of both rows and columns 0 and 1 would be in another order than the shard, whose row 0 continues with
+        # column 4. So each index of a dim before one with gaps (here each row) has boxes of its own.
         last_dim_with_gaps = 0
         for dim, spans in enumerate(spans_by_dim):
             if len(spans) > 1:
@@ -202,12 +208,12 @@ class ShardPosition(NamedTuple):
         return overlaps
 
     def view(self, box: Box) -> ShardView:
-        """Find a box of the whole tensor in the shard, and return its place as a `ShardView`.
+        """Find a box of the whole tensor in the shard. The result returns the box of a local tensor as a view.
 
         Raises:
             ValueError: the box is not inside one of the ``boxes`` of the shard.
 
-        >>> position = ShardPosition.interval((4, 5), 3, 17)
+        >>> position = ShardPosition.interval((4, 5), 3, 17)  # elements 3 to 16
         >>> box = Box((3, 0), (1, 2))  # the first two elements of row 3
         >>> position.view(box).of(torch.arange(3, 17))
         tensor([[15, 16]])
@@ -230,9 +236,13 @@ def _view_in_grid(box: Box, spans: Sequence[Sequence[Span]], shape: tuple[int, .
 
 
 def _view_in_interval(box: Box, shard_box: Box, start: int) -> ShardView:
-    """Return the place of a box in a 1-d shard, in which the elements of a box that contains it begin at `start`.
+    """Return where a box is in a 1-d shard, which has the elements of the larger `shard_box` from index `start` on.
 
-    These elements are viewed in the shape of the `shard_box`, and narrowed to the box.
+    These elements are viewed in the shape of the `shard_box`, and narrowed to the box. Here the shard has rows 1 and 2
+    of a matrix with five columns from index 3 on, and the box is row 1:
+
+    >>> _view_in_interval(Box((1, 0), (1, 5)), shard_box=Box((1, 0), (2, 5)), start=3)
+    ShardView(interval=(3, 10), sizes=(2, 5), narrowed=((0, 0, 1),))
     """
     interval = (start, shard_box.numel)
     shape = shard_box.sizes
@@ -269,10 +279,9 @@ def _one_by_one(spans: Sequence[Span]) -> list[Span]:
 
 
 def _spans_within(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
-    """Return the spans of indices that a dim of a shard has from ``offset`` on, for ``size`` indices of the shard.
+    """Convert a range of indices in a shard, ``offset`` to ``offset + size``, to indices in the whole tensor.
 
-    ``offset`` counts indices of the shard, and ``spans`` and the result have indices of the whole tensor.
-
+    All are along one dim. ``spans`` has the indices of the shard in the whole tensor, as ranges (start, exclusive end).
     The shard below has the indices 0, 1, 6, 7, 8 of the whole tensor. Those at 1, 2 and 3 in the shard are 1, 6, 7:
 
     >>> _spans_within([(0, 2), (6, 9)], 1, 3)
