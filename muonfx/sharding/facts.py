@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from muonfx.sharding.digests import digest
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
-
-T = TypeVar("T")
 
 # ----------------------------------------------------------------------------------------------------------- of a step
 
@@ -67,7 +65,8 @@ class _ConstantFacts(NamedTuple):
 def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
     """Return the values that must be equal on all ranks in a step, by the subject that an error names.
 
-    For example, "numbers of completed steps" is 3, and "numbers in their chains" has ``{"muon.momentum": 0.95}``.
+    For example, "numbers in their chains" is ``{"muon.momentum": 0.95}``. The ranks compare one hash of all values. If
+    rank 1 has another momentum, the error is "the ranks have different numbers in their chains: ...".
 
     Args:
         binding: runs transforms over the ranks.
@@ -75,9 +74,10 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         tx: the transform with its current numbers.
         call: the arguments of the step, with local tensors.
     """
-    constant = _constant_facts(binding, tx, call.like)
+    constant = _constant_facts(binding, tx, call.like)  # computed once, for all steps
     counters = _leaves_without_parameter(constant, call.state)
-    schedules = _values_of_schedules(tx, _step_of(counters, progress))
+    step = _step_of(counters, progress)
+    schedules = _values_of_schedules(tx, step)
     dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)]
     loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
@@ -91,7 +91,7 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         # The numbers with which it computes this step.
         _NUMBERS: {**_comparable_numbers(tx), **schedules},
         _EXTRAS: _comparable_extras(tx, call.extras),
-        _COUNTERS: _map_values(_comparable, counters),
+        _COUNTERS: {name: _comparable(counter) for name, counter in counters.items()},
     }
 
 
@@ -112,18 +112,18 @@ def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Fact
 
 @by_structure
 def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _ConstantFacts:
-    """Return the facts that ranks compare in a step, and that are the same in each step. They are computed once.
+    """Return what does not change from step to step, of the values that the ranks compare in each step.
 
-    The ranks compare the digest of the transforms. They also compare the values of counters and of other leaves without
-    a parameter, which change: so the indices of these leaves in the state are stored, ``{"2.scale_by_adam.count": 4}``.
+    These are a digest of the transforms, and where the counters are in the state: ``{"2.scale_by_adam.count": 4}`` for
+    leaf 4. The decorator `by_structure` remembers the result for the next steps.
     """
-    placements = describe_state(binding, tx, params)
-    index_of: dict[str, int] = {}
+    placements = describe_state(binding, tx, params)  # for each leaf of the state, the parameter to which it belongs
+    index_of_counter: dict[str, int] = {}
     for index, placement in enumerate(placements):
-        if placement is not None and placement.name is None:  # the leaf belongs to no parameter
-            index_of[placement.path] = index
+        if placement is not None and placement.name is None:  # the leaf belongs to no parameter, as a counter
+            index_of_counter[placement.path] = index
     transforms = digest(facts_of_transforms(binding, tx, params))
-    return _ConstantFacts(transforms, len(placements), index_of)
+    return _ConstantFacts(transforms, len(placements), index_of_counter)
 
 
 @remembered
@@ -133,27 +133,28 @@ def _digest_of_dtypes(binding: Binding, dtypes: tuple[torch.dtype | None, ...]) 
 
 
 def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[str, Any]:
-    """Return the leaves of a state that belong to no parameter, such as counters, by name.
+    """Return the leaves of a state that belong to no parameter, such as ``{"2.scale_by_adam.count": tensor(7)}``.
 
-    An example is ``{"2.scale_by_adam.count": tensor(7)}``.
+    A wrong state, with another number of leaves than `init` returns, is no error here: it may be on this rank only. The
+    ranks then compare the text "5 leaves" in place of the counters, and all of them raise.
     """
     leaves = tree.leaves(state)
     is_of_another_transform = len(leaves) != constant.state_size
-    if is_of_another_transform:  # some ranks may have loaded it: the ranks then differ in this text
+    if is_of_another_transform:
         return {"": f"{len(leaves)} leaves"}
     return {name: leaves[index] for name, index in constant.shared_state.items()}
 
 
 def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
-    """Return the value of each schedule at a step, by a name such as "3.scale_by_learning_rate.learning_rate"."""
-    if "schedules" not in tx.derived:
+    """Return the value of each schedule in the arguments of a transform, at a step.
+
+    For example, ``{"3.scale_by_learning_rate.learning_rate": 0.02}``.
+    """
+    if "schedules" not in tx.derived:  # a dict that is kept for the next steps
         tx.derived["schedules"] = _find_schedules(tx)
+    schedules = tx.derived["schedules"]
     count = torch.tensor(float(step), dtype=torch.float64)
-
-    def value_of(schedule: Callable[[Tensor], Any]) -> float:
-        return float(schedule(count))
-
-    return _map_values(value_of, tx.derived["schedules"])
+    return {name: float(schedule(count)) for name, schedule in schedules.items()}
 
 
 def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
@@ -196,7 +197,7 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
     return {
         # The packages, the model, and how it is divided over the ranks.
         "versions": _versions(),
-        "parameters": _map_values(lambda spec: f"{spec.shape} {spec.dtype}", layout.specs),
+        "parameters": {name: f"{spec.shape} {spec.dtype}" for name, spec in layout.specs.items()},
         "parameters that are None": dict.fromkeys(names_of_none, "None"),
         "trees": str(tree.flatten(local)[1]),
         "layouts": f"{layout!r} ({layout.digest})",
@@ -220,11 +221,10 @@ def facts_of_binding(binding: Binding, tx: Transform, local: PyTree) -> Facts:
 
 
 def facts_of_transforms(binding: Binding, tx: Transform, params: PyTree) -> Facts:
-    """Return, as texts by subject, the transforms that are applied to each parameter, and their arguments.
+    """Describe a transform as texts, so that an error can show in which of them the ranks differ.
 
-    For a chain, "transforms of a parameter" has an entry such as ``{"w": "chain, momentum, orthogonalize"}``, and
-    "chains" one such as ``{"1 momentum": "elementwise momentum(decay=0.0, ...)"}``. They are texts, because ranks
-    exchange them, and an error shows those that differ.
+    The result has two dicts. "transforms of a parameter" is such as ``{"w": "chain, momentum, orthogonalize"}``, and
+    "chains" is such as ``{"1 momentum": "elementwise momentum(decay=0.0, ...)"}``.
     """
     chains: dict[str, str] = {}
     titles_of: dict[str, list[str]] = {}  # by parameter name: the transforms that are applied to it
@@ -248,8 +248,7 @@ def _text_of_argument(value: object) -> str:
     All functions share the text "a function". Their code cannot be compared, but ranks compare their results.
     """
     if isinstance(value, Recorded):  # a transform, or another value that has recorded its arguments
-        texts = _map_values(_text_of_argument, value.arguments)
-        arguments = [f"{name}={text}" for name, text in texts.items()]
+        arguments = [f"{name}={_text_of_argument(argument)}" for name, argument in value.arguments.items()]
         return f"{value.factory.__name__}({', '.join(arguments)})"
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         return "a function"
@@ -291,11 +290,6 @@ SMALL = 64
 """Values of a CPU tensor are compared at every step if it has at most this number of elements."""
 
 
-def _map_values(function: Callable[[Any], T], values: Mapping[str, Any]) -> dict[str, T]:
-    """Return a dict with the results of a function for each value of a dict."""
-    return {name: function(value) for name, value in values.items()}
-
-
 def _comparable(value: object) -> object:
     """Return a value for ranks to compare: a number or text, or a description. It never syncs with a GPU.
 
@@ -320,11 +314,15 @@ def _comparable_numbers(tx: Transform) -> dict[str, object]:
         cache["numbers"] = dict(parts_of(tx))
     if not tx.tensors:
         return cache["numbers"]
-    return _map_values(_comparable, cache["numbers"])
+    return {name: _comparable(number) for name, number in cache["numbers"].items()}
 
 
 def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, object]:
-    """Return a value for ranks to compare for each leaf of the extra arguments, by a name such as "hessian.w"."""
+    """Return a value for ranks to compare for each leaf of the extra arguments, by its name.
+
+    For ``value=0.5`` and ``hessian={"w": tensor}`` it is ``{"hessian.w": "a tensor (100,) of torch.float32",
+    "value": 0.5}``. Where the values may differ between ranks, the ranks compare shapes and dtypes only.
+    """
     equal_leaves = equal_leaves_of_extras(tx, extras)
     comparable: dict[str, object] = {}
     for name, leaf in tree.named_leaves(dict(extras)):  # sorted: ranks may pass them in different orders

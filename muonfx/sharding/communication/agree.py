@@ -67,10 +67,14 @@ def agree(
     explain: Callable[[], Facts] = dict,
     request: bool = False,
 ) -> Agreement:
-    """Check with one all-reduce that all ranks make the same call. Raise the error of any rank (`problem`) on all.
+    """Check that all ranks make the same call, and that none has an error. Raise on all of them if not.
 
-    All ranks call this before they change a tensor, so that they go on together or raise together.
-    If rank 0 compares ``["float32", 7]`` and rank 1 ``["bfloat16", 7]``, ``are_equal`` is ``[False, True]`` on both.
+    All ranks call this before they change a tensor. If a rank raised alone, the others would wait for its next message.
+    So a rank passes its error as `problem`. In a step, for example, all ranks call
+    ``agree("a step", group, problem, same={"learning rate": 0.1})``. If one of them has the rate 0.2, all raise.
+
+    They may also compare values that may differ. If rank 0 passes ``compared=["float32", 7]`` and rank 1
+    ``["bfloat16", 7]``, ``are_equal`` of the result is ``[False, True]`` on both.
 
     Args:
         operation: the name of the call, such as "a step", which must be equal on all ranks.
@@ -82,7 +86,8 @@ def agree(
         request: True to request something of all ranks, such as a comparison of replicas.
     """
     # 1. One all-reduce of this rank's urgency (2 with an error, 1 with a request, else 0), a hash of the call, and a
-    # hash of each value that may differ. From the maxima of a signed hash, `_are_equal` finds whether it is the same.
+    # hash of each value that may differ. It returns the largest of each number on any rank: if this is 2, a rank has an
+    # error. A signed hash is made so that `_are_equal` finds from its maxima whether all ranks have the same.
     urgency = [_urgency(problem, request=request)]
     call = _signed_hash((operation, same), _CALL_WORDS)
     values = [_signed_hash(value, _VALUE_WORDS) for value in compared]
@@ -162,8 +167,8 @@ def _raise_errors(operation: str, problem: BaseException | None, group: dist.Pro
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     """Raise a ShardingError that names the first difference between the facts of the ranks. All ranks call this.
 
-    Facts are values by subject, such as ``{"calls": "a step", "parameters": "['w', 'b']"}``. They may be long, so ranks
-    first exchange a digest of each fact to find the subject, and then only the fact that differs.
+    Facts are values by subject, such as ``{"calls": "a step", "parameters": "['w', 'b']"}``. They may be long, and the
+    ranks may be thousands. So the ranks exchange a digest of each fact, and then only two ranks send one fact.
     """
     operation = "finding out what differs"
     # 1. The first subject on which a rank differs from rank 0, and the ranks that all have that other fact.

@@ -14,6 +14,7 @@ from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import split_into_buckets
 from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_leaves
+from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
@@ -29,7 +30,7 @@ BUCKET = 1 << 25
 
 
 def gathered(layout: ShardTable, local: PyTree) -> PyTree:
-    """Gather this rank's shards to whole tensors on every rank, without derivatives. None stays None.
+    """Gather the shards of all ranks to whole tensors on every rank, without derivatives. None stays None.
 
     If rank 0 holds ``{"w": tensor([1., 2.])}`` and rank 1 ``{"w": tensor([3., 4.])}`` of a parameter with 4 elements,
     both get ``{"w": tensor([1., 2., 3., 4.])}``.
@@ -47,9 +48,10 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
 
 
 def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequence[str] | None) -> PyTree:
-    """Gather this rank's shards to whole tensors on every rank. Gradients flow from whole tensors to the shards.
+    """Gather the shards of all ranks to whole tensors on every rank. Gradients flow from whole tensors to the shards.
 
-    Leaves whose names are not in `chosen` are returned unchanged. None: gather all leaves.
+    `chosen` has the names of the leaves to gather, such as ``["w"]`` for one layer; others are returned unchanged.
+    None: gather all leaves.
     """
     leaf_of = dict(tree.named_leaves(local))
     names = sorted(leaf_of if chosen is None else chosen)
@@ -59,7 +61,7 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
             raise ShardingError(f"names: {name!r} is not a leaf of the tree")
     chosen_leaves = {name: leaf_of[name] for name in names}
     shard_of = _local_shards(chosen_leaves)
-    # The backward pass of `_gather` is `_reduce`, and the other way round.
+    # An autograd function that calls `_gather`, and calls `_reduce` in its backward pass.
     wholes = _Linear.apply(_gather, _reduce, layout, list(shard_of), *shard_of.values())
     leaf_of.update(zip(shard_of, wholes, strict=True))
     _, treedef = tree.flatten(local)
@@ -71,18 +73,16 @@ def _require_same_leaves(
 ) -> None:
     """Raise on all ranks unless each leaf is a shard on all ranks or None on all, and all pass the same `names`.
 
-    `leaf_of` has the leaves by name: a flat dict, because the names in a tree of many levels take as long to find as
-    the collectives. `problem` is an error that this rank already has.
+    `leaf_of` has the leaves by name, and `names` are those that the caller chose to gather. `problem` is an error that
+    this rank already has: all ranks raise it here, because they would wait for a rank that raised it alone.
     """
+
+    def texts_for_error() -> Facts:
+        return {"arguments": str(names)}
+
+    # `leaf_of` counts as a tree, a flat one: to find the names in a tree of many levels takes as long as a collective.
     with without_transforms():
-        agreement = agree_on_shards(
-            "gathering leaves",
-            leaf_of,
-            layout,
-            problem,
-            same=names,
-            explain=lambda: {"arguments": str(names)},
-        )
+        agreement = agree_on_shards("gathering leaves", leaf_of, layout, problem, same=names, explain=texts_for_error)
     if agreement.missing:  # the same on all ranks, so all of them raise
         name = tree.names(leaf_of)[min(agreement.missing)]
         raise ShardingError(
@@ -105,10 +105,10 @@ def _local_shards(leaf_of: dict[str, Any]) -> dict[str, Tensor]:
 def agree_on_shards(
     operation: str, values: PyTree, layout: ShardTable, problem: Exception | None, **options: Any
 ) -> LeafAgreement:
-    """Raise on all ranks unless each leaf is None or the shard of its rank. Else return which leaves are missing.
+    """Raise on all ranks unless each leaf is None or the shard of its rank. Return which leaves are None on some ranks.
 
-    The arguments are as in `agree_on_leaves`. An error of this rank alone, such as a leaf of another shape than its
-    shard, is passed on as the `problem`: if it were raised at once, the other ranks would wait for this one.
+    The arguments are those of `agree_on_leaves`, in which the ranks exchange their errors. So an error of this rank
+    alone, such as a leaf of another shape than its shard, is not raised here: the other ranks would wait for this one.
     """
     if problem is None:
         try:
@@ -132,11 +132,15 @@ _Collective = Callable[[ShardTable, Sequence[str], Sequence[Tensor]], list[Tenso
 
 @torch.no_grad()
 def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) -> list[Tensor]:
-    """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank."""
+    """Gather the named parameters. Return whole tensors on every rank, from the `shards` of this rank.
+
+    With ``names = ["w"]``, rank 0 passes ``[tensor([1., 2.])]``, rank 1 passes ``[tensor([3., 4.])]``, and both get
+    ``[tensor([1., 2., 3., 4.])]``.
+    """
     wholes = [shard.new_empty(layout.specs[name].shape) for name, shard in zip(names, shards, strict=True)]
-    # Bucket by bucket (a bucket is some of the parameters), so that the messages need little memory.
+    # Some of the parameters at a time, so that the messages need little memory.
     for indices in in_buckets(wholes, BUCKET):
-        # By rank: the parts of this rank's shards to send to it, and the parts of the whole tensors to receive from it.
+        # For each rank, the parts of this rank's shards to send to it, and the parts of whole tensors that it sends.
         outgoing = lists_by_rank(layout)
         incoming = lists_by_rank(layout)
         for index in indices:
@@ -156,10 +160,10 @@ def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) 
 
 
 def _sent_boxes(layout: ShardTable, name: str, shard: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield each rank to which this rank sends its shard of a parameter, itself included, with the boxes of the shard.
+    """Yield each rank to which this rank sends its shard of a parameter, itself included, with the tensors to send.
 
-    The holders of a shard share the work: if ranks 1 and 3 of six hold it, rank 1 sends it to ranks 0, 2 and 4, and
-    rank 3 sends it to rank 5.
+    If ranks 1 and 3 of six hold the same shard, they share the work: rank 1 sends it to ranks 0, 2 and 4, and rank 3
+    sends it to rank 5. The tensors are views of the shard, one for each rectangular part (box).
     """
     boxes = boxes_in(shard, layout.views(name))
     for holders in layout.holders(name).values():
@@ -212,10 +216,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        """Run the collective once for a batch, as `torch.vmap` requires. Return one stack for each tensor.
+        """Run the collective once for a whole batch, under `torch.vmap`. Return the results and their batch dims.
 
-        Two tensors ``a, b`` in a batch of three are sent as ``a0, a1, a2, b0, b1, b2``, and received as two stacks of
-        three. The second result has the batch dims of the stacks, which are all 0.
+        Two tensors ``a, b`` with a batch of three entries are sent as ``a0, a1, a2, b0, b1, b2``. The results are
+        stacked to two tensors with the batch dim 0.
         """
         function, transpose, layout, names, *tensors = inputs
         _, _, _, _, *batch_dims = in_dims
@@ -249,12 +253,13 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     names = tree.names(grads)
     problem: Exception | None = error_in_transform("layout.reduce_scatter", grads)
     with without_transforms():
-        # 1. An error of this rank alone is passed to `agree_on_leaves`, which raises it on all ranks together.
+        # 1. Is there an error on this rank? If it were raised at once, the other ranks would wait for this one. So it
+        # is passed to `agree_on_leaves`, which raises it on all ranks.
         try:
             _require_gradients(layout, grads)
         except Exception as error:
             problem = error
-        # 2. The ranks find out which gradients only some of them have. The others take part in the mean with zeros.
+        # 2. The ranks find out which gradients only some of them have. The others have zeros in the mean.
         agreement = agree_on_leaves("reducing gradients", grads, layout, problem)
         gradient_of = _with_missing_gradients(layout, grads, agreement)
         gradients = list(gradient_of.values())
@@ -301,33 +306,37 @@ def _require_gradients(layout: ShardTable, grads: PyTree) -> None:
 def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
     """Average whole tensors over all ranks. Return a list with this rank's shards of the means.
 
-    If every rank holds every parameter whole, its shard is the whole mean. To exchange the whole tensors would then
-    send P - 1 tensors from each of P ranks. So each rank averages an equal part, and the parts are gathered.
+    ``[tensor([1., 3.])]`` on rank 0 and ``[tensor([3., 5.])]`` on rank 1 have the mean ``[2., 4.]``. If each rank holds
+    one element, rank 0 gets ``[tensor([2.])]`` and rank 1 gets ``[tensor([4.])]``.
     """
     has_elements = any(whole.numel() for whole in wholes)
     is_replicated = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
     if not is_replicated:
         return _reduce_to_shards(layout, names, wholes)
-    # In each of these two exchanges, a rank sends about one whole tensor: parts to average, then its average to all.
+    # Each rank holds each parameter whole. If each sent its whole tensors to all others, these would be P - 1 tensors
+    # on P ranks. So each rank averages an equal part, and the parts are gathered: it sends two whole tensors in all.
     equal_parts = _in_equal_parts(layout, tuple(names))
     means = _reduce_to_shards(equal_parts, names, wholes)
     return _gather(equal_parts, names, means)
 
 
 def _reduce_to_shards(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Average whole tensors over all ranks: send each rank its shards, bucket by bucket. Return the shards of means."""
-    positions = [layout.position(name) for name in names]
+    """Average whole tensors over all ranks, each rank its own shards. Return this rank's shards of the means.
+
+    Rank 0 may hold the first half of a parameter, and rank 1 the second. Rank 0 then sends the second half of its
+    tensor to rank 1, and averages the first halves of both tensors.
+    """
+    positions = [layout.position(name) for name in names]  # which elements of each parameter this rank holds
     if layout.size == 1:  # the mean of one rank
         return list(map(ShardPosition.cut, positions, wholes))
-    means = list(map(ShardPosition.blank, positions, wholes))
-    for indices in in_buckets(wholes, BUCKET):
-        outgoing = lists_by_rank(layout)  # for each rank, the boxes of this rank's whole tensors that it averages
-        targets: list[Tensor] = []  # the boxes that this rank averages, as views of its shards
+    means = list(map(ShardPosition.blank, positions, wholes))  # to be filled
+    for indices in in_buckets(wholes, BUCKET):  # some of the parameters at a time, to save memory
+        outgoing = lists_by_rank(layout)  # for each rank, the tensors to send: parts (boxes) of this rank's tensors
+        targets: list[Tensor] = []  # the parts of `means` that this rank computes, as views
         for index in indices:
             name = names[index]
             targets += boxes_in(means[index], layout.views(name))
-            # Each rank, itself included, averages its own shard: it needs the same elements from every rank.
-            for rank in range(layout.size):
+            for rank in range(layout.size):  # itself included
                 boxes = layout.position(name, rank).boxes
                 outgoing[rank] += [box.of(wholes[index]) for box in boxes]
         _exchange_and_average(layout, outgoing, targets, wholes[indices[0]])

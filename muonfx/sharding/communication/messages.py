@@ -83,14 +83,16 @@ class Exchange:
     def arrived(self, shapes: Sequence[Sequence[Sequence[int]]]) -> list[list[Tensor]]:
         """Wait for all messages. Return for each rank the tensors that it sent, in the shapes ``shapes[rank]``.
 
-        The tensors are views of the receive buffer. Call `end` when they are no longer needed.
+        The tensors are views of the buffer in which the messages arrived. Call this once, and `end` when the tensors
+        are no longer needed.
         """
         with collective(self.operation):
             self._work.wait()
-        self._layout.buffers.give_back(self._send_buffer)  # all of it is sent, so another exchange may use its memory
+        # The messages of this rank are sent, so another exchange may use their memory.
+        self._layout.buffers.give_back(self._send_buffer)
         del self._send_buffer
-        # The buffer has one message after another, and each is divided into its tensors. The message of this rank to
-        # itself has no elements: its tensors were kept as they are.
+        # The receive buffer has the message of rank 0, then that of rank 1, and so on. Each is divided into tensors.
+        # This rank sends itself no message: its own tensors were kept as they are.
         received: list[list[Tensor]] = []
         for rank, message in enumerate(self._receive_buffer.split(self._receive_sizes)):
             if rank == self._layout.rank:

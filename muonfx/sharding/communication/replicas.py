@@ -63,8 +63,8 @@ def verify_params(layout: Layout, local: PyTree) -> None:
 def verify_params_after_init(layout: Layout, local: PyTree, problem: Exception | None) -> None:
     """Raise on all ranks if the `init` of a transform failed on one, or if replicas of a parameter differ in any bit.
 
-    ``problem`` is the error of this rank, or None. Each rank sends one message, with the checksums of its replicas or
-    the fact that it failed, even if there are no replicas.
+    Replicas are the copies of a shard on several ranks. ``problem`` is the error of `init` on this rank, or None. Even
+    without replicas, the ranks exchange one message, because one of them may have an error.
     """
     if layout.group is None or layout.size == 1:
         if problem is not None:
@@ -176,8 +176,8 @@ def _find_difference(
 ) -> _Difference | None:
     """Find the first leaf whose replicas differ. Return the same on each rank, or None. All ranks call this together.
 
-    `values` has the leaves on this rank by name, tensors or None. `groups_of` has the groups of ranks that must hold
-    equal values of each leaf, and is equal on all ranks. Errors of the communication name the `operation`.
+    `values` has the leaves on this rank, ``{"w": tensor}``, of which some may be None. `groups_of` has the ranks that
+    must hold equal values, ``{"w": [(0, 1)]}``, and is equal on all ranks. `operation` is for errors.
     """
     if layout.group is None or layout.size == 1:
         return None
@@ -203,22 +203,24 @@ def _compare_checksums(
     layout: Layout,
     problem: Exception | None = None,
 ) -> _Difference | None:
-    """Find the first leaf whose checksums differ between the ranks of a group. All ranks call this together.
+    """Find the first leaf whose checksums differ between ranks that must have equal values. All ranks call this.
 
-    `problem` is an error of this rank, which is raised on all ranks.
+    If ranks 0 and 1 both hold "w", `groups_of` is ``{"w": [(0, 1)]}``, and `checksum_of` has the checksum of this rank,
+    ``{"w": 5}``. `problem` is an error of this rank, which is raised on all ranks.
     """
     group = require_group(layout)
-    # Each group of ranks compares one digest of the checksums of all its leaves.
+    # 1. One small all-reduce, in which each group of ranks compares a hash of the checksums of all its leaves.
     compared: list[object] = []
     for ranks, checksums_of_leaves in _checksums_by_group(groups_of, checksum_of).items():
         compared.append(checksums_of_leaves if layout.rank in ranks else NO_VALUE)
-    if not compared:  # without replicas, the ranks compare a value that is equal on all of them
+    if not compared:  # no rank has replicas: the ranks compare nothing, but `problem` is still raised on all of them
         compared = [""]
     agreement = agree(operation, group, problem, compared=compared)
     if all(agreement.are_equal):
         return None
-    # Two digests differ: the ranks send all checksums, to find the leaf.
-    return _first_difference(groups_of, all_objects(checksum_of, group, operation))
+    # 2. Only after a difference: the ranks send all checksums, to find the leaf.
+    checksums_of_ranks = all_objects(checksum_of, group, operation)
+    return _first_difference(groups_of, checksums_of_ranks)
 
 
 def _checksums_by_group(
@@ -306,10 +308,10 @@ def _require_on_all_holders(names: Sequence[str], agreement: LeafAgreement, layo
 
 
 def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: bool) -> T:
-    """Copy each shard that several ranks hold from the lowest of them to the others. Return the tree of all shards.
+    """Copy each shard that several ranks hold from the lowest of these ranks to the others. Return this rank's tree.
 
-    A shard that all ranks hold is sent by a broadcast, and one that some ranks hold by messages between these ranks.
-    With `donate`, the tensors of `params` are overwritten.
+    If ranks 1 and 3 hold the same shard of "w", rank 3 gets the values of rank 1. Shards that only one rank holds stay
+    as they are. With `donate`, the tensors of `params` are overwritten; without, replicas are new tensors.
     """
 
     def copied_if_replicated(name: str, leaf: Tensor) -> Tensor:
@@ -319,8 +321,8 @@ def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: b
 
     if not donate:  # the caller keeps its tensors: overwrite copies
         params = map_named(copied_if_replicated, params)
-    on_all_ranks: list[Tensor] = []
-    on_some_ranks: dict[str, Tensor] = {}
+    on_all_ranks: list[Tensor] = []  # sent by one broadcast for many of them
+    on_some_ranks: dict[str, Tensor] = {}  # sent by messages between the ranks that hold them
     for name, local in tree.named_leaves(local_tree(params)):
         if local is None:  # perhaps no parameter of the layout
             continue
@@ -374,17 +376,17 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
 
 
 def _names_in_buckets(local: Mapping[str, Tensor], layout: Layout) -> list[list[str]]:
-    """Group the shards that are sent together, by name. The groups are equal on all ranks."""
+    """Group the shards that are sent together, such as ``[["v", "w"], ["b"]]``. The groups are equal on all ranks."""
     names = list(local)
-    # A rank sends a tensor to all other ranks of a group, so together these copies have the size of a bucket.
-    largest_group = 1
-    wholes: list[Tensor] = []
+    largest_group = 1  # the largest number of ranks that hold the same shard
+    wholes: list[Tensor] = []  # without memory: on the meta device they have a dtype and a size only
     for name in names:
         largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
         # Shards may have different sizes on different ranks, so the sizes of whole tensors are used.
         shape = layout.specs[name].shape
         wholes.append(torch.empty(shape, dtype=local[name].dtype, device="meta"))
     names_of_buckets: list[list[str]] = []
+    # A rank may send a tensor to all other ranks that hold it. All these copies together are limited.
     for indices in in_buckets(wholes, BUCKET // largest_group):
         names_of_buckets.append([names[index] for index in indices])
     return names_of_buckets

@@ -49,11 +49,11 @@ def _keys_of_barrier(group: dist.ProcessGroup, purpose: str) -> tuple[list[str],
 def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
     """Wait until every rank of a group has called this with the same `purpose`. After a timeout, name missing ranks.
 
-    Ranks call this before an operation that all must begin together, such as "checkpoint.save". It uses no collective,
-    with which a rank that calls it alone would disturb the others.
+    Ranks call this before an operation that all must begin together, such as "checkpoint.save". ``dist.barrier`` is a
+    collective: if one rank called it alone by mistake, it would be taken for the next collective of the others.
 
-    Each rank sets a key of its own in the store of the group, such as "muonfx/checkpoint.save/2/0" on rank 0, and waits
-    for the keys of all ranks. The 2 counts the barriers so far, so each barrier has new keys. If a rank called
+    So each rank sets a key of its own in the store of the group, such as "muonfx/checkpoint.save/2/0" on rank 0, and
+    waits for the keys of all ranks. The 2 counts these waits so far, so each has new keys. If a rank called
     `report_failure` instead, its error is raised on all ranks.
     """
     if dist.get_backend(group) in _WITHOUT_STORE:
@@ -77,10 +77,10 @@ def wait_for_all(group: dist.ProcessGroup, purpose: str) -> None:
 
 
 def ranks_that_claimed(name: str, group: dist.ProcessGroup) -> list[int]:
-    """Claim a name for a process group, in the store of all ranks of the job. Return the ranks that claimed it first.
+    """Claim a name for a process group, so that no other group of the job uses it. Return the ranks that have it.
 
-    These are the ranks of `group` itself, if no other group of this job has claimed the name. One rank of the group
-    calls this.
+    One rank of each group calls this. If the group of ranks 0 and 1 claims the name of a folder first, and the group of
+    ranks 2 and 3 claims it too, the result is ``[0, 1]`` for both.
     """
     ranks = dist.get_process_group_ranks(group)
     world = dist.group.WORLD
@@ -98,9 +98,9 @@ def ranks_that_claimed(name: str, group: dist.ProcessGroup) -> list[int]:
 
 
 def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseException) -> None:
-    """Let the ranks that wait in `wait_for_all`, or will, raise this rank's error at once. This rank does not wait.
+    """Send this rank's error to the ranks that wait for it in `wait_for_all`, or will. They raise it at once.
 
-    The error is stored under a key such as "muonfx/checkpoint.save/2/failed".
+    The error is stored under a key such as "muonfx/checkpoint.save/2/failed". This rank does not wait.
     """
     if dist.get_backend(group) in _WITHOUT_STORE:
         return
@@ -117,22 +117,24 @@ def report_failure(group: dist.ProcessGroup, purpose: str, problem: BaseExceptio
 
 @contextmanager
 def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generator[None]:
-    """Report an error of the ``with`` block to the other ranks, which may wait for this rank in `wait_for_all`.
+    """Report an error of the ``with`` block to the other ranks, which may wait for this rank.
 
-    The block constructs an optimizer, for example, and may wait for all ranks at its end. If its arguments are wrong on
-    one rank only, the other ranks would wait for this rank until the timeout of the group.
+    Each rank constructs an optimizer, for example, in ``with construction(lambda: layout.group):``, and the ranks meet
+    in `wait_for_all` near the end of the block. If a rank fails before it, because its arguments are wrong, the others
+    would wait for it until the timeout of the group. With the report, they raise its error at once.
 
-    `find_group` returns their group, or None if this rank constructs alone. It is called after an error only.
+    `find_group` returns the group of these ranks, or None if this rank constructs alone. It is called after an error
+    only.
     """
-    passed_before = Counter(_barriers_passed)  # of all groups: the group is not known yet
+    passed_before = Counter(_barriers_passed)  # the `wait_for_all` that were completed before, of all groups
     try:
         yield
     except Exception as error:
         group = find_group()
         if group is not None and dist.get_world_size(group) > 1:  # there are other ranks
             key = group.group_name, CONSTRUCTING
-            has_met_others = _barriers_passed[key] > passed_before[key]  # the block failed after its `wait_for_all`
-            if not has_met_others:  # they wait, or will
+            has_met_others = _barriers_passed[key] > passed_before[key]
+            if not has_met_others:  # they wait for this rank in `wait_for_all`, or will
                 report_failure(group, CONSTRUCTING, error)
         raise
 
