@@ -205,14 +205,14 @@ class Binding:
         return self.plans[key]
 
     def global_like(self, params: PyTree) -> PyTree:
-        """Return a meta tensor with the global shape of each parameter. `params` has parameters or their shards.
+        """Return a tree like `params`, with a meta tensor in the global shape of each parameter.
 
-        A meta tensor has a shape and a dtype, but no values. For a shard of shape (2, 8) on one of two ranks, it has
-        the shape (4, 8).
+        Where `params` has a shard of shape (2, 8) on one of two ranks, the result has the shape (4, 8), and no values.
         """
         leaves, treedef = tree.flatten(params)
         for index, name in enumerate(tree.names(params)):
-            if name in self.layout.specs or leaves[index] is not None:  # else there is nothing to describe
+            # A leaf None stays None, unless it is a parameter of the layout, for example one without a gradient.
+            if leaves[index] is not None or name in self.layout.specs:
                 meta_params = self.layout.meta([name])
                 leaves[index] = meta_params[name]
         return tree.unflatten(treedef, leaves)
@@ -233,11 +233,10 @@ class Binding:
         return sum_over_leaves(list(totals.values()))  # the function of a single process adds the leaves
 
     def sum_over_shards(self, values: PyTree) -> PyTree:
-        """Return for each leaf the sum of the values of its shards, which all have one shape, by one all-reduce.
+        """Return for each leaf its sum over ranks, by one all-reduce. All leaves have one shape; None stays None.
 
-        For example, it turns ``{"w": tensor(6.), "b": tensor(2.)}``, the numbers of elements in this rank's shards,
-        into the numbers of elements of the whole parameters. The value of a replicated shard counts once. None stays
-        None.
+        If "w" has 6 elements on this rank and 4 on the other, ``{"w": tensor(6.)}`` becomes ``{"w": tensor(10.)}``. If
+        both ranks hold the same 6 elements, they count once, and it stays ``tensor(6.)``.
         """
         total_of = self._totals(values)  # by name, without the leaves that are None
         totals = list(map(total_of.get, tree.names(values)))
@@ -360,12 +359,13 @@ def _stage(tx: Transform, binding: Binding, names: Sequence[str], device: torch.
 
 @stand_in
 def _on_all(tx: Transform, binding: Any):
-    """Gather the whole tree on every rank, and run a transform on it there.
+    """Run a transform on whole trees over ranks: gather the tree on every rank, and run the transform on it there.
 
-    Every rank computes the same, and then takes its own shards of the result. `stand_in` turns the two functions into a
-    transform like `tx`. `binding` gathers and shards trees.
+    Every rank computes the same, and then takes its own shards of the result. `stand_in` turns the two functions below
+    into a transform like `tx`. `binding` gathers and shards trees.
     """
-    # Extra arguments that work over ranks are replaced: every rank has all whole tensors, as a single process has.
+    # A transform may accept functions as extra arguments, of which those for ranks sum over the shards of all ranks.
+    # Here each rank has whole tensors, as a single process has, so it gets the functions for a single process.
     extras_of_process: dict[str, Any] = {
         "sum_over_leaves": sum_over_leaves,
         "sum_over_shards": lambda values: values,

@@ -49,11 +49,12 @@ def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a tensor's bits as a 0-d int64 tensor on the same device. Strides do not change it.
 
     It is a sum of products: the words of 32 bits ``w0, w1, ...`` give ``w0 * a0 + w1 * a1 + ...`` with pseudo-random
-    weights. Blocks of `WORDS` words share one table of weights, and each block is multiplied by a weight of its own.
+    weights. Unlike a plain sum, it changes if elements are exchanged. Unlike hashlib, it runs on the device.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = _weights(tensor.device)
     flat = tensor.detach().reshape(-1)
+    # Blocks of `WORDS` words share one table of weights, and each block is multiplied by a weight of its own.
     block_size = _WORD_BYTES * WORDS // flat.element_size()
     for number, block in enumerate(flat.split(block_size)):
         words = _words(block)

@@ -182,9 +182,9 @@ class Layout(ShardTable):
         return map_named(self._global_leaf, local)
 
     def _global_leaf(self, name: str, leaf: Tensor | FlatShard) -> Tensor | FlatShard:
-        """Return one leaf in global form. Raise if it is neither this rank's shard nor the whole tensor.
+        """Convert one leaf for a checkpoint: a DTensor, a `FlatShard` such as "elements 3 to 6 of (6,)", or whole.
 
-        The global form has the position of the shard in the whole tensor, such as a `FlatShard` for elements 3 to 7.
+        Raise if it is neither this rank's shard nor the whole tensor.
         """
         position = self.position(name)
         if isinstance(leaf, FlatShard) or is_dtensor(leaf):  # it is in global form already

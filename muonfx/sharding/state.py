@@ -78,15 +78,16 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
     """Return, for each leaf of a state, which ranks hold it and its shapes. A leaf that is None has None.
 
     For example, a momentum of shape (4, 8) is sharded like the parameter "w", and a step count is equal on all ranks.
-    Nothing is computed or sent: this is found from states on meta tensors, of each transform alone and of this rank's
-    shards.
+    `init` runs twice on meta tensors, which have shapes without values. From parameters in the shapes of this rank's
+    shards, it gives the leaves as this rank has them. From whole parameters, it gives the shapes of the whole leaves.
     """
-    # Not within the block below: this may be the first call that warns, for example of a gather of the whole tree.
+    # 1. The leaves of this rank. Not within the block below: this may be the first `init` that warns.
     state_on_rank = binding.init(tx, binding.local_like(params))
-    with warnings.catch_warnings():  # it has already warned
+    # 2. The whole leaves.
+    with warnings.catch_warnings():  # step 1 has already warned
         warnings.simplefilter("ignore")
         placement_at = _placements_of_all(binding, tx, params)
-    # The placements of whole leaves are completed by the names and shapes in the state of this rank.
+    # 3. Both for each leaf, which has the same path in both states.
     described: list[LeafPlacement | None] = []
     for path, (name, leaf) in zip(tree.paths(state_on_rank), tree.named_leaves(state_on_rank), strict=True):
         placement = placement_at.get(path)
@@ -98,10 +99,10 @@ def describe_state(binding: Binding, tx: Transform, params: PyTree) -> list[Leaf
 
 
 def _placements_of_all(binding: Binding, tx: Transform, params: PyTree) -> dict[Path, LeafPlacement]:
-    """Return the placement of each tensor in the state of a transform, by its path in the state.
+    """Return which ranks hold each tensor in the state of a transform, by its path in the state.
 
-    A path is such as ``("muon", "momentum", "trace", "w")``. A visit is one transform, `tx` itself or one that it
-    calls, with its parameters and the path of its state.
+    A path is such as ``("muon", "momentum", "trace", "w")``. Each transform is treated by itself: `tx`, and those that
+    it calls. `visit` lists them, each with the parameters that it receives and the path of its own state.
     """
     # Not `binding.visits`: its paths may be of another tree with the same names, such as nested and flat dicts.
     visits = visit(tx, binding.global_like(params))
@@ -127,14 +128,14 @@ def _plans_of(binding: Binding, root: Visit) -> dict[Visit, RunPlan]:
 
 
 def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[Path, LeafPlacement]:
-    """Return the placement of each tensor in the state of one transform, by its path in the outermost state.
+    """Return which ranks hold each tensor in the state of one transform, by its path in the outermost state.
 
-    `visited` is the transform, with its parameters and the path of its state. `plan` has the owners of matrices if the
-    transform needs whole matrices.
+    `visited` is the transform, with its parameters (whole, on the meta device) and the path of its state. `plan` says
+    which rank computes each matrix, if the transform needs whole matrices.
     """
-    if visited.state is None:  # its caller may store the state in any form, and has described it
+    if visited.state is None:  # the path is unknown: the transform that calls it stores its state in a form of its own
         return {}
-    state = fixed(visited).functions.init(visited.params)
+    state = fixed(visited).functions.init(visited.params)  # of this transform alone, with whole leaves
     leaves = tree.leaves(state)
     param_names: Sequence[str | None] = [None] * len(leaves)  # for each leaf, the parameter to which it belongs
     if not _is_equal_on_all_ranks(binding, visited, state):
@@ -186,8 +187,10 @@ def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacemen
 def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *, with_dtypes: bool) -> None:
     """Raise unless a state is one that `init` returns on this rank. A step and `to_global` check their state with it.
 
+    If the parameter "w" has shape (4, 8) on this rank, for example, its momentum must have this shape.
+
     Args:
-        binding: remembers the expected states for the next steps.
+        binding: runs transforms over the ranks, and keeps the expected states for the next steps.
         tx: the transform for whole tensors.
         like: the local parameters or, without them, the local updates, of which some may be None.
         state: the state to check, of local tensors. Its structure and shapes are compared.
@@ -196,9 +199,10 @@ def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *,
     leaves, structure = tree.flatten(like)
     dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
     has_none = None in dtypes  # a quick test, so that most steps do not look at each name
-    if has_none and _lacks_shapes(binding, like):  # the state of `init` cannot be computed
+    if has_none and _lacks_shapes(binding, like):
+        # Without parameters, `like` are gradients. The shape of one that is None is unknown, and so is its state.
         return
-    # Most steps have the same structure and dtypes: `init` is called once for them, on meta tensors.
+    # `init` is called on meta tensors, and once only for all steps with the same structure and dtypes.
     key = tx.treedef, structure, tuple(dtypes)
     if key not in binding.expected_states:
         meta_state = binding.init(tx, meta_like(like))
@@ -217,7 +221,8 @@ def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: Py
     """Turn each leaf of an optimizer state into a DTensor if its parameter is a DTensor.
 
     The momentum of a DTensor becomes a DTensor with the same mesh and placements; a step count stays a tensor. `old` is
-    the previous state. DTensors that a step updated in place are taken from it, because new ones take time.
+    the state before the step. If the step updated a tensor in place, `old` already has a DTensor of it, which is
+    returned, because to build one takes time.
     """
     leaves, treedef = tree.flatten(state)
     old_leaves: Sequence[Any] = [None] * len(leaves)
@@ -254,15 +259,18 @@ def leaf_to_dtensor(
 def local_state(binding: Binding, tx: Transform, params: PyTree, state: PyTree) -> PyTree:
     """Replace each DTensor and `FlatShard` in a state by the local tensor that `update` uses on this rank.
 
-    A `FlatShard` is a shard with its position, as checkpoints have it. A leaf for a matrix that another rank computes
-    is a DTensor or `FlatShard` without elements here. It becomes None.
+    For example, a DTensor of shape (4, 8) becomes a tensor of shape (2, 8) on one of two ranks. A `FlatShard` is a
+    shard with its position, as checkpoints have it. If another rank computes a matrix, its leaf has no elements on this
+    rank, and becomes None.
     """
     leaves, treedef = tree.flatten(state)
-    if are_plain(leaves):  # no leaf is a DTensor or `FlatShard`, as in most steps
+    if are_plain(leaves):  # there is nothing to replace: the parameters are no DTensors, and nothing was loaded
         return state
     placements = describe_state(binding, tx, params)
     is_of_another_transform = len(placements) != len(leaves)
-    if is_of_another_transform:  # no error here, which may be on this rank only: all ranks check the state later
+    if is_of_another_transform:
+        # A wrong state, perhaps on this rank only. If this rank raised alone, the others would wait for it. The step
+        # checks the state again, and raises on all ranks.
         return tree.map(local_of, state)
     local_leaves = map(_local_leaf, placements, leaves)
     return tree.unflatten(treedef, local_leaves)
@@ -302,8 +310,9 @@ def global_leaf(
 ) -> Tensor | FlatShard | None:
     """Convert one leaf of a state for a checkpoint: return a DTensor, a `FlatShard` or a whole tensor.
 
-    For a stack of four matrices of 16 elements, of which this rank computes the last two, the momentum becomes a
-    `FlatShard` of 32 elements, which begin at element 32 of the whole momentum.
+    `placement` says which ranks hold the leaf, and for which matrices. For a stack of four matrices of 16 elements, of
+    which this rank computes the last two, the momentum becomes a `FlatShard` of 32 elements, which begin at element 32
+    of the whole momentum.
     """
     if placement is None or placement.name is None:  # a leaf without a parameter is whole on all ranks
         return leaf
@@ -325,9 +334,12 @@ def _matrices_for_checkpoint(placement: LeafPlacement, shard: MatrixShard, leaf:
 
 
 def interval_of(placement: LeafPlacement, shard: MatrixShard) -> tuple[int, int]:
-    """Return where the matrices of one owner start and end in a leaf of the state, if it is flattened."""
-    # A leaf of the state may have another number of elements for each matrix than the parameter has.
-    # With one number for each of four matrices of 16 elements, elements 32:64 of the parameter have the numbers 2:4.
+    """Return which elements of a leaf of the state belong to some matrices of a parameter, as (start, end).
+
+    The leaf may have another number of elements for each matrix than the parameter. If the parameter is a stack of four
+    matrices of 16 elements, and the leaf has one number for each matrix, then elements 32 to 64 of the parameter (the
+    `shard`: matrices 2 and 3) have the elements ``(2, 4)`` of the leaf.
+    """
     leaf_numel = prod(placement.shape)
     param_numel = max(prod(shard.whole), 1)
     start = shard.start * leaf_numel // param_numel
@@ -341,10 +353,10 @@ def interval_of(placement: LeafPlacement, shard: MatrixShard) -> tuple[int, int]
 
 
 def _owned_to_dtensor(layout: Layout, placement: LeafPlacement, name: str, local: Tensor | None) -> Tensor | None:
-    """Turn the leaf of a state that owners hold for their matrices into a DTensor.
+    """Turn a leaf of the state into a DTensor, if each rank has it for the matrices that it computes (it owns them).
 
-    `local` has the matrices that this rank computes of the parameter called `name`; None if it computes none. Ranges of
-    a stack that no placements express stay local tensors on their owners and None elsewhere.
+    `local` is the leaf for the matrices that this rank computes of the parameter called `name`; None if it computes
+    none. If no DTensor can express which rank computes which matrices, `local` is returned unchanged.
     """
     from torch.distributed.tensor import Replicate
 

@@ -194,9 +194,9 @@ def next_serial(layout: Layout) -> int:
 def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
     """Raise on all ranks unless all have the same transform, parameters, layout, settings and package versions.
 
-    `init` calls this, and the first step of a transform without `init`. All ranks call it together. `problem` is an
-    error that this rank already has. An error of one rank is not raised there at once, because the others would wait
-    for this rank: `agree` sends it to them, and all ranks raise.
+    All ranks call this together, in `init` or in the first step without `init`. `problem` is an error that this rank
+    already has. If it raised an error alone, the others would wait for it. So errors are caught, and passed to `agree`,
+    which raises on all ranks.
     """
     layout = binding.layout
     if layout.size == 1:  # no other rank waits, so errors are raised at once

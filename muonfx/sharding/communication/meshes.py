@@ -106,7 +106,11 @@ def _messages_of_all_ranks(
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
     group: dist.ProcessGroup,
 ) -> list[_Message]:
-    """Send a description of this rank's parameters and meshes to all ranks. Return the messages of all ranks."""
+    """Send a description of this rank's parameters and meshes to all ranks. Return the messages of all ranks.
+
+    The arguments are those of `cuts_on_meshes`, and the coordinates of the ranks of `group` on each mesh. The message
+    of the second rank on a mesh has ``meshes=[_MeshOfRank("a digest of the ranks on the mesh", coordinates=(1,))]``.
+    """
     rank = dist.get_rank(group)
     description = digest(_description(specs, dtensors, coordinates_on))
     meshes: list[_MeshOfRank] = []
@@ -114,20 +118,21 @@ def _messages_of_all_ranks(
         coordinates = coordinates_on[mesh].coordinates[rank]
         meshes.append(_MeshOfRank(digest(ranks), coordinates))
     message = _Message(description, meshes)
-    wait_for_all(group, CONSTRUCTING)  # so that a rank that fails before this is reported, and not waited for
+    wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
     return all_objects(message, group, "finding out who holds what")
 
 
 def _coordinates_of_all_ranks(
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates], messages: Sequence[_Message]
 ) -> dict[DeviceMesh, MeshCoordinates]:
-    """Return, for each mesh of this rank, the coordinates that each rank has on its own mesh with the same index.
+    """Fill in the coordinates of ranks that are not on this rank's meshes, but each on a corresponding mesh of its own.
 
-    `coordinates_on` lacks ranks that are not on this rank's meshes: for the mesh of ranks 0 and 2 of four, it has
-    ``[(0,), None, (1,), None]``. With the messages of ranks 1 and 3, this becomes ``[(0,), (0,), (1,), (1,)]``.
+    For example, "w" is split over the mesh of ranks 0 and 2, and on ranks 1 and 3 over the mesh of these. Rank 0 has
+    the coordinates ``[(0,), None, (1,), None]`` on its mesh. With the messages of ranks 1 and 3, they become ``[(0,),
+    (0,), (1,), (1,)]``: ranks 0 and 1 hold the same half of "w".
     """
     completed: dict[DeviceMesh, MeshCoordinates] = {}
-    for index, (mesh, on_this_mesh) in enumerate(coordinates_on.items()):
+    for index, (mesh, on_this_mesh) in enumerate(coordinates_on.items()):  # meshes with one index correspond
         coordinates = [message.meshes[index].coordinates for message in messages]
         completed[mesh] = MeshCoordinates(on_this_mesh.shape, coordinates)
     return completed
@@ -148,10 +153,10 @@ def _description(
     dtensors: Mapping[str, DTensorSpec],
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
 ) -> list[object]:
-    """Return the shape of each mesh, and the shape, dtype, mesh and placements of each parameter.
+    """Return values that must be equal on all ranks: the shapes of the meshes, and how each parameter is split.
 
-    A mesh is identified by its index, because the ranks on it may differ between ranks. For "w" on a mesh of two ranks,
-    the result is ``[(2,), ("w", Spec(...)), (0, (Shard(dim=0),))]``.
+    For "w" on a mesh of two ranks, they are ``[(2,), ("w", Spec(...)), (0, (Shard(dim=0),))]``. The 0 is the index of
+    the mesh. The ranks on the mesh are not among the values, because they may differ between ranks.
     """
     meshes = list(coordinates_on)
     values: list[object] = [coordinates.shape for coordinates in coordinates_on.values()]

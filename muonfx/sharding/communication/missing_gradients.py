@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement, device: torch.device) -> PyTree:
     """Return this rank's gradients. Fill in those that are None here, and that other ranks have.
 
-    Such a gradient is a copy of the gradient of a replica (another rank that holds the same shard) or, if no replica
-    has one, zero. ``agreement.missing`` has the gradients that are None on some ranks only, equal on all ranks.
+    Some losses do not use all parameters, so a gradient may be None on some ranks. It becomes a copy of the gradient on
+    another rank that holds the same shard or, if there is none, zero. ``agreement.missing`` has the indices of these
+    gradients, equal on all ranks.
     """
     names = tree.names(updates)
     # Checked before anything is sent: under tensor parallelism a gradient may be a partial sum on some ranks, and None

@@ -77,14 +77,14 @@ def require_shards(layout: ShardTable, values: PyTree) -> None:
 
 
 def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
-    """Return the names of DTensors that have other placements than their parameter, such as a gradient with Partial.
+    """Check the leaves of a tree. Return the names of DTensors that must be redistributed like their parameters.
 
-    A DTensor of a plain parameter that this rank holds whole is one of them. Raise for a leaf that is neither such a
-    DTensor nor None nor this rank's shard. One function does both, so that it visits the leaves once in a step.
+    Such a DTensor is, for example, a gradient with the placement Partial, or one of a plain parameter that this rank
+    holds whole. Any other leaf must be None or this rank's shard, or an error is raised.
     """
     unplaced: list[str] = []
     for name, leaf in tree.named_leaves(values):
-        if leaf is None or _fits_at_first_sight(layout, name, leaf):
+        if leaf is None or _fits_at_first_sight(layout, name, leaf):  # as nearly all leaves in a step
             continue
         layout.require([name])
         if not isinstance(leaf, Tensor):
@@ -106,9 +106,9 @@ def _require_shape_of_shard(layout: ShardTable, name: str, local: Tensor) -> Non
 def _require_convertible(layout: ShardTable, name: str, leaf: DTensor) -> None:
     """Raise unless a DTensor can be redistributed to the placements of its parameter.
 
-    The whole shapes are compared, because the local shape depends on the placements. Under Partial, for example, it is
-    the shape of the parameter.
+    For a parameter of shape (4, 8) with ``[Shard(0)]``, a gradient of shape (4, 8) with ``[Partial()]`` can.
     """
+    # The local shapes depend on the placements, so the whole shapes are compared.
     whole_shape = layout.specs[name].shape
     if tuple(leaf.shape) != whole_shape:
         raise _wrong_shape(name, leaf.shape, whole_shape)
@@ -249,7 +249,11 @@ def to_dtensors(layout: ShardTable, local: PyTree, old: PyTree = None) -> PyTree
 
 
 def global_shard(layout: ShardTable, name: str, leaf: Tensor) -> Tensor | FlatShard:
-    """Return a shard in a form that stores its position in the parameter, such as a DTensor or a `FlatShard`."""
+    """Return a shard in a form for checkpoints, which stores its position in the parameter.
+
+    This is a DTensor for a parameter that is one. For a layout of flat shards it is a `FlatShard`, such as "elements 3
+    to 6 of (2, 3)". Otherwise the shard is the whole parameter, and is returned unchanged.
+    """
     if name in layout.dtensors:
         return parameter_like(layout, name, leaf)
     if layout.is_flat:

@@ -192,12 +192,13 @@ class FlatShardTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply a copy, a conversion or a fill to the values of the shard. Raise for every other operation.
+        """Apply an operation to the values of the shard. torch calls this for each operation on such a tensor.
 
-        torch calls this for each operation on a tensor of this class, such as ``tensor.to(torch.bfloat16)``.
+        Only copies, conversions such as ``tensor.to(torch.bfloat16)``, and fills are accepted. Others, such as a sum,
+        would need the whole tensor.
         """
         first = args[0]
-        if func not in _ON_VALUES:
+        if func not in _ON_VALUES:  # `func` is an operation such as ``aten.clone.default``
             raise _not_possible(func, first)
         for argument in args:
             if isinstance(argument, Tensor) and not _are_same_elements(first, argument):
