@@ -72,14 +72,14 @@ class Layout(ShardTable):
         >>> layout.shard(params, rank=1)
         {'w': tensor([3., 4., 5.])}
         """
+        problem = error_in_transform("layout.shard", whole)
+        if problem is not None:
+            raise problem
 
         def shard_of(name: str, leaf: Tensor) -> Tensor:
             self.require_whole(name, leaf)
             return self.position(name, rank).cut(leaf.detach())
 
-        problem = error_in_transform("layout.shard", whole)
-        if problem is not None:
-            raise problem
         with without_transforms():
             return map_named(shard_of, whole)
 

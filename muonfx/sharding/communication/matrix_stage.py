@@ -315,13 +315,11 @@ class _Gather:
             self._exchange = self._start_exchange()
 
     def _start_exchange(self) -> Exchange:
-        """Send the boxes of this rank's shards that other ranks need. A box is a rectangular part of a shard.
+        """Start to send the parts of this rank's shards that other ranks need, such as two rows of "w" to rank 1.
 
-        ``self._bucket.outgoing[1]`` has, for example, ("w", view): rank 1 computes "w", and needs this part of the
-        shard.
+        Then ``self._bucket.outgoing[1]`` is ``[("w", view)]``. The view is a position, which is the same in all steps.
         """
-        # The plan has positions only (`outgoing` of the bucket): here they become views of this step's tensors.
-        outgoing = lists_by_rank(self._stage.layout)
+        outgoing = lists_by_rank(self._stage.layout)  # for each rank, these parts of the tensors of this step
         for rank, boxes in enumerate(self._bucket.outgoing):
             for name, view in boxes:
                 outgoing[rank].append(view.of(self._local_shards[name]))
@@ -344,12 +342,17 @@ class _Gather:
         return self._stage.plan.wire_dtypes(dtype).updates
 
     def wait(self) -> dict[str, Tensor]:
-        """Wait for the messages. Return the matrices that this rank computes, by parameter name."""
-        # The matrices that this rank already has are perhaps views of its local shards.
+        """Wait for the messages. Return the whole matrices that this rank computes, by parameter name.
+
+        If rank 0 computes "w", of which ranks 0 and 1 hold two rows each, this is ``{"w": ...}`` with four rows on rank
+        0, and ``{}`` on rank 1.
+        """
+        # 1. Matrices that this rank holds whole: these may be views of its local shards.
         matrices: dict[str, Tensor] = {}
         for local in self._bucket.already_local:
             name = local.shard.name
             matrices[name] = _local_matrices(local, self._local_shards[name])
+        # 2. Matrices of which other ranks send elements.
         if self._exchange is not None:
             matrices |= self._receive(self._exchange)
         return matrices
@@ -476,11 +479,7 @@ class _Scatter:
         updated_shards: dict[str, Tensor],
         names_to_overwrite: Set[str],
     ) -> None:
-        """Store the results that no other rank needs, and start to send the others.
-
-        `results` has the result of each matrix that this rank computes. The shards of this rank are written to
-        `updated_shards`, by parameter name.
-        """
+        """Store the results that no other rank needs, and start to send the others."""
         self._stage = stage
         self._bucket = bucket
         self._local_updates = local_updates
@@ -556,12 +555,12 @@ class _Scatter:
         self._exchange.wait(incoming)
 
     def _boxes_to_fill(self, local: LocalTransfers) -> list[Tensor]:
-        """Return the boxes of an updated shard into which the results of one matrix shard are copied.
+        """Return the parts of this rank's updated shard into which the result of some matrices is copied, as views.
 
-        If this rank holds rows 2 and 3 of "w", the updated shard has these two rows, and is one box. The shard is
-        created for its first boxes. A stack gets further boxes from each owner that computes some of its matrices.
+        If rank 0 computes matrices 0 and 1 of the stack "w", rank 1 computes 2 and 3, and this rank holds 1 and 2, then
+        each of these two results fills one half of the updated shard. The first call for "w" creates the shard.
         """
-        if not local.local_views:  # this rank holds none of these elements
+        if not local.local_views:  # this rank holds no element of these matrices
             return []
         name = local.shard.name
         if name not in self._updated_shards:

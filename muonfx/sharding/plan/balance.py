@@ -44,13 +44,8 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     [1, 1, 0]
     """
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
-    without_choice: dict[int, Item] = {}
-    with_choice: dict[int, Item] = {}
-    for index, item in enumerate(items):
-        if len(item.candidates) == 1:
-            without_choice[index] = item
-        else:
-            with_choice[index] = item
+    without_choice = {index: item for index, item in enumerate(items) if len(item.candidates) == 1}
+    with_choice = {index: item for index, item in enumerate(items) if len(item.candidates) != 1}
     by_cost = _descending(with_choice)
     # Each item goes to its candidate with the lowest load. The loads are updated by each assignment.
     owner_of = _assign_to_least_loaded(without_choice, loads)

@@ -79,8 +79,8 @@ def require_shards(layout: ShardTable, values: PyTree) -> None:
 def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
     """Check the leaves of a tree. Return the names of DTensors that must be redistributed like their parameters.
 
-    Such a DTensor is, for example, a gradient with the placement Partial, or one of a plain parameter that this rank
-    holds whole. Any other leaf must be None or this rank's shard, or an error is raised.
+    An example is a gradient with the placement Partial, whose parameter has ``Shard(0)``, or whose parameter is plain
+    and whole on this rank. Raise unless any other leaf is None or this rank's shard.
     """
     unplaced: list[str] = []
     for name, leaf in tree.named_leaves(values):
