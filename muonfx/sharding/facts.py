@@ -114,16 +114,16 @@ def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Fact
 def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _ConstantFacts:
     """Return what does not change from step to step, of the values that the ranks compare in each step.
 
-    These are a digest of the transforms, and where the counters are in the state: ``{"2.scale_by_adam.count": 4}`` for
-    leaf 4. The decorator `by_structure` remembers the result for the next steps.
+    These are a digest of the transforms, and where counters and other leaves without a parameter are in the state:
+    ``{"2.scale_by_adam.count": 4}`` for leaf 4. The decorator `by_structure` remembers the result for the next steps.
     """
     placements = describe_state(binding, tx, params)  # for each leaf of the state, the parameter to which it belongs
-    index_of_counter: dict[str, int] = {}
+    index_of: dict[str, int] = {}
     for index, placement in enumerate(placements):
-        if placement is not None and placement.name is None:  # the leaf belongs to no parameter, as a counter
-            index_of_counter[placement.path] = index
+        if placement is not None and placement.name is None:  # the leaf belongs to no parameter
+            index_of[placement.path] = index
     transforms = digest(facts_of_transforms(binding, tx, params))
-    return _ConstantFacts(transforms, len(placements), index_of_counter)
+    return _ConstantFacts(transforms, state_size=len(placements), shared_state=index_of)
 
 
 @remembered
@@ -135,8 +135,8 @@ def _digest_of_dtypes(binding: Binding, dtypes: tuple[torch.dtype | None, ...]) 
 def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[str, Any]:
     """Return the leaves of a state that belong to no parameter, such as ``{"2.scale_by_adam.count": tensor(7)}``.
 
-    A wrong state, with another number of leaves than `init` returns, is no error here: it may be on this rank only. The
-    ranks then compare the text "5 leaves" in place of the counters, and all of them raise.
+    A wrong state, with another number of leaves than `init` returns, is no error here: it may be on this rank only. If
+    so, the ranks differ in the text "5 leaves", which is compared in place of the counters, and all of them raise.
     """
     leaves = tree.leaves(state)
     is_of_another_transform = len(leaves) != constant.state_size

@@ -204,7 +204,7 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     <from_dtensors of 1 parameters over 1 rank>
     >>> dist.destroy_process_group()
     """
-    # 1. The mesh and placements of each DTensor, and the group of all ranks on the meshes.
+    # 1. The mesh and placements of each DTensor (its `_spec`), and the group of all ranks on the meshes.
     leaves = {name: leaf for name, leaf in tree.named_leaves(params) if is_dtensor(leaf)}
     if not leaves:
         raise TypeError("params: found no DTensor; shard the model first, or use replicated(params) or zero(params)")
@@ -216,7 +216,7 @@ def from_dtensors(params: PyTree, group: dist.ProcessGroup | None = None) -> Lay
     rank = dist.get_rank(group)
     if rank < 0:
         raise ShardingError(f"this process is not among the ranks {ranks} of the parameters' meshes")
-    # 2. The shards that all ranks hold. The shards of this rank must have the shapes of its local tensors.
+    # 2. For each parameter, the shards of all ranks (a cut). Those of this rank must have the shapes of its tensors.
     specs = specs_of(params)
     cuts, on_several_meshes = cuts_on_meshes(specs, dtensors, ranks_of, group)
     for name, leaf in leaves.items():

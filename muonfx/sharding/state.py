@@ -133,7 +133,7 @@ def _placements(binding: Binding, visited: Visit, plan: RunPlan | None) -> dict[
     `visited` is the transform, with its parameters (whole, on the meta device) and the path of its state. `plan` says
     which rank computes each matrix, if the transform needs whole matrices.
     """
-    if visited.state is None:  # the path is unknown: the transform that calls it stores its state in a form of its own
+    if visited.state is None:  # its caller may store its state in a form of its own, and has described it
         return {}
     state = fixed(visited).functions.init(visited.params)  # of this transform alone, with whole leaves
     leaves = tree.leaves(state)

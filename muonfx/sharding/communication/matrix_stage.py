@@ -440,13 +440,12 @@ def _boxes_of_entries(stack: Tensor, first: LocalTransfers) -> list[tuple[Tensor
 
 
 def _local_matrices(transfers: LocalTransfers, local_shard: Tensor) -> Tensor:
-    """Return the matrices that this rank computes and has in its own shard, as a view of it if possible.
+    """Return the matrices that this rank computes, if its own shard has all their elements, as a view if possible.
 
-    They have the shape of the matrix shard: the parameter's own, or ``(count, rows, columns)`` for some matrices of a
-    stack. `local_shard` is this rank's shard of the parameter, and may have further elements: for a rank that holds
-    matrices 0 to 3 of a stack and computes 0 and 1, these are its first half.
+    `local_shard` is this rank's shard of the parameter, and may have further elements. For a rank that holds matrices 0
+    to 3 of a stack, with shape (4, 8, 8), and computes 0 and 1, the result is ``local_shard[:2]``.
     """
-    shape = transfers.shard.shape
+    shape = transfers.shard.shape  # of the result: the parameter's, or (count, rows, columns) for a part of a stack
     views = transfers.local_views  # where the matrices are in the local shard
     # 1. The local shard has these matrices and no others.
     if transfers.is_same_shard:
