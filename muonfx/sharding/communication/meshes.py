@@ -65,7 +65,11 @@ def cuts_on_meshes(
     different_meshes: list[DeviceMesh] = []
     have_different_ranks = len(set(ranks_of.values())) > 1
     if have_different_ranks:  # another rank may have a mesh that this rank does not have
-        messages = _messages_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
+        description = digest(_description(specs, dtensors, coordinates_on))
+        meshes = _meshes_of_rank(ranks_of, coordinates_on, dist.get_rank(group))
+        message = _Message(description, meshes)
+        wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
+        messages = all_objects(message, group, "finding out who holds what")
         descriptions = {message.description for message in messages}
         have_same_model = len(descriptions) == 1  # if not, the binding of a transform to the layout is an error later
         if have_same_model:
@@ -99,27 +103,18 @@ class _Message(NamedTuple):
     """All meshes of the rank, in the order of its parameters."""
 
 
-def _messages_of_all_ranks(
-    specs: Mapping[str, Spec],
-    dtensors: Mapping[str, DTensorSpec],
-    ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
-    coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
-    group: dist.ProcessGroup,
-) -> list[_Message]:
-    """Send a description of this rank's parameters and meshes to all ranks. Return the messages of all ranks.
+def _meshes_of_rank(
+    ranks_of: Mapping[DeviceMesh, tuple[int, ...]], coordinates_on: Mapping[DeviceMesh, MeshCoordinates], rank: int
+) -> list[_MeshOfRank]:
+    """Return the meshes of a rank in the form that it sends to others: the digest of the ranks, and its coordinates.
 
-    The arguments are those of `cuts_on_meshes`, and the coordinates of the ranks of `group` on each mesh. The message
-    of the second rank on a mesh has ``meshes=[_MeshOfRank("a digest of the ranks on the mesh", coordinates=(1,))]``.
+    For a rank that is second on a mesh of ranks 1 and 3, this is ``[_MeshOfRank(digest((1, 3)), (1,))]``.
     """
-    rank = dist.get_rank(group)
-    description = digest(_description(specs, dtensors, coordinates_on))
     meshes: list[_MeshOfRank] = []
     for mesh, ranks in ranks_of.items():
         coordinates = coordinates_on[mesh].coordinates[rank]
         meshes.append(_MeshOfRank(digest(ranks), coordinates))
-    message = _Message(description, meshes)
-    wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
-    return all_objects(message, group, "finding out who holds what")
+    return meshes
 
 
 def _coordinates_of_all_ranks(
