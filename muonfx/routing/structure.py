@@ -88,9 +88,10 @@ class Structure(NamedTuple):
 
 
 def structure_of(model: object) -> Structure:
-    """Return the structure of a model, from the modules that it defines; the model is not run.
+    """Return which layers of a model are its first and its last ones, and other facts that the widths of layers show.
 
-    Named tensors without a model have an empty structure.
+    The widths are those of the modules that the model defines. It is not run. Named tensors without a model have an
+    empty structure.
 
     >>> block = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     >>> parts = {"embed": nn.Linear(3, 8), "blocks": nn.ModuleList([block]), "head": nn.Linear(8, 5)}
@@ -102,9 +103,8 @@ def structure_of(model: object) -> Structure:
         return Structure()
     defined = _modules_of(model)
     layers = defined.layers
-    blocks = {layer.block for layer in layers} - {None}
-    if blocks:
-        # Inputs are before blocks; heads are outside of them, and no layer reads their outputs.
+    has_blocks = any(layer.block is not None for layer in layers)
+    if has_blocks:  # the repeated modules of the body: inputs are before them, and heads are outside of them
         inputs = _inputs(layers)
         heads, possible_heads = _heads(defined, inputs)
     else:  # nothing shows which layers are the first and the last
@@ -174,10 +174,10 @@ def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
 
 
 def _possible_heads_without_blocks(layers: Sequence[Layer], norms: Iterable[Norm]) -> set[str]:
-    """Return the paths of layers whose outputs no other layer or norm reads, in a model without blocks.
+    """Return the paths of layers that may be output heads, in a model without repeated modules (blocks).
 
-    The widths do not show whether such a layer is a head. The last layer is always one of them. There are none if the
-    last layer is an embedding, or is the whole model.
+    They are the last layer, and each layer whose outputs no other layer or norm reads, judged by equal widths. A model
+    that ends in an embedding, or that is a single layer, has none.
 
     >>> layers = [Layer("fc1", 8, 16), Layer("fc2", 16, 8), Layer("out", 8, 5)]
     >>> _possible_heads_without_blocks(layers, norms=[])
@@ -200,10 +200,12 @@ def _possible_heads_without_blocks(layers: Sequence[Layer], norms: Iterable[Norm
 
 
 def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
-    """Return True if another of the ``layers`` may read the outputs of a layer: whole, in parts, or combined.
+    """Return True if the widths allow that another of the ``layers`` reads the outputs of a layer: then it is no head.
 
-    For a layer that returns 48 features, a reader of 24 or 16 features reads a half or a third. A reader of 96 features
-    reads several such vectors, concatenated or flattened (48 channels at 2 positions).
+    For a layer that returns 48 features, a reader is a layer that reads
+
+    - 48 features, the whole; or 24 or 16, a half or a third, as in a gated MLP;
+    - 96 features, which are several such vectors, concatenated or flattened (48 channels at 2 positions).
 
     >>> layers = [Layer("fc1", 8, 48), Layer("fc2", 24, 5)]
     >>> _is_read(layers[0], layers), _is_read(layers[1], layers)
@@ -213,8 +215,8 @@ def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
     for reader in layers:
         if reader is layer or reader.reads is None:
             continue
-        # It reads the whole, a half or a third.
-        if layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads):
+        reads_whole_or_part = layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads)
+        if reads_whole_or_part:
             return True
         # It combines no vectors if a layer returns just the width that it reads, or if it is first: it reads raw input.
         may_combine = reader.reads not in returned_widths and reader is not layers[0]
@@ -233,16 +235,19 @@ _HOLDERS_OF_MATRICES = (
 
 
 def _held_by_no_layer(model: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters that are not the weight of a layer, such as "pos_embed" and "fc.bias".
+    """Yield the names of parameters that are not the weight of a linear layer or a convolution.
 
-    Of these, a 2-D parameter such as "pos_embed" is a table, and no matrix that multiplies features.
+    Of these, a 2-D parameter such as ``self.pos_embed = nn.Parameter(...)`` is a table of vectors, and no matrix that
+    multiplies features.
+
+    >>> list(_held_by_no_layer(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4))))
+    ['0.weight', '1.bias']
     """
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _HOLDERS_OF_MATRICES):  # such as nn.LSTM, whose matrices have other names than "weight"
             continue
         if module is model and isinstance(model, nn.ParameterList | nn.ParameterDict):  # tensors without layers
             continue
-        # All that the module itself holds, except the weight of a linear layer or a convolution.
         is_layer = _is_layer(module)
         for leaf, _ in module.named_parameters(recurse=False):  # a leaf: the last component of a name
             is_weight_of_layer = is_layer and leaf in LEAVES_OF_LAYERS  # such as "weight"
@@ -302,9 +307,9 @@ def _block_around(path: str, blocks: set[str]) -> str | None:
 
 
 def _widths_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return the widths that a linear layer or a convolution reads and returns; None for another module.
+    """Return the widths that a linear layer or a convolution reads and returns: ``(in_features, out_features)``.
 
-    The module must have a weight, and attributes such as ``in_features`` and ``out_features``.
+    The result is None for a module without such attributes or without a weight.
 
     >>> _widths_of(nn.Linear(8, 16)), _widths_of(nn.Conv2d(3, 64, 7)), _widths_of(nn.LayerNorm(8))
     ((8, 16), (3, 64), None)
@@ -313,7 +318,7 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     # A parametrized weight is no parameter of the module, but is computed from parameters of the parametrization.
     if not has_weight and not parametrize.is_parametrized(module):
         return None
-    # The names of the two attributes differ between packages. The first pair that the module has is taken.
+    # The names of the two attributes differ between packages: also (in_channels, out_channels), (nx, nf).
     for reads_name, returns_name in _WIDTHS:
         reads = getattr(module, reads_name, None)
         returns = getattr(module, returns_name, None)
@@ -323,17 +328,21 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
-    """Yield the paths of blocks, such as "blocks.0" and "blocks.1", the repeated parts that are the body of a model.
+    """Yield the paths of blocks, the repeated modules that are the body of a model.
 
-    A block is a child of an ``nn.ModuleList``, or one of several children of the same class in an ``nn.Sequential``.
-    It has children itself: a single layer is no block. Nor is one of several heads, an ``nn.Sequential`` whose outputs
-    no layer reads. ``read_widths`` are the widths that some layer or norm reads.
+    A block is a module of several layers in an ``nn.ModuleList``, or one of several of the same class in an
+    ``nn.Sequential``. Some models have a list of output heads, too. These are no blocks: each is an ``nn.Sequential``
+    whose last layer returns a width that is not in ``read_widths``, the widths that layers and norms of the model read.
+
+    >>> body = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))])
+    >>> heads = nn.ModuleList([nn.Sequential(nn.Linear(8, 5)), nn.Sequential(nn.Linear(8, 7))])
+    >>> list(_blocks_of(nn.ModuleDict({"body": body, "heads": heads}), read_widths={8}))
+    ['body.0', 'body.1']
     """
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        # Only children with modules in them, and how many of them have the same class.
-        children = {name: child for name, child in module.named_children() if any(child.children())}
+        children = {name: child for name, child in module.named_children() if any(child.children())}  # no single layers
         count_of_class = Counter(map(type, children.values()))
         for name, child in children.items():
             # An nn.ModuleList is written for repeated modules. An nn.Sequential may also be a chain of different parts.
@@ -375,8 +384,9 @@ def _with_ancestors(path: str) -> Iterator[str]:
 def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
     """Return the layers that read the raw input of a model, by path; ``layers`` are in the order of definition.
 
-    Such a layer is before the blocks of its part of the model, and reads features that no earlier layer returns. Its
-    part is the innermost module around it that contains blocks, such as "decoder" for ``decoder.embed``.
+    Such a layer is before the blocks, which are the repeated modules of the body, and reads features that no earlier
+    layer returns. An encoder and a decoder with blocks of their own each have inputs: ``decoder.embed`` is compared
+    with the blocks in ``decoder``.
 
     >>> list(_inputs([Layer("embed", 3, 8), Layer("blocks.0.fc", 8, 8, block="blocks.0"), Layer("head", 8, 5)]))
     ['embed']
@@ -393,15 +403,15 @@ def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
 
 
 def _start_of_blocks(path: str, first_in_blocks: Mapping[str, int]) -> int:
-    """Return the index of the first layer in the blocks of a layer's part of the model; 0 if no part has blocks.
+    """Return the index of the layer with which the blocks begin, in the innermost module with blocks around a layer.
 
-    The part is the innermost module around the layer that contains blocks. ``first_in_blocks`` has the index for each
-    such module.
+    ``path`` is the path of the layer, and ``first_in_blocks`` has the index for the path of each module with blocks.
+    The result is 0 if none of them is around the layer. Here, the blocks in the decoder count, not those in the model:
 
     >>> _start_of_blocks("decoder.embed", {"": 1, "encoder": 1, "decoder": 5})
     5
     """
-    modules_inwards = list(_with_ancestors(path))
+    modules_inwards = list(_with_ancestors(path))  # "", "decoder" and "decoder.embed"
     for module in reversed(modules_inwards):
         if module in first_in_blocks:
             return first_in_blocks[module]
@@ -428,11 +438,11 @@ def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
-    """Return True if no earlier layer returns what a layer reads, whole or concatenated.
+    """Return True if a layer reads features that no earlier layer returns, so that it reads the input of the model.
 
-    ``earlier_widths`` are the numbers of features that the earlier layers return. If one of them is 64, a layer that
-    reads 64, 96 (a vector and half of another) or 128 features reads no raw input. Nor does a layer that returns as
-    many features as it reads, since it is between others.
+    ``earlier_widths`` are the numbers of features that the earlier layers return. If one of them is 64, a layer of 64,
+    96 (a vector and half of another) or 128 features may read its outputs, one or several concatenated. Nor does a
+    layer read raw input if it returns as many features as it reads, since such a layer is between others.
 
     >>> _reads_raw_input(Layer("patch", 768, 64), [64]), _reads_raw_input(Layer("patch", 100, 64), [64])
     (False, True)
@@ -448,33 +458,38 @@ def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
 
 
 def _widths_between_modules(modules: _Modules, inputs: Collection[str]) -> set[int]:
-    """Return the widths that layers and norms read, without the inner widths of blocks.
+    """Return the widths of the vectors that pass between the modules of a model, as layers and norms read them.
 
-    If each block has an MLP of two layers, 64 -> 256 -> 64, the result has 64. It does not have 256, which the first
-    layer returns and the second reads in the same block: an output head may still return 256 features.
+    They are no inner widths of blocks, which a layer returns and a later layer reads in the same block. In an MLP of
+    64 -> 256 -> 64, 256 is an inner width: a layer outside that returns 256 features may still be an output head.
 
-    ``inputs`` are the paths of layers that read raw input. They count as no readers, since a model of images may read
+    >>> mlp = [Layer("h.0.up", 64, 256, block="h.0"), Layer("h.0.down", 256, 64, block="h.0")]
+    >>> _widths_between_modules(_Modules(mlp, norms=[], read_widths={64, 256}), inputs=[])
+    {64}
+
+    ``inputs`` are the paths of layers that read raw input. Their widths are left out, since a model of images may read
     and return the same number of raw features.
     """
     widths: set[int] = set()
-    returned_in_block: set[tuple[str | None, int | None]] = set()  # pairs such as ("blocks.0", 256), up to the layer
+    returned_in_block: set[tuple[str, int]] = set()  # pairs such as ("h.0", 256), up to the current layer
     for layer in modules.layers:
-        is_inner_width = layer.block is not None and (layer.block, layer.reads) in returned_in_block
+        is_inner_width = (layer.block, layer.reads) in returned_in_block
         if layer.reads is not None and layer.path not in inputs and not is_inner_width:
             widths.add(layer.reads)
-        returned_in_block.add((layer.block, layer.returns))  # in the end: a layer does not read its own outputs
-    # A norm may also come before the layers whose outputs it reads.
+        if layer.block is not None:
+            returned_in_block.add((layer.block, layer.returns))  # in the end: a layer does not read its own outputs
+    # The pairs of all layers, since a norm may be defined before the layers whose outputs it reads.
     for norm in modules.norms:
-        is_inner_width = norm.block is not None and (norm.block, norm.width) in returned_in_block
-        if not is_inner_width:
+        if (norm.block, norm.width) not in returned_in_block:
             widths.add(norm.width)
     return widths
 
 
 def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_widths: set[int]) -> bool:
-    """Return True if a layer returns a slice for each block: 48 -> 2 x 64 features, for 2 blocks that each read 64.
+    """Return True if a layer returns one slice of features for each block: 48 -> 2 x 64, for 2 blocks that read 64.
 
-    A layer 32 -> 2 x 64 may as well be a head, since it returns a multiple of its own width; so the result is False.
+    Such a layer, for example the embedding of a condition, is no head. A layer 32 -> 2 x 64 = 4 x 32 returns a multiple
+    of its own width, as some heads do: its width is no evidence, so that the result is False.
 
     >>> _returns_slices(48, 128, block_counts=[2], read_widths={64})
     True
@@ -489,21 +504,29 @@ def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_
     """
     for count in block_counts:
         width_of_slice = returns / count
-        if width_of_slice in read_widths and width_of_slice % reads != 0:
+        if width_of_slice not in read_widths:  # also if the features do not divide by the number of blocks
+            continue
+        may_be_head = width_of_slice % reads == 0
+        if not may_be_head:
             return True
     return False
 
 
-def _not_read_whole(modules: _Modules, inputs: Collection[str]) -> Iterator[tuple[int, Layer]]:
-    """Yield the layers outside all blocks whose outputs no other layer reads as a whole, each with its index.
+def _candidates_for_heads(modules: _Modules, inputs: Collection[str]) -> Iterator[tuple[int, Layer]]:
+    """Yield the layers that return a width that is read nowhere, outside all blocks (repeated modules), with the index.
 
-    One of 64 -> 1000 classes is such a layer, if no layer reads 1000 features. ``inputs`` are the paths of the layers
-    that read raw input, which are left out.
+    Such a layer may be an output head. ``inputs`` are the paths of layers that read raw input, which are none.
+
+    >>> layers = [Layer("embed", 3, 8), Layer("h.0.fc", 8, 8, block="h.0"), Layer("lm_head", 8, 100)]
+    >>> [layer.path for _, layer in _candidates_for_heads(_Modules(layers, norms=[], read_widths={3, 8}), ["embed"])]
+    ['lm_head']
     """
     widths_read_whole = _widths_between_modules(modules, inputs)
     block_counts = _numbers_of_blocks(modules.layers)
     for index, layer in enumerate(modules.layers):
-        if layer.block is not None or layer.reads is None or layer.path in inputs:
+        if layer.block is not None or layer.path in inputs:
+            continue
+        if layer.reads is None:  # an embedding
             continue
         is_between_others = layer.returns == layer.reads
         if is_between_others or layer.returns in widths_read_whole:
@@ -513,17 +536,25 @@ def _not_read_whole(modules: _Modules, inputs: Collection[str]) -> Iterator[tupl
 
 
 def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer], set[str]]:
-    """Return the heads of a model with blocks by path, and the paths of layers that may be heads or hidden.
+    """Return the output heads of a model with blocks, by path, and the paths of other layers that may be heads.
 
-    Both are layers whose outputs no other layer reads as a whole, such as one that returns 1000 classes if no layer
-    reads 1000 features. ``inputs`` are the paths of the layers that read raw input.
+    A head is outside all blocks (the repeated modules), and no layer reads the width that it returns. Here, no layer
+    reads 100 features. Nor does one read the 16 of "pool", which could also be two vectors of 8 features, each read
+    by itself:
+
+    >>> layers = [Layer("h.0.fc", 8, 8, block="h.0"), Layer("lm_head", 8, 100), Layer("pool.fc", 8, 16)]
+    >>> heads, possible_heads = _heads(_Modules(layers, norms=[], read_widths={8}), inputs=[])
+    >>> list(heads), possible_heads
+    (['lm_head'], {'pool.fc'})
+
+    ``inputs`` are the paths of the layers that read raw input.
     """
     layers = modules.layers
-    indices_in_blocks = [index for index, layer in enumerate(layers) if layer.block is not None]
+    last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
     heads: dict[str, Layer] = {}
     possible_heads: set[str] = set()
-    fused_after_blocks: list[Layer] = []  # heads or fused projections
-    for index, layer in _not_read_whole(modules, inputs):
+    multiples_after_blocks: list[Layer] = []  # they return a multiple of the width that they read, as "pool.fc"
+    for index, layer in _candidates_for_heads(modules, inputs):
         possible_heads.add(layer.path)
         # A layer that returns several vectors, of which other layers read each, is no head.
         later_layers = layers[index + 1 :]
@@ -531,11 +562,11 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
             continue
         if not _returns_parts(layer):
             heads[layer.path] = layer
-        elif index > indices_in_blocks[-1]:
-            fused_after_blocks.append(layer)
-    # The 4 x 64 logits of a policy, next to the one value of a critic: a multiple of its inputs, next to a head.
+        elif index > last_in_blocks:
+            multiples_after_blocks.append(layer)
+    # In one module with a head, such a layer is a head, too: the 4 x 64 logits of a policy, and the value of a critic.
     modules_with_heads = {_module_around(path) for path in heads}
-    for layer in fused_after_blocks:
+    for layer in multiples_after_blocks:
         if _module_around(layer.path) in modules_with_heads:
             heads[layer.path] = layer
     # The last layer may be a head in an nn.ModuleList.
@@ -577,35 +608,38 @@ def _returns_parts(layer: Layer) -> bool:
 
 
 def _is_read_in_part(layer: Layer, later_layers: Sequence[Layer]) -> bool:
-    """Return True if a later layer of the same module reads half of a layer's width, as in a gated MLP, or twice it.
+    """Return True if a later layer in the same module reads a half of the features of a layer, or a concatenation.
+
+    A layer that returns 64 features is read in part by one that reads 32, as in a gated MLP, or 128.
 
     >>> _is_read_in_part(Layer("mlp.fc1", 8, 64), [Layer("mlp.fc2", 32, 8)])
     True
     """
-    # Twice the width: the outputs are concatenated with the outputs of another layer.
     widths = _widths_read_beside(layer, later_layers)
-    return not widths.isdisjoint({layer.returns / 2, layer.returns * 2})
+    half = layer.returns / 2
+    width_with_another = layer.returns * 2  # concatenated with the outputs of another layer
+    return half in widths or width_with_another in widths
 
 
 def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, int]:
-    """Return the number of vectors that a layer returns, 2 or 3, by the path of each layer that is read in parts.
+    """Return the number of vectors that a layer returns, 2 or 3, by the path of each layer that returns several.
 
-    An MLP with a gate has the layers ``fc1``, 8 -> 2 x 64, and ``fc2``, 64 -> 8: the result is {"mlp.fc1": 2}. A layer
-    is read in parts if
+    In an MLP with a gate, ``fc1`` returns a gate and a value of 64 features each, and ``fc2`` reads their product:
 
-    - it returns more features than it reads;
-    - no layer or norm reads all of them, alone or concatenated with as many others;
-    - a layer that may run after it reads a half, or else a third of them.
+    >>> _read_in_parts([Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)], read_widths={8, 64})
+    {'mlp.fc1': 2}
 
-    ``read_widths`` are the widths that some layer or norm of the model reads.
+    Such a layer returns more features than it reads. No layer or norm reads all of them, and a layer that may run after
+    it reads a half, or else a third. ``read_widths`` are the widths that some layer or norm of the model reads.
     """
     part_counts: dict[str, int] = {}
-    for index, (layer, following) in enumerate(pairwise(layers)):  # each layer with the next one
+    for index, (layer, next_layer) in enumerate(pairwise(layers)):
         returns_more = layer.reads is not None and layer.returns > layer.reads
+        # Alone, or concatenated with the outputs of another layer.
         is_read_whole = layer.returns in read_widths or 2 * layer.returns in read_widths
         if not returns_more or is_read_whole:
             continue
-        widths_read_after = _widths_read_after(layer, following, layers[index + 1 :])
+        widths_read_after = _widths_read_after(layer, next_layer, layers[index + 1 :])
         for count in COUNTS_OF_PARTS:  # halves are tried before thirds
             if layer.returns / count in widths_read_after:
                 part_counts[layer.path] = count
@@ -613,20 +647,21 @@ def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, 
     return part_counts
 
 
-def _widths_read_after(layer: Layer, following: Layer, later_layers: Sequence[Layer]) -> set[int | None]:
+def _widths_read_after(layer: Layer, next_layer: Layer, later_layers: Sequence[Layer]) -> set[int | None]:
     """Return the widths of the layers that may run on a layer's outputs: the next one, and later ones in its module.
 
-    A layer that reads as many features as this one may run on the same input instead, as a key does with a query. So
-    this width is left out, unless a depthwise convolution follows: it reads the outputs of the layer before it.
+    ``layer`` here returns a gate and a value of 64 features, and the next layer reads their product.
 
-    >>> gate_and_value, down = Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)
-    >>> _widths_read_after(gate_and_value, down, [down])
+    >>> layer, down = Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)
+    >>> _widths_read_after(layer, down, [down])
     {64}
     """
     widths: set[int | None] = set(_widths_read_beside(layer, later_layers))
-    if following.block == layer.block:
-        widths.add(following.reads)
-    if not following.is_grouped:
+    if next_layer.block == layer.block:
+        widths.add(next_layer.reads)
+    # A layer that reads the same width as this one may run on the same input, as a key does with a query. Only a
+    # depthwise convolution in the next place surely reads the outputs of the layer before it.
+    if not next_layer.is_grouped:
         widths.discard(layer.reads)
     return widths
 
@@ -664,21 +699,23 @@ def _norms_of(model: nn.Module) -> Iterator[Norm]:
 
 
 def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
-    """Return the paths of layers in blocks whose outputs another layer of the same block reads: they are hidden.
+    """Return the paths of layers whose outputs another layer of the same block may read: they are no output heads.
 
-    They are recognized by equal widths. With a ``q_head`` of 8 -> 64 features, and an ``out`` of 64 -> 8, each of the
-    two may read what the other returns. A single layer of 64 -> 64 does not read its own outputs.
+    A block is one of the repeated modules of a model. A layer may read what another returns if the widths are equal:
+    with a ``q_head`` of 8 -> 64 features and an ``out`` of 64 -> 8, each of the two may read from the other.
 
     >>> sorted(_read_in_their_block([Layer("h.0.q_head", 8, 64, "h.0"), Layer("h.0.out", 64, 8, "h.0")]))
     ['h.0.out', 'h.0.q_head']
     """
     blocks_and_widths = [(layer.block, layer.reads) for layer in layers]
-    counts_of_readers = Counter(blocks_and_widths)
+    count_of_readers = Counter(blocks_and_widths)  # how many layers of a block read a width: {("h.0", 64): 1, ...}
     read: set[str] = set()
     for layer in layers:
-        other_readers = counts_of_readers[layer.block, layer.returns]  # how many layers of its block read this width
+        if layer.block is None:
+            continue
+        other_readers = count_of_readers[layer.block, layer.returns]
         if layer.reads == layer.returns:
             other_readers -= 1  # without the layer itself
-        if layer.block is not None and other_readers > 0:
+        if other_readers > 0:
             read.add(layer.path)
     return frozenset(read)

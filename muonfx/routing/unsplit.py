@@ -30,7 +30,9 @@ def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform
     """
     leaves = tree.leaves(params)  # in the order of ``routes``
     for (name, route), leaf in zip(routes.items(), leaves, strict=True):
-        if leaf is None or route.shape is None or route.label is None or route.label not in transforms:
+        if leaf is None or route.shape is None:  # nothing to compare
+            continue
+        if route.label is None or route.label not in transforms:  # no transform updates the parameter
             continue
         if leaf.ndim <= len(route.shape):  # fewer dims are allowed: a rank may hold a flat shard of a matrix
             continue
@@ -40,13 +42,14 @@ def check_shapes(routes: Mapping[str, Route], transforms: Mapping[str, Transform
 
 
 def _would_mix(tx: Transform, name: str) -> bool:
-    """Return True if a transform flattens a further dim of a parameter into the rows or columns of a matrix.
+    """Return True if a transform would update a stack of several models' weights, in one tensor, as one matrix.
 
-    Muon without a view would flatten three stacked weights (3, 8, 4) to one matrix (3, 32). With the pattern
-    "... out in -> ... out in", it would update three matrices, and the result is False.
+    Muon without a view flattens three weights (3, 8, 4) to one matrix (3, 32), so that the result is True. With the
+    pattern "... out in -> ... out in", it updates three matrices, and the result is False. So it is for AdamW, which
+    updates each element by itself.
     """
     view = view_of(tx)
-    if view is None:
+    if view is None:  # not Muon: a transform may still combine all elements of a parameter, for example in a norm
         return tx.locality is Locality.LEAF and not tx.children
     (pattern,) = view.of([name])  # the pattern of this one parameter
     return pattern is None or pattern.flattens_more_dims
@@ -70,40 +73,49 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
     For example, query, key and value are one weight "qkv", and the transform has no ``view`` that divides it.
 
     Args:
-        routes: the label of each parameter, with the view (division into matrices) that belongs to it.
+        routes: the label of each parameter, with the view (how it divides into matrices) that the labels have for it.
         transforms: the transform of each label.
     """
-    # Most parameters are one matrix without doubt.
-    doubtful: dict[str, Route] = {}
+    # Most parameters are one matrix without doubt. Others are divided by the labels, or may have to be divided.
+    may_be_several: dict[str, Route] = {}
     for name, route in routes.items():
         if route.view.pattern or route.suggested is not None:
-            doubtful[name] = route
-    if not doubtful:
+            may_be_several[name] = route
+    if not may_be_several:
         return
-    used_views = list(_used_views(doubtful, transforms))
+    used_views = list(_used_views(may_be_several, transforms))
     _warn_of_unused_views(used_views)
     _warn_of_suggestions(used_views, routes)
 
 
 def _warn_of_unused_views(used_views: Iterable[_UsedView]) -> None:
-    """Warn of parameters whose labels have a view that their transform does not use."""
-    parameter_of_name: dict[str, str] = {}  # {"attn.qkv": "'attn.qkv' (query, key, value)"}
+    """Warn of parameters that hold several matrices by their labels, if the transform has no pattern to divide them.
+
+    For a "c_attn" of GPT-2, the labels have the pattern "in (part=3 out) -> part out in". A transform without
+    ``view=labels.view()`` does not use it, and updates query, key and value as one matrix.
+    """
+    text_of_name: dict[str, str] = {}  # {"attn.c_attn": "'attn.c_attn' (hidden matrix (2-D); query, key, value)"}
     for name, route, view in used_views:
         if route.view.pattern and not view.is_set_for(name):
-            parameter_of_name[name] = f"{name!r} ({route.reason})"
-    if not parameter_of_name:
+            text_of_name[name] = f"{name!r} ({route.reason})"
+    if not text_of_name:
         return
     warn_caller(
-        f"partition: the labels have a view for {format_list(list(parameter_of_name.values()), str)}, but the "
+        f"partition: the labels have a view for {format_list(list(text_of_name.values()), str)}, but the "
         "transform of these parameters has no pattern for them, so each is treated as one matrix. Give the transform "
         "view=labels.view(), with labels = default_labels(model), or pass Labels(labels) if this is intended"
     )
 
 
 def _warn_of_suggestions(used_views: Iterable[_UsedView], routes: Mapping[str, Route]) -> None:
-    """Warn of parameters that may hold several matrices by their names or widths, and whose view the user has not set.
+    """Warn of parameters that may hold several matrices, unless the user has set how their transform divides them.
 
-    ``routes`` has the label of each parameter of the model.
+    The evidence is only a name such as "qkv", or the widths of layers, so that the parameter is not split without the
+    user.
+
+    Args:
+        used_views: the parameters, each with its route (label and suggested pattern) and the view of its transform.
+        routes: the route of every parameter of the model, also of those without a suggestion.
     """
     suggested: dict[str, str] = {}  # {"attn.qkv": "(part=3 out) in -> part out in"}
     views: list[MatrixView] = []
@@ -112,7 +124,8 @@ def _warn_of_suggestions(used_views: Iterable[_UsedView], routes: Mapping[str, R
             suggested[name] = route.suggested
             views.append(view)
     if suggested:
-        _warn_of_suggested(suggested, views[0], routes)  # the first view is extended
+        # The warning shows one argument of Muon, which has one view. Most optimizers have just one.
+        _warn_of_suggested(suggested, views[0], routes)
 
 
 def _is_set_by_user(name: str, route: Route, view: MatrixView) -> bool:
@@ -151,22 +164,39 @@ def _used_views(routes: Mapping[str, Route], transforms: Mapping[str, Transform]
 
 
 def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: Mapping[str, Route]) -> None:
-    """Warn of parameters that may hold several matrices in unknown code, with the argument of `Muon` that splits them.
+    """Warn of parameters that may hold several matrices, with two patterns for each: one splits it, one keeps it whole.
+
+    For ``suggested`` = {"attn.qkv": "(part=3 out) in -> part out in"}, these are the patterns {"*attn.qkv": "(part=3
+    out) in -> part out in"} and {"*attn.qkv": "whole ... -> whole (...)"}, to copy into the user's code.
+
+    Args:
+        suggested: the pattern that splits each parameter, by name.
+        view: the view of the transform. Its patterns for other parameters remain among those that split.
+        routes: the label of each parameter of the model.
+    """
+    # The patterns are written with globs in place of names. A transform gets only the parameters of its label, so that
+    # the globs must match no other parameter of these labels.
+    labels = {routes[name].label for name in suggested}
+    names_with_labels = [name for name, route in routes.items() if route.label in labels]
+    splitting_patterns = _before(patterns(suggested, names_with_labels), view)
+    whole_pattern_of_name = {name: _whole_pattern(routes[name]) for name in suggested}
+    whole_patterns = patterns(whole_pattern_of_name, names_with_labels)
+    warn_caller(_text_of_suggestions(suggested, splitting_patterns, whole_patterns))
+
+
+def _text_of_suggestions(
+    suggested: Mapping[str, str], splitting_patterns: Mapping[str, str], whole_patterns: Mapping[str, str]
+) -> str:
+    """Return the text of the warning of parameters that may hold several matrices.
 
     Args:
         suggested: the pattern that splits each parameter, by name: {"attn.qkv": "(part=3 out) in -> part out in"}.
-        view: the view of the transform, whose patterns the argument must keep.
-        routes: the label of each parameter.
+        splitting_patterns: the patterns that split the parameters, by glob.
+        whole_patterns: the patterns that keep each parameter one matrix, by glob.
     """
-    # Globs in place of names, which match no other parameter of the same labels.
-    labels = {routes[name].label for name in suggested}
-    names_with_labels = [name for name, route in routes.items() if route.label in labels]
-    whole_pattern_of_name = {name: _whole_pattern(routes[name]) for name in suggested}
-    whole_patterns = patterns(whole_pattern_of_name, names_with_labels)
-    pattern_of_glob = _before(patterns(suggested, names_with_labels), view)
     # As text, because a pattern with placeholders is no valid `MatrixView`.
-    argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({pattern_of_glob!r}))"
-    warn_caller(
+    argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({splitting_patterns!r}))"
+    return (
         "labels: these parameters may hold several matrices each, by their names or dims, or by the widths of the "
         f"layers beside them, and each is treated as one matrix: {format_list(list(suggested))}. If their parts are "
         "stored one after another, split them by this argument of Muon or of a recipe:\n"
@@ -180,9 +210,10 @@ def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: M
 
 
 def _advice_on_patterns(argument: str, suggested: Iterable[str]) -> str:
-    """Return sentences on the placeholders in an argument, and on the stacks among the suggested patterns; or "".
+    """Return sentences that explain the suggested patterns, each with a space at its end; "" if there is none.
 
-    Each sentence ends in a space.
+    One explains "<rows>", a placeholder for a number in the code ``argument``. Another explains a stack of matrices,
+    whose pattern begins with "...".
     """
     advice = ""
     if ROWS in argument:
