@@ -32,28 +32,28 @@ def is_expert(info: ParamInfo) -> bool:
 def has_transposed_experts(
     info: ParamInfo, owner: nn.Module | None, modules: Mapping[str, nn.Module], shapes: Shapes
 ) -> bool:
-    """Return True if the matrices of a stack of experts are stored as (in, out), not as (out, in).
+    """Return True if the matrices of a stack of experts are stored as (in, out), not as (out, in), the usual order.
 
-    transformers declares it in an attribute. Else the shapes of the gate and the next layer show it, or the router of
-    the experts. Without these, the usual order (out, in) is assumed.
+    With a hidden width of 8, an expert "up_proj" of shape (4, 8, 32) reads 8 features, so that it is stored as (in,
+    out). The first evidence decides; without any, the result is False.
 
     Args:
         info: the parameter.
-        owner: the module of the parameter.
+        owner: the module of the parameter. Those of transformers have an attribute ``is_transposed``.
         modules: the modules of the model by path.
         shapes: the shapes of all parameters by name.
     """
-    # 1. The attribute of the module.
+    # 1. The module declares it.
     declared = getattr(owner, "is_transposed", None)
     if declared is not None:
         return declared is True
-    # 2. The shapes of the two stacks of a gated MLP.
+    # 2. The shapes of the two stacks of a gated MLP, "gate_up_proj" and "down_proj", show it.
     holder = info.name[: info.name.rfind(".") + 1]  # "mlp.experts." for "mlp.experts.down_proj"
     gate_up = shapes.get(f"{holder}gate_up_proj")
     down = shapes.get(f"{holder}down_proj")
     if gate_up and down:
         return _is_gated_mlp_transposed(gate_up, down)
-    # 3. The router, which reads the same features as the experts.
+    # 3. The router of the experts shows the hidden width, since it reads the same features as they do.
     hidden_width = _width_read_by_router(info, modules)
     return hidden_width is not None and _read_by_rows(info, hidden_width, shapes)
 
@@ -61,21 +61,24 @@ def has_transposed_experts(
 def _is_gated_mlp_transposed(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
     """Return True if the shapes of two stacks of a gated MLP show that they are stored as (in, out).
 
-    From 8 hidden to 2 x 32 inner features and back:
+    4 experts from 8 hidden to 2 x 32 inner features and back, stored as (out, in), and stored as (in, out):
 
-    >>> _is_gated_mlp_transposed((4, 64, 8), (4, 8, 32)), _is_gated_mlp_transposed((4, 8, 64), (4, 32, 8))
-    (False, True)
+    >>> _is_gated_mlp_transposed(gate_up=(4, 2 * 32, 8), down=(4, 8, 32))
+    False
+    >>> _is_gated_mlp_transposed(gate_up=(4, 8, 2 * 32), down=(4, 32, 8))
+    True
     """
-    inner, hidden = down[-2:]  # if it is stored as (in, out)
+    # If (in, out) is the order, the rows of ``down`` are the inner features, and its columns the hidden features.
+    inner, hidden = down[-2:]
     return gate_up[-2:] == (hidden, 2 * inner)
 
 
 def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> int | None:
     """Return the hidden width, which the router of a stack of experts reads; None if no router is found.
 
-    The router is a matrix with one row for each expert: (8, 64) for 8 experts and a width of 64. It is next to the
-    experts, as ``moe.router.weight`` for ``moe.experts.w1``, or in one module with them. If several such matrices read
-    different widths, the result is None.
+    The router is a matrix with one row for each expert. For 8 experts ``moe.experts.w1``, a ``moe.router.weight`` of
+    shape (8, 64) is one, in the module "moe" around the experts, so that the result is 64. The module "moe.experts"
+    itself may also contain it.
     """
     experts_path = _path_without_wrappers(_path_around_layer(info.name))  # "moe.experts" for "moe.experts.w1"
     path_around_experts = _path_without_wrappers(module_path(experts_path))  # "moe"
@@ -88,10 +91,10 @@ def _width_read_by_router(info: ParamInfo, modules: Mapping[str, nn.Module]) -> 
         for param in module.parameters():
             if param.ndim == 2 and len(param) == number_of_experts:  # a router has a row for each expert
                 widths.add(param.shape[1])
-        if len(widths) == 1:
-            return widths.pop()
-        if widths:  # several matrices may be the router
+        if len(widths) > 1:  # matrices of several widths may be the router
             return None
+        if widths:
+            return widths.pop()
     return None
 
 
@@ -103,20 +106,21 @@ def _path_without_wrappers(path: str) -> str:
 
 
 def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
-    """Return True if the rows of the matrices of a stack of experts are their inputs, so that they are (in, out).
+    """Return True if most stacks of an expert have the hidden width as their rows: then they are stored as (in, out).
 
-    The number of inputs of most stacks is the hidden width. With 64 hidden and 24 inner features, an expert maps 64 to
-    24 features, by one stack or, with a gate, by two; then it maps 24 to 64. Of two stacks, the first one decides.
+    An expert with a gate has two stacks that read the hidden width, 64, and one that reads the inner width, 24. Without
+    a gate, it has one of each, and the first one reads the hidden width.
 
-    - (8, 24, 64), (8, 64, 24) and (8, 24, 64) have 64 columns mostly: they are stored as (out, in).
-    - (8, 64, 24), (8, 24, 64) and (8, 64, 24) have 64 rows mostly: they are stored as (in, out).
+    >>> shapes = {"experts.gate": (8, 64, 24), "experts.up": (8, 64, 24), "experts.down": (8, 24, 64)}
+    >>> _read_by_rows(ParamInfo("experts.gate", (8, 64, 24)), 64, shapes)
+    True
 
-    The result is False if a stack has other widths, or if all have 64 on the same side.
+    The result is False if a stack has other widths, or if all have the hidden width on the same side.
     """
     has_hidden_rows: list[bool] = []  # for each stack, in the order of the model
     for shape in _stacks_of_module(info, shapes).values():
         rows, columns = shape[-2:]
-        if (rows == hidden_width) == (columns == hidden_width):  # both sides are the hidden width, or none
+        if rows == columns or hidden_width not in (rows, columns):
             return False
         has_hidden_rows.append(rows == hidden_width)
     number_with_rows = has_hidden_rows.count(True)
@@ -124,7 +128,7 @@ def _read_by_rows(info: ParamInfo, hidden_width: int, shapes: Shapes) -> bool:
     is_same_side = number_with_rows == 0 or number_with_columns == 0
     if is_same_side:
         return False
-    if number_with_rows == number_with_columns:
+    if number_with_rows == number_with_columns:  # one of each: the first reads the hidden width
         return has_hidden_rows[0]
     return number_with_rows > number_with_columns
 
@@ -144,16 +148,18 @@ def _stacks_of_module(info: ParamInfo, shapes: Shapes) -> dict[str, tuple[int, .
 
 
 def split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
-    """Return the pattern that splits each matrix of a stack of experts, if the widths of another stack suggest it.
+    """Return the pattern that splits each matrix of a stack of experts, if a later stack reads a part of its outputs.
 
-    8 experts of a gated linear unit, from 32 features to 2 x 24 and back, are stacks in one module:
+    The stack "w13" holds a gate and a value of 24 features each, one below the other, since "w2" reads 24 features:
 
-    - (8, 48, 32) and later (8, 32, 24) as (out, in). The result for the first is "... (part=2 out) in -> ... part out
-      in".
-    - (8, 32, 48) and later (8, 24, 32) as (in, out). The result is "... in (part=2 out) -> ... part out in".
+    >>> shapes = {"experts.w13": (8, 48, 32), "experts.w2": (8, 32, 24)}
+    >>> split_of_stack(ParamInfo("experts.w13", (8, 48, 32)), STACK, shapes)
+    '... (part=2 out) in -> ... part out in'
 
-    ``stored`` is the known order of the dims. If the stack is not known to be transposed, both orders are tried.
+    ``stored`` is the order of the dims: `STACK` for (out, in), which is also assumed if the order is not known, or
+    `TRANSPOSED_STACK` for (in, out). ``shapes`` has the shapes of all parameters.
     """
+    # An assumed order (out, in) may be wrong, so that (in, out) is tried after it.
     possible_orders = {STACK: [STACK, TRANSPOSED_STACK], TRANSPOSED_STACK: [TRANSPOSED_STACK]}
     if stored not in possible_orders:  # no stack
         return None
@@ -169,12 +175,13 @@ def split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
 
 
 def _number_of_parts(shape: tuple[int, ...], later_shapes: Sequence[tuple[int, ...]], order: str) -> int | None:
-    """Return the number of parts in which a later stack reads the outputs of a stack; None if it reads no parts.
+    """Return the number of parts, 2 or 3, in which a later stack reads the outputs of a stack; None if it reads none.
 
-    For 8 experts of a gated linear unit, from 32 to 2 x 24 features and back, it is 2:
+    For 8 experts of a gated linear unit, from 32 to 2 x 24 features and back, it is 2. If the later stack reads all 48
+    features, it is None:
 
-    >>> _number_of_parts((8, 48, 32), [(8, 32, 24)], STACK)
-    2
+    >>> _number_of_parts((8, 48, 32), [(8, 32, 24)], STACK), _number_of_parts((8, 48, 32), [(8, 32, 48)], STACK)
+    (2, None)
 
     Args:
         shape: the shape of the stack.
@@ -189,9 +196,9 @@ def _number_of_parts(shape: tuple[int, ...], later_shapes: Sequence[tuple[int, .
             return None
         widths_of_later.append((later_returns, later_reads))
     for count in COUNTS_OF_PARTS:  # 2 and 3
-        # The later stack maps a part back to the width of the inputs, as the second layer of an MLP does.
-        widths_of_reader = (reads, returns / count)
-        if widths_of_reader in widths_of_later:
+        # The second layer of an MLP reads a part, and returns as many features as the first layer reads.
+        widths_of_second_layer = (reads, returns / count)
+        if widths_of_second_layer in widths_of_later:
             return count
     return None
 

@@ -14,12 +14,13 @@ from muonfx.transforms.matrix_pattern import parse
 
 
 def fused_layer(name: str, holder: nn.Module | None) -> Fused | None:
-    """Return the first entry of the table `FUSED` that applies to a layer; None if the layer is unknown.
+    """Return the matrices that a layer of a known package concatenates, as an entry of a table; None for other layers.
 
-    For the layer "c_attn" in a ``GPT2Attention`` of transformers, it is the entry with query, key and value.
+    The entry for the layer "c_attn" in a ``GPT2Attention`` of transformers has the parts "query, key, value". In a
+    class of the user's own code, "c_attn" has no entry, since its order may differ.
 
     Args:
-        name: the name of the layer in the module that holds it.
+        name: the name of the layer in the module that holds it, such as "c_attn".
         holder: this module; None for named tensors without a model.
     """
     if holder is None:
@@ -27,7 +28,7 @@ def fused_layer(name: str, holder: nn.Module | None) -> Fused | None:
     holder_class = written_type(holder)
     for fused in FUSED:
         is_of_package = holder_class.__module__.startswith(fused.package)
-        # The name of the layer and the class around it must fit as a whole: "qkv" does not fit "qkv_proj".
+        # The entry has regular expressions for the name of the layer and for the class around it.
         has_names = re.fullmatch(fused.layer, name) and re.fullmatch(fused.holder, holder_class.__name__)
         if is_of_package and has_names and _has_attributes(holder, fused):
             return fused
@@ -45,21 +46,21 @@ def _has_attributes(holder: nn.Module, fused: Fused) -> bool:
 
 
 def split_pattern(fused: Fused, stored: str, holder: nn.Module | None, rows: int) -> str | None:
-    """Return the pattern that splits a known layer, with the sizes of its module; None if they do not fit its rows.
+    """Return the pattern that splits the weight of a known layer; None if the sizes do not fit its rows.
 
     Args:
-        fused: the entry of the table for the layer.
+        fused: the matrices that the layer concatenates.
         stored: the order of the parameter's dims, such as "{out} in -> {out} in", with "{out}" for the rows.
-        holder: the module that has the sizes as attributes.
+        holder: the module around the layer, which has the sizes of unequal matrices as attributes.
         rows: the number of rows of the parameter.
 
     >>> split_pattern(Fused("qkv", "Attention", "query, key, value"), "{out} in -> {out} in", None, 24)
     '(part=3 out) in -> part out in'
     """
-    if fused.pattern is not None:  # the rows of the matrices alternate
+    if fused.pattern is not None:  # the rows of the matrices alternate: "(heads={num_heads} part=3 dim) -> ..."
         return _split_by_pattern(fused.pattern, stored, holder, rows)
     part_names = fused.parts.split(", ")
-    if fused.sizes is not None:  # the matrices have different numbers of rows
+    if fused.sizes is not None:  # different numbers of rows, by attributes such as "num_heads*head_dim"
         sizes = [_number(holder, formula) for formula in fused.sizes]
         return _split_by_sizes(part_names, sizes, stored, rows)
     count = fused.count or len(part_names)
@@ -82,19 +83,23 @@ def _split_by_sizes(part_names: list[str], sizes: list[int], stored: str, rows: 
 
 
 def _split_by_pattern(template: str, stored: str, holder: nn.Module | None, rows: int) -> str | None:
-    """Return the pattern of interleaved rows, with the sizes of a module; None if they do not fit the rows.
+    """Return the pattern that splits interleaved rows, with sizes that are attributes of a module; None if none fits.
 
-    With 8 heads, the template "(heads={num_heads} part=3 dim) -> part (heads dim)" and a weight stored as
-    "{out} in -> {out} in" give "(heads=8 part=3 dim) in -> part (heads dim) in".
+    ``template`` is a pattern of the rows alone. ``stored`` is the order of all dims, with "{out}" for the rows.
+
+    >>> template = "(heads={in_features} part=3 dim) -> part (heads dim)"
+    >>> _split_by_pattern(template, "{out} in -> {out} in", holder=nn.Linear(8, 4), rows=48)
+    '(heads=8 part=3 dim) in -> part (heads dim) in'
     """
     pattern_of_rows = _filled(template, holder)
     if pattern_of_rows is None:
         return None
-    # The rows as stored, "(heads=8 part=3 dim)", and the rows of each matrix, "part (heads dim)".
+    # The rows as stored, "(heads=8 part=3 dim)", and the rows of the matrices, "part (heads dim)".
     stored_rows, _, matrices_text = pattern_of_rows.partition(" -> ")
     rows_of_matrices = matrices_text.split(", ")
-    # The sizes must multiply to the number of rows. The columns play no part in this, so that one column is enough.
-    if not parse(with_rows(PLAIN, stored_rows, rows_of_matrices)).fits((rows, 1)):
+    # The sizes must multiply to the number of rows: the pattern is tried on a matrix of as many rows and one column.
+    pattern_of_matrix = parse(with_rows(PLAIN, stored_rows, rows_of_matrices))
+    if not pattern_of_matrix.fits((rows, 1)):
         return None
     return with_rows(stored, stored_rows, rows_of_matrices)
 
@@ -117,7 +122,8 @@ def _filled(template: str, holder: nn.Module | None) -> str | None:
 def _number(module: nn.Module | None, formula: str) -> int:
     """Return the value of a formula of module attributes; 0 if one is missing, or a division has a remainder.
 
-    The formulas are products and quotients, such as "config.num_heads*head_dim" and "num_heads//num_kv_heads".
+    The formulas are the entries of a table of known layers, such as "config.num_heads*head_dim" or
+    "num_heads//num_kv_heads": factors with "*" between them, and at most one divisor.
 
     >>> _number(nn.Linear(6, 4), "in_features*out_features"), _number(nn.Linear(6, 4), "in_features//out_features")
     (24, 0)

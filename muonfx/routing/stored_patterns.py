@@ -16,12 +16,15 @@ CONVOLUTION = "{out} ... -> {out} (...)"
 
 
 def in_equal_parts(stored: str, count: int) -> str:
-    """Return the `MatrixView` pattern of a parameter whose rows are matrices of one size, one after another.
+    """Return the pattern, for a `MatrixView`, that divides the rows of a parameter into matrices of one size.
 
-    ``stored`` is the pattern of an undivided parameter, with ``{out}`` for the rows.
+    ``stored`` is the pattern of the undivided parameter: its dims, and after the arrow the dims of a matrix (out, in).
+    In it, "{out}" is a placeholder for the rows. Here, a matrix is divided, and a matrix that is stored transposed:
 
     >>> in_equal_parts("{out} in -> {out} in", 3)
     '(part=3 out) in -> part out in'
+    >>> in_equal_parts("in {out} -> {out} in", 3)
+    'in (part=3 out) -> part out in'
     """
     return with_rows(stored, f"(part={count} out)", ["part out"])
 
@@ -51,10 +54,12 @@ def with_rows(stored: str, rows: str, results: Sequence[str]) -> str:
 
 
 def undivided(stored: str) -> str | None:
-    """Return the pattern of one matrix in this order; None for (out, in) and (out, ...), the default.
+    """Return the pattern, for a `MatrixView`, of a parameter that is not divided; None if it needs no pattern.
 
-    >>> undivided("in {out} -> {out} in")
-    'in out -> out in'
+    A matrix (out, in) and a convolution (out, ...) need none, since every transform takes them for one matrix.
+
+    >>> undivided("in {out} -> {out} in"), undivided("{out} in -> {out} in")
+    ('in out -> out in', None)
     """
     if stored in (PLAIN, CONVOLUTION):
         return None
@@ -62,7 +67,7 @@ def undivided(stored: str) -> str | None:
 
 
 def whole(stored: str) -> str:
-    """Return the `MatrixView` pattern of a parameter whose rows are not divided further.
+    """Return a pattern with "out" in place of "{out}", the rows: they are not divided into several matrices.
 
     >>> whole("... {out} in -> ... {out} in")
     '... out in -> ... out in'
@@ -75,7 +80,10 @@ def number_of_rows(stored: str, shape: tuple[int, ...]) -> int:
 
     >>> number_of_rows("in {out} -> {out} in", (8, 24))  # a transposed matrix
     24
+    >>> number_of_rows("in heads dim -> (heads dim) in", (8, 3, 16))
+    48
     """
-    # The pattern is applied to a tensor without memory. It does not divide the rows, so that the result is one tensor.
+    # A pattern may combine dims, as "(heads dim)", so it is applied to a tensor without memory. It does not divide the
+    # rows, so that the result is one tensor.
     (stack,) = parse(whole(stored)).split(torch.empty(shape, device="meta"))
     return stack.shape[-2]

@@ -82,9 +82,7 @@ _INNER_LAYERS = frozenset(
 def find_divisions(
     model_or_params: Params, infos: Sequence[ParamInfo], read_in_parts: Mapping[str, int]
 ) -> dict[str, Division]:
-    """Find how parameters of two or more dims divide into matrices, such as a "qkv" into query, key and value.
-
-    `make_labels` stores the result with the label of each parameter, so that each matrix is orthogonalized by itself.
+    """Find how parameters of two or more dims divide into matrices, so that each is orthogonalized by itself.
 
     Args:
         model_or_params: the model, or named tensors, which have no module types: only stacks of experts are found
@@ -94,8 +92,8 @@ def find_divisions(
             ``{"mlp.fc1": 2}``.
 
     Returns:
-        A dict from name to `Division`: the view, a note for `describe`, and a pattern that is only suggested. A
-        convolution is one matrix (out, in x kernel), unless it is transposed or has groups.
+        A dict from name to `Division`: the view, a note for `describe`, and a pattern that is only suggested. For the
+        "c_attn" of GPT-2, the view is "in (part=3 out) -> part out in", and the note "query, key, value".
     """
     modules: dict[str, nn.Module] = {}
     if isinstance(model_or_params, nn.Module):  # a module in two places is found under both paths
@@ -136,31 +134,31 @@ class _Param(NamedTuple):
 def _division_of(param: _Param) -> Division:
     """Return how a parameter divides into matrices, by the first rule that recognizes it.
 
-    The weight of an ``nn.LSTM`` has 4 matrices by its type, and the weight of "c_attn" in GPT-2 has 3 by a table.
+    The weight of an ``nn.LSTM`` has 4 matrices by its type, and the weight of "c_attn" in GPT-2 has 3 by a table. A
+    "qkv" in the user's own code remains one matrix, and a split is only suggested.
     """
     # Each function returns None if it does not recognize the parameter; then ``or`` calls the next one.
     division = _of_convolution(param) or _of_torch(param)  # modules of PyTorch itself
     if division is not None:
         return division
-    storage = _storage_by_package(param) or _storage_by_experts(param)
-    # A layer of a known package is split. In unknown code, it is not: a split that is only likely is left to the user.
+    storage = _storage_by_package(param) or _storage_by_experts(param)  # the order of its dims, such as (in, out)
     return _of_known_layer(param, storage) or _maybe_stack(param, storage) or _of_unknown_layer(param, storage)
 
 
 def _of_known_layer(param: _Param, storage: _Storage) -> Division | None:
     """Return the matrices of a layer of a known package, such as query, key and value of GPT-2; None for other layers.
 
-    GPT-2 stores "c_attn" of shape (8, 24) as (in, out). The division has the view "in (part=3 out) -> part out in", of
-    3 matrices of 8 rows each, and the note "query, key, value". ``storage`` is the order of the dims, here (in, out).
+    GPT-2 stores "c_attn" of shape (8, 24) as (in, out), which ``storage`` describes. The division has the view
+    "in (part=3 out) -> part out in", of 3 matrices of 8 rows each, and the note "query, key, value".
     """
     for layer in param.layers:  # for "qkv.linear", first "linear", then "qkv": a wrapper may have the known name
-        fused = fused_layer(layer.name, layer.holder)
+        fused = fused_layer(layer.name, layer.holder)  # the matrices of the layer, from a table of known layers
         if fused is None:
             continue
         rows = number_of_rows(storage.pattern, param.info.shape)
         pattern = split_pattern(fused, storage.pattern, layer.holder, rows)
         note = fused.parts
-        if pattern is None:  # the parameter remains one matrix
+        if pattern is None:  # the layer differs from the known one, so that it remains one matrix
             pattern = undivided(storage.pattern)
             note = f"{fused.parts}, of sizes that do not fit {rows} rows: not split"
         return Division(MatrixView(pattern), _join_notes(storage.note, note))
@@ -168,13 +166,15 @@ def _of_known_layer(param: _Param, storage: _Storage) -> Division | None:
 
 
 def _maybe_stack(param: _Param, storage: _Storage) -> Division | None:
-    """Return one matrix for a parameter of three or more dims that nothing explains, and suggest a stack of matrices.
+    """Return one matrix for a parameter of three or more dims in unknown code, and suggest that it may be a stack.
 
-    The result is None for two dims, for a convolution or a known stack, and without a module: then more than two dims
-    are taken for a convolution.
+    For a ``self.w = nn.Parameter(...)`` of shape (8, 64, 32), the suggestion is "... out in -> ... out in". The result
+    is None if the parameter has two dims, is a convolution or a known stack of experts, or belongs to no module.
     """
-    is_unexplained = storage.pattern == CONVOLUTION and not is_convolution(param.info)
-    if param.owner is None or not is_unexplained:
+    if param.owner is None:  # named tensors: more than two dims are taken for a convolution
+        return None
+    has_order_of_convolution = storage.pattern == CONVOLUTION  # (out, rest), the default for three or more dims
+    if not has_order_of_convolution or is_convolution(param.info):
         return None
     stack = _likely_stack(param)
     return Division(MatrixView(), f"{MAYBE_STACK}: {stack}", stack)
@@ -186,29 +186,41 @@ def _of_unknown_layer(param: _Param, storage: _Storage) -> Division:
     For a "qkv" of shape (24, 8), the view does not split it, and the suggestion is "(part=3 out) in -> part out in".
     """
     view = MatrixView(undivided(storage.pattern))
-    # The name of the layer, the number of its equal parts, or the widths of the other stacks of its module.
-    split = (
-        _split_by_name(param, storage.pattern)
-        or _split_by_count(storage.pattern, _number_of_modulations(param) or param.parts_read)
-        or split_of_stack(param.info, storage.pattern, param.shapes)
-    )
+    split = _likely_split(param, storage.pattern)
     if split is None:
         return Division(view, storage.note)
     return Division(view, _join_notes(storage.note, f"{MAYBE_FUSED}: {split}"), split)
 
 
+def _likely_split(param: _Param, stored: str) -> str | None:
+    """Return the pattern that probably splits a parameter into several matrices; None if it is probably just one.
+
+    For a layer "qkv" of shape (24, 8), it is "(part=3 out) in -> part out in". ``stored`` is the order of the dims.
+    """
+    # 1. The name of the layer, such as "qkv".
+    split = _split_by_name(param, stored)
+    if split is not None:
+        return split
+    # 2. The number of vectors that the layer returns: a modulation returns 6, and the first layer of a gated MLP 2.
+    count = _number_of_modulations(param) or param.parts_read
+    if count is not None:
+        return in_equal_parts(stored, count)
+    # 3. The widths of the other stacks of experts in its module.
+    return split_of_stack(param.info, stored, param.shapes)
+
+
 def _likely_stack(param: _Param) -> str:
     """Return the pattern of a parameter of three or more dims, on the assumption that it is a stack of matrices.
 
-    A "w13" of shape (8, 96, 32) is 8 experts with two matrices each: "... (part=2 out) in -> ... part out in". A "qkv"
-    of shape (3, 32, 32) has its three matrices in the first dim, and is not split further: "... out in -> ... out in".
+    A stack of shape (8, 64, 32) has the pattern "... out in -> ... out in". If its matrices hold two each, as the gate
+    and the value of a "w13" of shape (8, 96, 32), it has the pattern "... (part=2 out) in -> ... part out in".
     """
-    stored = _order_of_stack(param)
-    part_names = _names_of_parts(param.layers)
-    if part_names is None:
+    stored = _order_of_stack(param)  # (out, in) or (in, out)
+    part_names = _names_of_parts(param.layers)  # ("q", "k", "v") for "qkv"
+    if part_names is None:  # the name suggests nothing, but the widths of other stacks may
         return split_of_stack(param.info, stored, param.shapes) or whole(stored)
     count = len(part_names)
-    is_split_already = param.info.shape[0] == count
+    is_split_already = param.info.shape[0] == count  # a "qkv" of shape (3, 32, 32): one matrix each for q, k and v
     has_equal_parts = number_of_rows(stored, param.info.shape) % count == 0
     if has_equal_parts and not is_split_already:
         return in_equal_parts(stored, count)
@@ -216,36 +228,26 @@ def _likely_stack(param: _Param) -> str:
 
 
 def _order_of_stack(param: _Param) -> str:
-    """Return the order of the dims of a stack of matrices, `STACK` for (out, in), or `TRANSPOSED_STACK`."""
+    """Return the order of the dims of a stack of matrices: `STACK` for (out, in), `TRANSPOSED_STACK` for (in, out)."""
     if has_transposed_experts(param.info, param.owner, param.modules, param.shapes):
         return TRANSPOSED_STACK
     return STACK
 
 
 def _split_by_name(param: _Param, stored: str) -> str | None:
-    """Return the pattern that splits a parameter, if the name of its layer suggests it, as "qkv"; else None.
+    """Return a pattern to suggest to the user, if the name of a parameter's layer suggests several matrices; or None.
 
-    For a "qkv" of shape (24, 8), it is "(part=3 out) in -> part out in". If the rows do not divide by three, there are
-    fewer keys than queries, and "<rows>" is in place of the sizes: "(q=<rows> + k=<rows> + v=<rows>) in -> q in, ...".
-    ``stored`` is the order of the dims.
+    For a "qkv" of shape (24, 8), it is "(part=3 out) in -> part out in". A "qkv" of shape (20, 8) has fewer keys than
+    queries, and the user must write the sizes in place of "<rows>": "(q=<rows> + k=<rows> + v=<rows>) in -> q in, k in,
+    v in". ``stored`` is the order of the dims.
     """
-    part_names = _names_of_parts(param.layers)
+    part_names = _names_of_parts(param.layers)  # ("q", "k", "v") for "qkv"
     if part_names is None:
         return None
-    if number_of_rows(stored, param.info.shape) % len(part_names) != 0:
-        return in_parts(stored, dict.fromkeys(part_names, ROWS))
-    return in_equal_parts(stored, len(part_names))
-
-
-def _split_by_count(stored: str, count: int | None) -> str | None:
-    """Return the pattern that splits a parameter into a number of equal parts; None for None.
-
-    >>> _split_by_count("{out} in -> {out} in", 2)
-    '(part=2 out) in -> part out in'
-    """
-    if count is None:
-        return None
-    return in_equal_parts(stored, count)
+    has_equal_parts = number_of_rows(stored, param.info.shape) % len(part_names) == 0
+    if has_equal_parts:
+        return in_equal_parts(stored, len(part_names))
+    return in_parts(stored, dict.fromkeys(part_names, ROWS))
 
 
 def _join_notes(*notes: str) -> str:
@@ -263,11 +265,11 @@ class _Layer(NamedTuple):
 
 
 def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mapping[str, nn.Module]) -> list[_Layer]:
-    """Return the layer that a parameter belongs to, and after it the wrappers around this layer.
+    """Return the layer that a parameter belongs to and the modules around it, up to one whose name shows what it is.
 
-    The names show what a layer is. For ``attn.qkv.linear.weight``, the layers are "linear" in ``attn.qkv``, which shows
-    nothing, and "qkv" in ``attn``, which shows it. For a parameter of no layer, such as ``mlp.gate_up_proj``, the only
-    layer is "gate_up_proj" in ``mlp``.
+    - ``attn.qkv.weight``: the layer "qkv" in ``attn``.
+    - ``attn.qkv.linear.weight``: the layer "linear" in ``attn.qkv``, whose name shows nothing, then "qkv" in ``attn``.
+    - ``mlp.gate_up_proj``, a parameter without a layer: "gate_up_proj" in ``mlp``.
 
     Args:
         name: the name of the parameter.
@@ -275,9 +277,9 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
         owner: the module that owns it; None for named tensors without a model.
         modules: the modules of the model by path.
     """
-    is_in_no_layer = leaf not in PLAIN_LEAVES  # "mlp.gate_up_proj"
-    is_of_model = "." not in plain_name(name)  # "weight", of a model that is the layer
-    if is_in_no_layer or is_of_model:  # the parameter counts as a layer itself
+    is_in_no_layer = leaf not in PLAIN_LEAVES  # not "weight", as in "mlp.gate_up_proj"
+    is_model_the_layer = "." not in plain_name(name)  # "weight" alone
+    if is_in_no_layer or is_model_the_layer:  # the parameter counts as a layer itself
         return [_Layer(leaf, owner)]
     path = module_path(name)
     # From the inside to the outside: "attn.qkv.linear" becomes "attn.qkv" and "linear", then "attn" and "qkv".
@@ -287,8 +289,8 @@ def _layers_around(name: str, leaf: str, owner: nn.Module | None, modules: Mappi
         if layer_name in WRAPPERS:  # such as "_orig_mod" of torch.compile
             continue
         layers.append(_Layer(layer_name, modules.get(path)))
-        is_name_of_any_layer = layer_name in _INNER_LAYERS or layer_name.isdigit()
-        if not is_name_of_any_layer:  # this name shows what the layer is, so that no further one is needed
+        shows_nothing = layer_name in _INNER_LAYERS or layer_name.isdigit()  # such as "linear" and "0"
+        if not shows_nothing:
             break
     return layers
 
@@ -311,16 +313,17 @@ def _names_of_parts(layers: Sequence[_Layer]) -> tuple[str, ...] | None:
 def _number_of_modulations(param: _Param) -> int | None:
     """Return the number of scales, shifts and gates that a layer computes for norms; None if it is no such layer.
 
-    For ``adaLN_modulation.1.weight`` of shape (768, 128), it is 768 / 128 = 6. The names of the layer and of the
-    wrappers around it, or the class of the module that holds it, show that it is a modulation.
+    Such a layer is called a modulation. A name shows it, or the class of the module that holds it. For
+    ``adaLN_modulation.1.weight`` of shape (768, 128), the number is 768 / 128 = 6.
     """
     if param.info.ndim != 2:
         return None
     names = [layer.name for layer in reversed(param.layers)]
     path = ".".join(names)  # outermost first: "adaLN_modulation.1"
-    if is_modulation(path) or _is_of_class(param.layers[0].holder, _MODULATION_CLASS):
-        return _modulations(*param.info.shape)
-    return None
+    if not is_modulation(path) and not _is_of_class(param.layers[0].holder, _MODULATION_CLASS):
+        return None
+    rows, columns = param.info.shape
+    return _modulations(rows, columns)
 
 
 def is_modulation(path: str) -> bool:
@@ -398,15 +401,15 @@ class _Storage(NamedTuple):
 
 
 def _storage_by_package(param: _Param) -> _Storage | None:
-    """Return the order of a parameter's dims by the table `STORED` of known packages; None if it is not in the table.
+    """Return the order of a parameter's dims if a known package does not store it as (out, in), by a table; else None.
 
-    Most layers store (out, in), and these do not. The weight of a ``Conv1D`` of transformers is stored as
-    ``"in {out} -> {out} in"``.
+    For the weight of a ``Conv1D`` of transformers, stored as (in, out), it is ``_Storage("in {out} -> {out} in")``.
     """
-    if param.owner is None:
+    if param.owner is None:  # named tensors without a model
         return None
     owner_class = written_type(param.owner)
     for known in STORED:
+        # The entry has regular expressions for the class of the module and for the name, such as "weight".
         if class_name_fits(owner_class, f"^{known.module}$") and re.fullmatch(known.leaf, param.leaf):
             note = known.note or _stack_note(param.info, known.pattern)
             return _Storage(known.pattern, note)
@@ -417,11 +420,12 @@ def _storage_by_experts(param: _Param) -> _Storage:
     """Return the order of a parameter's dims: a stack of matrices if it is of experts, else one matrix (out, rest).
 
     A tensor of shape (8, 64, 32) is a stack of 8 matrices under the name "experts.w1", and else one matrix (8, 2048).
+    The name of the parameter or the class of its module shows that it is of experts.
     """
     if param.info.ndim == 2:
         return _Storage(PLAIN)
     if not is_expert(param.info) and not _is_of_class(param.owner, "Experts?$"):
-        return _Storage(CONVOLUTION)
+        return _Storage(CONVOLUTION)  # (out, rest)
     pattern = _order_of_stack(param)
     return _Storage(pattern, _stack_note(param.info, pattern))
 
@@ -436,17 +440,20 @@ def _stack_note(info: ParamInfo, pattern: str) -> str:
 def is_convolution(info: ParamInfo) -> bool:
     """Return True if a parameter is a convolution kernel, such as (64, 3, 7, 7), and not a stack of matrices.
 
-    The type of its module decides. Without a model, its name and its short sides decide.
+    If its module is known, the type decides. Else it is one if its sides after the first two are at most 32, and, in
+    case of three dims, its name ends in "weight" or the like.
 
     >>> is_convolution(ParamInfo("conv1.weight", (64, 3, 7, 7))), is_convolution(ParamInfo("experts.w1", (8, 64, 32)))
     (True, False)
     """
     if info.ndim < 3:  # a kernel has at least the dims (out, in, length)
         return False
-    if info.module is not None:  # the Conv1D of transformers is a linear layer
-        return class_name_fits(info.module, "Conv") and not class_name_fits(info.module, "^Conv1D$")
+    if info.module is not None:
+        is_linear_layer = class_name_fits(info.module, "^Conv1D$")  # of transformers, in spite of its name
+        return class_name_fits(info.module, "Conv") and not is_linear_layer
     # Three dims are more often a stack of matrices: only a plain name, such as "conv.weight", counts as a kernel.
-    if info.ndim == 3 and (is_expert(info) or info.name.rpartition(".")[2] not in PLAIN_LEAVES):
+    leaf = info.name.rpartition(".")[2]
+    if info.ndim == 3 and (is_expert(info) or leaf not in PLAIN_LEAVES):
         return False
     # A stack of stacks also has four dims, but its sides are longer than a kernel's.
     return max(info.shape[2:]) <= _KERNEL_SIDE
