@@ -145,17 +145,14 @@ def _name_and_shape(info: ParamInfo) -> str:
 
 
 def _warn_of_no_head(possible_heads: Sequence[ParamInfo], label_of_role: Mapping[Role, Label]) -> None:
-    """Warn that layers that may be output heads were labelled as hidden matrices, which Muon would train.
+    """Warn that layers that may be output heads were labelled as hidden matrices, with code that labels them as heads.
 
-    The warning has the argument of `Muon` that labels them as heads. ``label_of_role`` has the label of each role:
-    ``{"hidden": "muon", "head": "adamw", ...}``.
+    The code is a rule, such as ``(muonfx.routing.path('fc.weight'), 'adamw')``. ``label_of_role`` has the label of each
+    role: ``{"hidden": "muon", "head": "adamw", ...}``.
     """
     hidden_label = label_of_role["hidden"]
     head_label = label_of_role["head"]
-    # A rule also matches names without the components of wrappers, so that it remains right without the wrapper.
-    globs = [escape(plain_name(info.name)) for info in possible_heads]
-    predicate = path(*globs)
-    rule = f"({predicate.code_in('muonfx.routing.')}, {head_label!r})"  # (muonfx.routing.path('fc.weight'), 'adamw')
+    rule = _code_of_rule(possible_heads, head_label)
     warn_caller(
         "default_labels: found no output head, and labelled the weights of the layers that may be one, "
         f"{format_list(possible_heads, _name_and_shape)}, as hidden matrices, {hidden_label!r}. If the model returns "
@@ -163,6 +160,19 @@ def _warn_of_no_head(possible_heads: Sequence[ParamInfo], label_of_role: Mapping
         f"  labels=lambda model: muonfx.default_labels(model, [{rule}])\n"
         f"For a hidden layer, write {hidden_label!r} instead of {head_label!r}, which keeps the label without a warning"
     )
+
+
+def _code_of_rule(infos: Sequence[ParamInfo], label: Label) -> str:
+    """Return the code of a rule that gives a label to these parameters.
+
+    The names are those without the components of wrappers, with which the rule applies with and without the wrapper.
+
+    >>> _code_of_rule([ParamInfo("_orig_mod.fc.weight", (10, 64))], "adamw")
+    "(muonfx.routing.path('fc.weight'), 'adamw')"
+    """
+    globs = [escape(plain_name(info.name)) for info in infos]
+    code_of_predicate = path(*globs).code_in("muonfx.routing.")
+    return f"({code_of_predicate}, {label!r})"
 
 
 def default_labels_by_name(
@@ -188,10 +198,14 @@ def default_labels_by_name(
 
 
 def _labels_of_roles(caller: str, muon: Label, other: Label, roles: bool) -> dict[Role, Label]:
-    """Return the label of each role, for the last arguments of `default_labels`.
+    """Return the label of each role, for the arguments ``muon``, ``other`` and ``roles`` of `default_labels`.
 
-    By default it is "muon" for "hidden", and "adamw" for "embedding", "head" and so on. ``caller`` is the name of the
-    function that has these arguments, for errors.
+    ``caller`` is the name of the function that has these arguments, for errors.
+
+    >>> _labels_of_roles("default_labels", "muon", "adamw", roles=False)
+    {'hidden': 'muon', 'embedding': 'adamw', 'head': 'adamw', 'vector': 'adamw', 'other': 'adamw'}
+    >>> _labels_of_roles("default_labels", "muon", "adamw", roles=True)["embedding"]
+    'embedding'
     """
     if not roles:  # two labels: one for hidden matrices, and one for all other roles
         label_of_role: dict[Role, Label] = dict.fromkeys(ROLES, other)
@@ -243,7 +257,10 @@ def _decide(model_or_params: Params, rules: Sequence[Rule]) -> _Decisions:
 def _labels(model_or_params: Params, decisions: _Decisions, label_of_role: Mapping[Role, Label]) -> Labels:
     """Return the labels of the parameters, by the user's rules or else by their roles, with a reason for each.
 
-    ``label_of_role`` has the label of each role: ``{"hidden": "muon", "head": "adamw", ...}``.
+    Args:
+        model_or_params: the model, or named tensors.
+        decisions: what decides the labels: the rules that match, and the role of each parameter, such as "head".
+        label_of_role: the label of each role: {"hidden": "muon", "head": "adamw", ...}.
     """
     infos = decisions.infos
     labels_with_reasons: dict[str, tuple[Label, str]] = {}
@@ -255,25 +272,27 @@ def _labels(model_or_params: Params, decisions: _Decisions, label_of_role: Mappi
         else:
             role, reason = decisions.roles[info.name]
             labels_with_reasons[info.name] = (label_of_role[role], reason)
-    # Only hidden matrices are divided into matrices.
+    # Other roles are not trained as matrices, so that a fused weight of them need not be divided.
     whole_labels = {label_of_role[role] for role in ROLES if role != "hidden"}
     read_in_parts = decisions.structure.read_in_parts
     return make_labels(model_or_params, infos, labels_with_reasons, decisions.absent, read_in_parts, whole_labels)
 
 
 def _has_head(decisions: _Decisions, hidden_label: Label) -> bool:
-    """Return True if the output head of a model is known: by its structure, by a role, or by a rule of the user.
+    """Return True if the output head of a model is known, so that no warning of a missing one is needed.
 
-    ``hidden_label`` is the label of hidden matrices, such as "muon".
+    The structure of the model shows it, or a role, or a rule of the user that gives a matrix another label than
+    ``hidden_label``, such as "muon".
     """
     if decisions.structure.heads:  # such a head may have another role: "vector" if it returns one number
         return True
     for info in decisions.infos:
         if _is_head(info, decisions.roles[info.name].role):
             return True
-        # A rule that makes a matrix no hidden matrix may be a rule for the head.
-        label, _ = decisions.label_by_rule.get(info.name, (hidden_label, ""))
-        if info.ndim > 1 and label != hidden_label:
+        if info.ndim < 2 or info.name not in decisions.label_by_rule:
+            continue
+        label, _ = decisions.label_by_rule[info.name]
+        if label != hidden_label:  # the rule may be for the head
             return True
     return False
 

@@ -59,13 +59,15 @@ def _shortest_glob(name: str, excluded: Sequence[str]) -> str:
 def _globs(name: str) -> Iterator[str]:
     """Yield globs for a parameter name, general ones first.
 
-    For ``blocks.0.fc.weight``, these are ``*.fc.weight``, ``*blocks.*.fc.weight`` and ``*blocks.0.fc.weight``, and
-    again with the number of the block. They begin with ``*``, since wrappers add components in front of names.
+    They begin with "*", since wrappers of a model add components in front of names.
+
+    >>> list(_globs("h.0.fc.weight"))
+    ['*.fc.weight', '*h.*.fc.weight', '*.fc.weight', '*h.0.fc.weight']
     """
     components = [escape(component) for component in name.split(".")]
-    # Where an ending of the name may begin: [0, 2] for blocks.0.fc.weight, at "blocks" and "fc".
+    # Where an ending of the name may begin: [0, 2] for h.0.fc.weight, at "h" and "fc".
     starts = [index for index, component in enumerate(components) if not component.isdigit()]
-    if len(starts) > 1:  # the last word, such as "weight", is too general as the start of a glob
+    if len(starts) > 1:  # not at the last word, such as "weight", which would be too general
         starts.pop()
     if not starts:  # a name of numbers
         starts = [0]

@@ -112,11 +112,15 @@ def joined(path: str, name: str) -> str:
 def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]:
     """Return a `ParamInfo` for each parameter of a model or of named tensors, and the names of those that are None.
 
-    Both are tuples in the order of the parameters. Tied tensors of a model are listed once.
+    Both are tuples in the order of the parameters. A tensor with several names is listed once for a model, and under
+    each name for named tensors.
+
+    >>> infos, absent_names = read_params({"fc": torch.zeros(4, 2), "head": None})
+    >>> [info.name for info in infos], absent_names
+    (['fc'], ('head',))
     """
     if isinstance(params, nn.Module):
         return _read_model(params), ()
-    # 1. The values by name, and for each tensor the names under which it occurs.
     values: dict[str, object] = {}
     names_of_tensor: dict[int, list[str]] = {}  # by the id of the tensor: several names if it is tied
     for name, value in _named_values(params):
@@ -126,7 +130,6 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
             )
         values[name] = value
         names_of_tensor.setdefault(id(value), []).append(name)
-    # 2. A `ParamInfo` for each name.
     infos: list[ParamInfo] = []
     absent_names: list[str] = []
     for name, value in values.items():
@@ -141,8 +144,8 @@ def read_params(params: Params) -> tuple[tuple[ParamInfo, ...], tuple[str, ...]]
 def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     """Return a `ParamInfo` for each distinct parameter of a model, in the order of the model's modules.
 
-    A tied parameter has several names, such as "wte.weight" and "head.weight". Its first name becomes
-    `ParamInfo.name`, and the others `ParamInfo.tied`.
+    A tied parameter has several names, such as "wte.weight" and "head.weight", and a module for each. The first name
+    becomes `ParamInfo.name`, and the others `ParamInfo.tied`.
     """
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -150,10 +153,13 @@ def _read_model(model: nn.Module) -> tuple[ParamInfo, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     infos: list[ParamInfo] = []
     for tensor, names in names_of.items():
-        module_types: list[type] = []  # of the module of each name; of a parametrized weight, the module around it
+        module_types: list[type] = []  # for each name, the class of the module, such as nn.Embedding and nn.Linear
         for name in names:
-            module_types.append(written_type(modules[module_path(name)]))
-        infos.append(_info(names[0], tensor, tuple(names[1:]), module_types[0], tuple(module_types[1:])))
+            module = modules[module_path(name)]  # of a parametrized weight, the module around it
+            module_types.append(written_type(module))
+        first_name, *tied_names = names
+        first_type, *tied_types = module_types
+        infos.append(_info(first_name, tensor, tuple(tied_names), first_type, tuple(tied_types)))
     return tuple(infos)
 
 
@@ -177,11 +183,13 @@ def class_name_fits(module: type, pattern: str) -> bool:
 
 
 def _named_values(params: object) -> Iterable[tuple[str, object]]:
-    """Return (name, value) pairs of named tensors: an iterator, a dict, a list of pairs, or any pytree of tensors.
+    """Return the (name, value) pairs of named tensors, in each form in which a user may pass them.
 
-    For example, ``{"w": tensor}`` and ``[("w", tensor)]`` both give ``[("w", tensor)]``.
+    - ``model.named_parameters()``, an iterator, and ``[("w", tensor)]`` have the pairs.
+    - ``{"w": tensor}`` has them as items.
+    - Another pytree, such as ``{"fc": {"w": tensor}}``, has paths as names: ``[("fc.w", tensor)]``.
     """
-    if isinstance(params, Iterator):  # such as model.named_parameters()
+    if isinstance(params, Iterator):
         pairs = list(cast("Iterator[object]", params))
         if not _is_pairs(pairs):
             raise TypeError(
@@ -192,8 +200,8 @@ def _named_values(params: object) -> Iterable[tuple[str, object]]:
         value_of = dict(cast("Mapping[object, object]", params))
         has_tensors = all(value is None or isinstance(value, torch.Tensor) for value in value_of.values())
         pairs = list(value_of.items())
-        if has_tensors and _is_pairs(pairs):
-            return pairs  # in this order; the names of a pytree would be sorted
+        if has_tensors and _is_pairs(pairs):  # a flat dict with strings as keys
+            return pairs  # in the order of the dict; the names of a pytree would be sorted
         return tree.named_leaves(value_of)
     if _is_pairs(params):
         return params
@@ -223,11 +231,19 @@ def _info(
         tied_modules: the types of the modules that own it under the other names.
     """
     tensor = _tensor_with_shape(name, tensor)
-    # ZeRO-3 keeps an empty placeholder between uses, with the shape of the whole parameter in `ds_shape`.
+    # ZeRO-3 of DeepSpeed keeps an empty placeholder between uses, with the shape of the whole parameter in `ds_shape`.
     shape = cast("Iterable[int]", getattr(tensor, "ds_shape", tensor.shape))
     # Only an nn.Parameter can be frozen: functional code trains plain tensors, which do not require grad.
-    trainable = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-    return ParamInfo(name, tuple(map(int, shape)), tensor.dtype, trainable, module, tied, tied_modules)
+    is_trained = tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    return ParamInfo(
+        name=name,
+        shape=tuple(map(int, shape)),
+        dtype=tensor.dtype,
+        requires_grad=is_trained,
+        module=module,
+        tied=tied,
+        tied_modules=tied_modules,
+    )
 
 
 def _tensor_with_shape(name: str, value: object) -> torch.Tensor:

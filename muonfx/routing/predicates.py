@@ -43,7 +43,11 @@ class Predicate(Condition):
         return _MATCHES[self.name](info, *self.arguments)
 
     def code_in(self, scope: str) -> str:
-        """Return Python code that builds this predicate, such as ``routing.ndim(2)`` for the scope "routing."."""
+        """Return Python code that builds this predicate; ``scope`` is written in front of each function.
+
+        >>> (ndim(2) & ~path("*head*")).code_in("routing.")
+        "(routing.ndim(2) & ~routing.path('*head*'))"
+        """
         operands = [operand.code_in(scope) for operand in self.parts]
         if self.name == "~":
             return f"~{operands[0]}"
@@ -72,20 +76,21 @@ class Predicate(Condition):
         return is_selected
 
     def globs(self) -> tuple[tuple[str, ...], ...]:
-        """Return the globs of each `path` within, in groups; in each group, at least one glob must match a name.
+        """Return the globs of each `path` within, in groups, to find misspelt ones.
+
+        A glob of each group should match the name of some parameter of the model; else the group is misspelt.
 
         >>> (path("a.*") & (path("b.*") | path("c.*"))).globs()
         (('a.*',), ('b.*', 'c.*'))
         """
-        if self.name == "path":
+        if self.name == "path":  # one group: the arguments of `path`
             return (self.arguments,)
-        # With &, each part must match, so that the groups of all parts are kept: (a) and (b) give two groups.
-        globs_of_parts = list(map(Predicate.globs, self.parts))
-        groups = tuple(chain.from_iterable(globs_of_parts))
-        # With |, one part is enough, so that one glob of all groups must match.
-        if self.name == "|" and all(globs_of_parts):
+        groups_of_parts = list(map(Predicate.globs, self.parts))
+        groups = tuple(chain.from_iterable(groups_of_parts))
+        # With |, one part is enough, so that all globs become one group.
+        if self.name == "|" and all(groups_of_parts):
             return (tuple(chain.from_iterable(groups)),)
-        return groups
+        return groups  # with &, each part must match
 
     def needs_modules(self) -> bool:
         """Return True if the predicate depends on module types (`module_type`), which named tensors do not have."""

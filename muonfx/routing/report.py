@@ -56,24 +56,30 @@ class Routing(Shown):
         return Table(header, rows)
 
     def _divided_labels(self) -> set[Label]:
-        """Return the labels for which the table must explain matrices: a parameter is not one matrix of its own shape.
+        """Return the labels, such as "muon", of parameters that are not one matrix of their own shape.
 
-        For example, "muon" if it has a stack of experts, a transposed weight or a convolution.
+        Examples are a stack of experts, a transposed weight, and a convolution, which is flattened to a matrix. For the
+        parameters of these labels, the table also shows the matrices.
         """
-        divided_labels = {self.labels[name] for name in self.labels.views}  # of parameters with a view
+        # 1. A parameter with a view, which says how it divides into matrices.
+        divided_labels = {self.labels[name] for name in self.labels.views}
+        # 2. A parameter of more than two dims, if the transform of its label works on matrices.
         for info in self.params:
             label = self.labels[info.name]
-            if info.ndim > 2 and label in self.matrix_labels:  # more dims are flattened, as of a convolution
+            if info.ndim > 2 and label in self.matrix_labels:
                 divided_labels.add(label)
         return divided_labels
 
     def _totals_by_label(self) -> Table:
-        """Return the numbers of tensors and elements for each label; parameters that are left out have the last row."""
+        """Return a table with the numbers of tensors and elements of each label.
+
+        Parameters with the label None, which are not trained, have the last row, "- (left out)".
+        """
         infos_of: dict[Label, list[ParamInfo]] = {}
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
-        left_out = infos_of.pop(None, [])  # not trained, as they have the label None
-        totals: list[tuple[list[str], list[ParamInfo]]] = []
+        left_out = infos_of.pop(None, [])
+        totals: list[tuple[list[str], list[ParamInfo]]] = []  # the first cell of each row, and what the row counts
         for label in sorted(infos_of, key=str):
             totals.append(([_shown(label)], infos_of[label]))
         if left_out:
@@ -81,16 +87,20 @@ class Routing(Shown):
         return self._totals(["label"], totals)
 
     def _totals_by_group(self) -> Table:
-        """Return the numbers of tensors and elements for each of an optimizer's ``param_groups``, with its labels."""
+        """Return a table with the numbers of tensors and elements of each of an optimizer's ``param_groups``.
+
+        The first cells of a row are the index of the group and its labels: "0" and "muon", or "0" and "muon, adamw".
+        """
         info_of = {info.name: info for info in self.params}
-        totals: list[tuple[list[str], list[ParamInfo]]] = []  # the first cells of each row, and what it counts
+        totals: list[tuple[list[str], list[ParamInfo]]] = []  # the first cells of each row, and what the row counts
         for index, group in enumerate(self.groups):
             infos: list[ParamInfo] = []
             labels: dict[str, None] = {}  # a dict in place of a set, for the order
             for name in group["param_names"]:
                 infos.append(info_of[name])
                 labels[_shown(self.labels[name])] = None
-            totals.append(([str(index), ", ".join(labels) or "-"], infos))
+            labels_cell = ", ".join(labels) or "-"  # "-" for a group without parameters
+            totals.append(([str(index), labels_cell], infos))
         return self._totals(["group", "label"], totals)
 
     def _totals(self, titles: list[str], totals: Sequence[tuple[list[str], Sequence[ParamInfo]]]) -> Table:
@@ -221,10 +231,13 @@ def _is_labels(argument: object) -> bool:
     >>> _is_labels({"fc.weight": "muon"}), _is_labels({"fc.weight": torch.zeros(2, 2)}), _is_labels(default_labels)
     (True, False, True)
     """
-    if isinstance(argument, Mapping):
+    if isinstance(argument, Labels):
+        return True
+    if isinstance(argument, Mapping):  # labels, some of which may be None, or tensors by name
         values = cast("Mapping[object, object]", argument).values()
-        return isinstance(argument, Labels) or any(isinstance(value, str) for value in values)
-    return callable(argument) and not isinstance(argument, nn.Module)  # such as labels=default_labels
+        return any(isinstance(value, str) for value in values)
+    is_model = isinstance(argument, nn.Module)  # a model is callable, too
+    return callable(argument) and not is_model
 
 
 _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
@@ -233,28 +246,31 @@ _NO_NUMBERS = {"params", "param_names", "label", "initial_lr"}
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     """Return what `describe` prints for an optimizer: the labels of its parameters, and the numbers of its groups.
 
-    The labels come from the param groups. The reasons for them, and the division into matrices (views), come from the
-    transform.
+    The label is in the ``param_groups``. The reason for it, and how a parameter divides into matrices (its view), are
+    arguments of the transforms within the optimizer's ``tx``, such as a `partition`.
     """
     optimizer = unwrapped_optimizer(optimizer)
     groups = tuple(optimizer.param_groups)
     _require_names_and_labels(groups, optimizer)
-    # 1. The label, the reason and the view of each parameter.
     tx = getattr(optimizer, "tx", None)
     transforms = list(within(tx)) if isinstance(tx, Transform) else []
-    views = _views_by_label(transforms)
+    view_of_label = _views_by_label(transforms)
     routes: dict[str, Route] = {}  # by parameter name: the label, its reason, and the view
     named_tensors: list[tuple[str, torch.Tensor]] = []
     for group in groups:
         for name, tensor in zip(group["param_names"], group["params"], strict=True):
             route = _known_route(name, group["label"], transforms)
-            routes[name] = _with_view_of_transform(name, route, views)
+            routes[name] = _with_view_of_transform(name, route, view_of_label)
             named_tensors.append((name, tensor))
-    # 2. For the tables: the groups without a learning rate, and the labels whose transform works on matrices.
     infos, _ = read_params(named_tensors)
-    groups_without_rate = getattr(optimizer, "groups_without_rate", ())
-    matrix_labels = [label for label, view in views.items() if view is not None]
-    return Routing(infos, Labels(routes), groups, groups_without_rate, matrix_labels)
+    matrix_labels = [label for label, view in view_of_label.items() if view is not None]
+    return Routing(
+        params=infos,
+        labels=Labels(routes),
+        groups=groups,
+        without_rate=getattr(optimizer, "groups_without_rate", ()),
+        matrix_labels=matrix_labels,
+    )
 
 
 def _require_names_and_labels(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
@@ -270,15 +286,15 @@ def _require_names_and_labels(groups: Sequence[Mapping[str, Any]], optimizer: to
 def _with_view_of_transform(name: str, route: Route, views: Mapping[Label, MatrixView | None]) -> Route:
     """Return the route of a parameter (its label and reason) with the view that its transform really uses.
 
-    A view is how the parameter divides into matrices, such as "... out in -> ... out in". The labels suggest one, and
-    the transform may have another.
+    A view is how the parameter divides into matrices, such as "... out in -> ... out in". The labels suggest one. The
+    transform uses this one, another, or none. In the last two cases, the reason says so.
 
     Args:
         name: the name of the parameter.
-        route: its label, the reason, and the view of the labels.
+        route: its label, such as "muon", the reason, and the view of the labels.
         views: the view of the transform of each label; None for a transform that does not work on matrices.
     """
-    if route.label not in views:  # no partition has this label
+    if route.label not in views:  # no `partition` with this label, so that the transform is not known
         return route
     view = views[route.label]
     if view is None:  # the transform, such as AdamW, updates element by element
@@ -305,30 +321,31 @@ def _without_suggestion(reason: str) -> str:
 
 
 def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView | None]:
-    """Return, for each label such as "muon", how its transform divides parameters into matrices: its view.
+    """Return the view of the transform of each label: how it divides parameters into matrices.
 
-    The view is None if the transform does not work on matrices, as for "adamw". ``transforms`` are all transforms of an
-    optimizer, of which partitions have labels.
+    For ``partition({"muon": muon(...), "adamw": adamw(...)}, labels)``, it is {"muon": MatrixView(...), "adamw": None},
+    since AdamW does not work on matrices. ``transforms`` are the transforms of an optimizer, with this `partition`.
     """
     views: dict[Label, MatrixView | None] = {}
     for transform in transforms:
         if transform.factory is not partition:  # only `partition` applies one transform for each label
             continue
         for label, inner in transform.arguments["transforms"].items():
-            takes_view = any("view" in member.arguments for member in within(inner))
-            views[label] = first_view(inner) if takes_view else None
+            works_on_matrices = any("view" in part.arguments for part in within(inner))
+            views[label] = first_view(inner) if works_on_matrices else None
     return views
 
 
 def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Route:
-    """Return the route of a parameter of an optimizer: its label, and the reason that its transform has stored.
+    """Return the route of a parameter of an optimizer: its label, and the reason for it.
+
+    The reasons are in the argument ``labels`` of a `partition`, if these are `Labels` and no plain dict.
 
     Args:
         name: the name of the parameter.
-        label: the label of its param group: several labels are joined, as in "muon+adamw".
-        transforms: all transforms of the optimizer. A partition has `Labels` with reasons as its argument ``labels``.
+        label: the label of its param group: "muon", or several labels as "muon+adamw".
+        transforms: all transforms of the optimizer. The first one with labels for this parameter decides.
     """
-    # The first partition that has this parameter under a label of its group decides.
     labels_of_group = str(label).split("+")
     for transform in transforms:
         labels = transform.arguments.get("labels")
@@ -336,7 +353,8 @@ def _known_route(name: str, label: Label, transforms: Sequence[Transform]) -> Ro
             continue
         if str(labels[name]) in labels_of_group:
             return labels.routes[name]
-    return Route(label, "the transform has no labels" if label is None else NO_REASON)
+    reason = "the transform has no labels" if label is None else NO_REASON
+    return Route(label, reason)
 
 
 def _number(value: object) -> str:
@@ -358,13 +376,16 @@ def _number(value: object) -> str:
 def _row(info: ParamInfo, route: Route, divided_labels: Collection[Label]) -> list[str]:
     """Return the cells of a parameter: name, shape, label, matrices, order in memory, reason for the label.
 
-    The cells about matrices are empty for a label that is not in ``divided_labels``. They are left out if none is.
+    For the labels in ``divided_labels``, a row shows the matrices, such as "8 of 64 x 32", and "out, in". If there are
+    no such labels, the table does not have these two columns.
+
+    >>> _row(ParamInfo("fc.weight", (16, 8)), Route("muon", "hidden matrix (2-D)"), divided_labels=[])
+    ['fc.weight', '16 x 8', 'muon', 'hidden matrix (2-D)']
     """
-    # Empty cells keep the columns aligned, for example for the bias of a hidden layer.
     matrices: list[str] = []
     if info.ndim > 1 and route.label in divided_labels:
         matrices = [_matrices_text(info.name, route.shape or info.shape, route.view), _order_text(route.view)]
-    elif divided_labels:
+    elif divided_labels:  # the table has the two columns for other parameters
         matrices = ["", ""]
     return [info.name, format_shape(info.shape), _shown(route.label), *matrices, route.reason]
 
@@ -375,7 +396,7 @@ def _order_text(view: MatrixView) -> str:
     >>> _order_text(MatrixView()), _order_text(MatrixView("in out -> out in"))
     ('out, in', 'in, out')
     """
-    (pattern,) = view.of([""])
+    (pattern,) = view.of([""])  # the view of one parameter has the same pattern for every name
     if pattern is not None and pattern.is_transposed:
         return "in, out"
     return "out, in"

@@ -210,12 +210,11 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
 
 
 def _table(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision for a table such as ``pos_embed``: a 2-D parameter that is not the weight of a layer.
+    """Return the decision for a table of vectors, such as ``self.pos_embed = nn.Parameter(...)``; None for others.
 
-    The result is None for another parameter. A parameter with the name of a matrix, such as ``c_fc``, is no table:
-    some modules hold their matrices without layers.
+    A table is a 2-D parameter that a module holds without a layer. Some modules hold their matrices so, too: a
+    parameter with the name of a matrix, such as ``c_fc``, is no table.
     """
-    # A layer, such as nn.Linear, would hold it under the name "weight".
     names_in_modules = (info.name, *info.tied)
     is_without_layer = any(name in model.structure.held_by_no_layer for name in names_in_modules)
     is_matrix = _is_named_as_a_matrix(_Name(info.name).layer)
@@ -226,10 +225,10 @@ def _table(info: ParamInfo, model: _Model) -> Decision | None:
 
 
 def _first_or_last_layer(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision for the first or the last layer of a model, by the widths of its layers; None for others.
+    """Return the decision for a first or last layer of a model, which its structure shows; None for other layers.
 
-    The first layer reads a width that no earlier layer returns: 768 pixels of a patch. The last one returns a width
-    that no layer reads: 1000 classes.
+    The structure was found by the widths of layers. A first layer reads a width that no earlier layer returns, such as
+    768 pixels of a patch. A last layer returns a width that no layer reads, such as 1000 classes.
     """
     if info.name in model.projections:  # queries and keys meet in a product, so that no layer reads them
         return None
@@ -285,16 +284,18 @@ def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
 
 
 def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision by any name of a tensor, which has several if it is tied; None if all are ordinary names.
+    """Return the decision by the names of a tensor, of which a tied tensor has several; None if none is recognized.
 
-    A tensor that is both ``lm_head.weight`` and ``wte.weight`` is an embedding: this role precedes the role of a head.
+    The first name that is recognized decides. Only the name of an embedding precedes all others: a tensor that is both
+    ``lm_head.weight`` and ``wte.weight`` is an embedding.
     """
     first_decision: Decision | None = None
     for name in info.names:  # such as "lm_head.weight" and "wte.weight"
         decision = _by_one_name(name, info, model)
         if decision and decision.role == "embedding":
             return decision
-        first_decision = first_decision or decision  # a later name may still be of an embedding
+        if first_decision is None:
+            first_decision = decision
     return first_decision
 
 
@@ -371,9 +372,10 @@ def _is_table(words: list[str]) -> bool:
 
 
 def _vector_component(name: _Name) -> str | None:
-    """Return the name component of a gain, a bias of relative attention, or a table of state-space rates; or None.
+    """Return the last component of a parameter name if it shows an elementwise parameter, such as "gamma"; else None.
 
-    These multiply or are added element by element, also if they have two dims, so that they are no matrices.
+    Such a parameter multiplies or is added element by element, also if it has two dims, so that it is no matrix. It
+    belongs to no layer, so that its name does not end in "weight".
 
     >>> _vector_component(_Name("mixer.A_log")), _vector_component(_Name("layer_scale"))
     ('A_log', 'layer_scale')
@@ -437,14 +439,15 @@ def _projection_in_embedder(name: _Name) -> str | None:
 
 
 def _head_component(name: _Name, *, is_read: bool) -> str | None:
-    """Return the name component of an output head, such as "lm_head" for ``lm_head.weight``; None if there is none.
+    """Return the component of a parameter name that shows an output head, such as "lm_head"; None if there is none.
 
-    ``is_read`` is True if another layer of its block reads the outputs of the layer. Then the layer is hidden in spite
-    of its name, as in ``blocks.0.q_head``. The name of a module around it still counts: ``cls_head.blocks.0.fc``.
+    ``is_read`` is True if another layer reads the outputs of the layer. Then the layer itself is hidden in spite of its
+    name, but a module around it may be a head.
 
-    >>> _head_component(_Name("lm_head.weight"), is_read=False), _head_component(_Name("fc.weight"), is_read=False)
-    ('lm_head', 'fc')
-    >>> _head_component(_Name("h.fc.weight"), is_read=False)  # None
+    >>> _head_component(_Name("lm_head.weight"), is_read=False), _head_component(_Name("lm_head.weight"), is_read=True)
+    ('lm_head', None)
+    >>> _head_component(_Name("cls_head.blocks.0.fc.weight"), is_read=True)
+    'cls_head'
     """
     component = _named_as_head(name)
     if is_read and component == name.layer:
@@ -453,16 +456,21 @@ def _head_component(name: _Name, *, is_read: bool) -> str | None:
 
 
 def _named_as_head(name: _Name) -> str | None:
-    """Return the name component of an output head by the name alone: "cls_head" for ``cls_head.dense.weight``; or None.
+    """Return the component of a parameter name that is the name of an output head; None if there is none.
 
-    All layers inside a head are parts of it.
+    All layers inside a head are parts of it. Common names, such as "fc", count only for a direct child of the model.
+
+    >>> _named_as_head(_Name("cls_head.dense.weight")), _named_as_head(_Name("fc.weight"))
+    ('cls_head', 'fc')
+    >>> _named_as_head(_Name("blocks.0.fc.weight"))  # None
     """
     for component in name.components:
         if _is_head(_words(component)):
             return component
-    # A common name such as "output" or "fc" is the name of a head only for a direct child of the model.
-    is_top_head = name.child_of_model == name.layer and _TOP_HEAD.fullmatch(name.layer) is not None
-    if is_top_head or _is_decoder_layer(name):
+    is_child_of_model = name.child_of_model == name.layer
+    if is_child_of_model and _TOP_HEAD.fullmatch(name.layer):  # such as "fc" and "output"
+        return name.layer
+    if _is_decoder_layer(name):
         return name.layer
     return None
 
@@ -480,9 +488,12 @@ def _is_decoder_layer(name: _Name) -> bool:
 
 
 def _is_head(words: list[str]) -> bool:
-    """Return True if the words of a name component are of an output head: ["lm", "head"], but not ["q", "head"].
+    """Return True for the words of a name component that are the name of an output head.
 
-    The words that decide are in constants of this file, such as "head" and "classifier" in `_HEAD_WORDS`.
+    A head of attention, as in "q_head", is no output head.
+
+    >>> _is_head(["lm", "head"]), _is_head(["classifier"]), _is_head(["head", "linear"]), _is_head(["q", "head"])
+    (True, True, True, False)
     """
     if not words:
         return False
@@ -490,7 +501,7 @@ def _is_head(words: list[str]) -> bool:
         return True
     if _ends_in(words, {"out"}) and _ends_in(words[:-1], _EMBEDDING_WORDS):  # embed_out in GPT-NeoX
         return True
-    if _ends_in(words, _HEAD_WORDS):  # lm_head and classifier, but not q_head, which is a head of attention
+    if _ends_in(words, _HEAD_WORDS):  # a word such as "head" or "classifier" in the end
         return not _is_head_of_attention(words)
     # A head word at the beginning, and only the words of a layer after it: head_linear, but not head_norm.
     return words[0] in _HEAD_WORDS and all(word in _AFTER_HEAD for word in words[1:])
@@ -511,11 +522,11 @@ def _is_head_of_attention(words: list[str]) -> bool:
 
 
 def _router_component(name: _Name, ndim: int, gated_mlps: GatedMlps) -> str | None:
-    """Return the name component of a router of experts, such as "router" or "gate"; None if there is none.
+    """Return the component of a parameter name that shows a router of experts, such as "router"; None if there is none.
 
-    A router chooses the experts for each token. A ``gate`` may also be a layer of a gated MLP, which is hidden. It is
-    one inside an expert, as ``experts.0.gate``, or next to ``up`` and ``down`` with as many dims: ``mlp.gate`` of
-    ``ndim`` 2 if ``gated_mlps`` contains ("mlp", 2).
+    A layer "gate" is a router, too, unless it is a part of a gated MLP: inside an expert, as ``experts.0.gate``, or in
+    a module that also has ``up`` or ``down``. ``gated_mlps`` has the path of each such module, with the number of dims
+    of its matrices. ``ndim`` is that of the parameter.
 
     >>> name = _Name("mlp.gate.weight")
     >>> _router_component(name, 2, frozenset()), _router_component(name, 2, frozenset({("mlp", 2)}))
@@ -527,10 +538,10 @@ def _router_component(name: _Name, ndim: int, gated_mlps: GatedMlps) -> str | No
             return component
         if not _is_gate(words):
             continue
-        # A gate, of a router or of a gated MLP: the modules around it show which.
         modules_around = name.components[:index]
         is_in_gated_mlp = (".".join(modules_around), ndim) in gated_mlps
-        if not is_in_gated_mlp and not _is_inside(modules_around, {"expert", "experts"}):
+        is_in_expert = _is_inside(modules_around, {"expert", "experts"})
+        if not is_in_gated_mlp and not is_in_expert:
             return component
     return None
 
@@ -546,9 +557,10 @@ def _is_gate(words: list[str]) -> bool:
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
-    """Return (path, ndim) of the modules that contain matrices called ``up`` or ``down``: they are gated MLPs.
+    """Return the modules that contain layers called ``up`` or ``down``: in them, a layer ``gate`` is no router.
 
-    A gated MLP multiplies the outputs of ``gate`` and ``up``, so that its ``mlp.gate.weight`` is hidden, and no router.
+    Each is a pair of its path and the number of dims of these matrices. A gated MLP multiplies the outputs of ``gate``
+    and ``up``, so that both are hidden layers. A ``gate`` elsewhere is a router of experts.
 
     >>> _gated_mlps([ParamInfo("mlp.up.weight", (64, 8))])
     frozenset({('mlp', 2)})
@@ -558,9 +570,9 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
         for name in info.names:
             components = _components(name)
             for index, component in enumerate(components):
-                # The module around "up" is the MLP. Its path has the components before this one.
                 if not {"up", "down"}.isdisjoint(_words(component)):
-                    mlps.add((".".join(components[:index]), info.ndim))
+                    path_of_mlp = ".".join(components[:index])  # the module around "up"
+                    mlps.add((path_of_mlp, info.ndim))
     return frozenset(mlps)
 
 
@@ -588,13 +600,17 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
 def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
     """Return the decision for a shape without a matrix to orthogonalize, such as (64, 1); None if there is a matrix.
 
-    Examples are a depthwise convolution, which has one vector for each channel, and a layer from 3 image channels.
+    Such shapes are (64, 1), a vector; (64, 1, 3, 3), the vectors of a depthwise convolution; (4, 256), a layer from or
+    to few features; and (64, 3, 7, 7), a convolution of an image.
     """
-    if info.shape[0] == 1 or prod(info.shape[1:]) == 1:  # the sides, after more dims are flattened
+    rows = info.shape[0]
+    columns = prod(info.shape[1:])  # more dims are flattened
+    if rows == 1 or columns == 1:
         return Decision("vector", "a side of 1: a vector")
-    # A depthwise convolution, such as (64, 1, 3, 3). A convolution that reads gray images has this shape, too.
-    reads_one_channel = module_path(info.name) in model.structure.read_one_channel
-    if info.ndim > 2 and info.shape[1] == 1 and not reads_one_channel:
+    # A depthwise convolution reads one channel in each of its groups. One that reads gray images has this shape, too:
+    # its module shows that it has no groups.
+    reads_gray_images = module_path(info.name) in model.structure.read_one_channel
+    if info.ndim > 2 and info.shape[1] == 1 and not reads_gray_images:
         return Decision("vector", "depthwise: one vector a channel")
     if info.ndim == 2:
         return _by_few_features(info.shape)
@@ -614,7 +630,7 @@ def _by_few_features(shape: tuple[int, ...]) -> Decision | None:
 
 
 def _by_few_channels(info: ParamInfo) -> Decision | None:
-    """Return the decision for a convolution from or to few channels: (64, 3, 7, 7) reads colours.
+    """Return the decision for a convolution from or to at most 3 channels, which reads or returns an image; else None.
 
     >>> _by_few_channels(ParamInfo("conv.weight", (64, 3, 7, 7))).reason
     'convolution from or to 3 channels'
@@ -699,15 +715,17 @@ class _Name:
 
     @property
     def child_of_model(self) -> str | None:
-        """The layer, if it is a direct child of the model; None if it is nested deeper.
+        """The name of the layer, if it is a direct child of the model; None if it is nested deeper.
 
-        >>> _Name("model.fc.weight").child_of_model, _Name("blocks.fc.weight").child_of_model
-        ('fc', None)
+        A first component such as "model" is no level: it is the name of the whole model in a module around it.
+
+        >>> _Name("fc.weight").child_of_model, _Name("model.fc.weight").child_of_model
+        ('fc', 'fc')
+        >>> _Name("blocks.fc.weight").child_of_model  # None
         """
         path = self.components
         if self.is_of_layer:  # without "weight"
             path = path[:-1]
-        # Without modules around the whole model, such as "module" of DistributedDataParallel.
         while len(path) > 1 and path[0] in _TOPS:
             path = path[1:]
         if len(path) != 1:

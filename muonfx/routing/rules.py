@@ -95,10 +95,10 @@ class Labels(RoutedLabels):
     def view(self, given: MatrixView = MatrixView()) -> MatrixView:
         """Return one `MatrixView` for all parameters, to pass to transforms as ``view=``.
 
-        A view describes how parameters divide into matrices. If ``given`` has a pattern for a parameter, this pattern
-        applies, else the pattern that is stored with the label of the parameter. The patterns are written with globs,
-        such as ``"*mlp.experts"``, which also match parameter names with components that wrappers add. An optimizer for
-        some of the parameters does not warn of a stored pattern that none of them needs.
+        A view describes how parameters divide into matrices. It has a pattern for each parameter that is not one matrix
+        (out, in): the one of ``given``, or else the one that is stored with the label. The globs, such as
+        ``"*mlp.experts"``, also match the names that a wrapper of the model gives its parameters. An optimizer for some
+        of the parameters does not warn of a stored pattern that none of them needs.
 
         >>> experts = Route("muon", view=MatrixView("... in out -> ... out in"))
         >>> labels = Labels({"mlp.experts": experts, "fc": "muon"})
@@ -107,15 +107,15 @@ class Labels(RoutedLabels):
         >>> labels.view(MatrixView({"*experts*": "... out in -> ... out in"}))
         MatrixView({'*experts*': '... out in -> ... out in'})
         """
-        # 1. The stored patterns by parameter name, where ``given`` has none.
+        # 1. The stored patterns by parameter name, where ``given`` has none: {"mlp.experts": "... in out -> ..."}.
         pattern_of: dict[str, str] = {}
         labels_with_views: set[Label] = set()
         for name, view in self.views.items():
             if isinstance(view.pattern, str) and not given.is_set_for(name):
                 pattern_of[name] = view.pattern
                 labels_with_views.add(self[name])
-        # 2. Globs in place of names. A glob must not match another parameter of these labels. A transform receives no
-        # parameters of other labels.
+        # 2. Globs in place of names. They must match no other parameter of these labels. They may match parameters of
+        # other labels, since a transform receives only those of its own.
         names = [name for name, label in self.items() if label in labels_with_views]
         pattern_of_glob = patterns(pattern_of, names)
         return given.extended(pattern_of_glob)
@@ -137,14 +137,16 @@ class Labels(RoutedLabels):
         return Labels({name: route._replace(shape=None) for name, route in self._routes.items()})
 
     def check_shapes(self, transforms: Mapping[str, Transform], params: PyTree) -> None:
-        """Raise if a tensor has more dims than when its label was chosen, so that its transform would flatten them.
+        """Raise if a tensor is a stack of matrices, but had the shape of one matrix when its label was chosen.
+
+        For example, Muon would update a tensor (3, 8, 4), the weights (8, 4) of three models, as one matrix (3, 32).
 
         Args:
             transforms: the transform of each label.
             params: the parameters whose names, in the same order, these labels have.
 
         Raises:
-            ValueError: a tensor has more dims, as a stack of weights of several models has; the message names it.
+            ValueError: a transform would flatten a tensor that has more dims than recorded; the message names it.
         """
         check_shapes(self._routes, transforms, params)
 
@@ -192,12 +194,10 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
     >>> labels(params, [(path("head.*"), "adamw"), (ndim(2), "muon")], default="adamw")
     Labels({'fc.weight': 'muon', 'head.weight': 'adamw', 'fc.bias': 'adamw'})
     """
-    # 1. The label and the reason of each parameter that a rule matches.
-    infos, absent = read_params(model_or_params)
-    decided = apply_rules(infos, rules, "rule")
-    # 2. The default for the others. An ellipsis means no default, because None is a label.
+    infos, absent_names = read_params(model_or_params)
+    decided = apply_rules(infos, rules, "rule")  # {"fc.weight": ("muon", "rule 2: ndim(2)")}
     unmatched = [info.name for info in infos if info.name not in decided]
-    if default is not ...:
+    if default is not ...:  # an ellipsis means no default, because None is a label
         _check_label(default, "default")
         decided |= dict.fromkeys(unmatched, (default, "default"))
     elif unmatched:
@@ -205,7 +205,8 @@ def labels(model_or_params: Params, rules: Sequence[Rule], default: Label | Elli
             f"{len(unmatched)} of {len(infos)} parameters match no rule: {format_list(unmatched)}; "
             "add a rule for them, or give a default (None leaves them out)"
         )
-    return make_labels(model_or_params, infos, decided, absent, structure_of(model_or_params).read_in_parts)
+    read_in_parts = structure_of(model_or_params).read_in_parts  # the layers that return several vectors: {"fc1": 2}
+    return make_labels(model_or_params, infos, decided, absent_names, read_in_parts)
 
 
 def apply_rules(infos: Sequence[ParamInfo], rules: Sequence[Rule], rule_kind: str) -> dict[str, tuple[Label, str]]:
@@ -246,7 +247,9 @@ def _check_rule(rule: object, number: int) -> None:
 
     ``number`` is the position of the rule in the list, from 1, for the message.
     """
-    pair = cast("tuple[object, ...]", rule) if isinstance(rule, tuple | list) else ()
+    pair: Sequence[object] = ()
+    if isinstance(rule, tuple | list):
+        pair = cast("Sequence[object]", rule)
     if len(pair) != 2 or not isinstance(pair[0], Predicate):  # for example, a lambda in place of a predicate
         raise TypeError(
             f"rule {number} is {rule!r}; expected a (Predicate, label) pair such as (path('*.gate.*'), 'adamw'); "
@@ -263,29 +266,27 @@ def make_labels(
     read_in_parts: Mapping[str, int],
     whole_labels: Collection[Label] = (),
 ) -> Labels:
-    """Return `Labels` in the order of the parameters. Each `Route` has a view: the division into matrices.
+    """Return `Labels` from the label of each parameter, with its reason, and the view that divides it into matrices.
 
     Args:
         model_or_params: the model, or named tensors.
         infos: its parameters.
         decided: the label of each parameter and the reason for it, by name: {"wte": ("adamw", "embedding")}.
-        absent: the names of parameters that are None.
-        read_in_parts: as in `find_divisions`.
-        whole_labels: labels whose parameters are not divided into matrices, like those with the label None.
+        absent: the names of parameters that are None. They get the label None.
+        read_in_parts: how many vectors a layer returns, if other layers read them one by one: {"mlp.fc1": 2}.
+        whole_labels: labels, such as "adamw", whose parameters are not divided: their transform needs no matrices.
     """
     label_of = {info.name: decided[info.name][0] for info in infos}
     if torch.compiler.is_compiling():  # a traced graph needs only the labels
         return Labels(label_of | dict.fromkeys(absent))
-    # 1. The division into matrices, of parameters that are trained as matrices.
     divisible = [info for info in infos if label_of[info.name] not in (None, *whole_labels)]
     division_of = find_divisions(model_or_params, divisible, read_in_parts)
-    # 2. A route for each parameter. Its reason also names the matrices: "hidden matrix (2-D); query, key, value".
     routes: dict[str, Route] = {}
     for info in infos:
         label, reason = decided[info.name]
         division = division_of.get(info.name, ONE_MATRIX)
         if division.note:
-            reason = f"{reason}; {division.note}"
+            reason = f"{reason}; {division.note}"  # "hidden matrix (2-D); query, key, value"
         routes[info.name] = Route(label, reason, division.view, info.shape, division.suggested)
     for name in absent:
         routes[name] = Route(None, "absent")
