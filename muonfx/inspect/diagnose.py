@@ -109,8 +109,12 @@ class Diagnosis(Shown):
         return metrics
 
     def report(self) -> Report:
-        """Return the table of the parameters' next updates, with lines that explain its columns."""
-        rows_of_role: dict[str, list[ParameterDiagnosis]] = {}  # a role: the same name in all layers, "blocks.*.up"
+        """Return the printed table: a row for each parameter with the sizes and singular values of its next update.
+
+        Parameters with the same name in all layers have one row, "blocks.*.up (12)", and their rows below it. The lines
+        after the table explain its columns.
+        """
+        rows_of_role: dict[str, list[ParameterDiagnosis]] = {}  # by the name with "*" for numbers: "blocks.*.up"
         for row in self.rows:
             rows_of_role.setdefault(row.role, []).append(row)
         table_rows = [_row_of_role(role, rows) for role, rows in rows_of_role.items()]
@@ -320,17 +324,20 @@ def _require_whole_trees(argument: Any) -> None:
 def _watched(tx: Transform, measurements: _Measurements) -> Transform:
     """Return a transform with the same updates, in which each orthogonalization and learning rate is measured.
 
-    For example, in ``chain(momentum(), orthogonalize(), scale_by_learning_rate(0.1))``, the second and the third
-    transform are replaced by ones that also write into ``measurements``.
+    In ``chain(momentum(), orthogonalize(), scale_by_learning_rate(0.1))``, the second and the third transform are
+    replaced by ones that also write into ``measurements``.
     """
     is_rate = tx.position == "learning_rate" and not tx.children
-    if tx.factory is not orthogonalize and not is_rate:  # the transforms to measure may be within this one
+    if tx.factory is not orthogonalize and not is_rate:  # such as a chain, with the transforms to measure in it
         return tx.with_children([_watched(child, measurements) for child in tx.children])
 
+    # The name and the properties are those of ``tx``, so that errors and checks are as without measurements.
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
     def watched():
+        """Do what ``tx`` does, an `orthogonalize` or the multiplication by a learning rate, and measure its updates."""
+
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any):
-            """Run the transform, and measure the updates before and after it."""
+            """Run ``tx``, and measure the updates before it, and after it if they are orthogonalized."""
             new_updates, new_state = tx.run(updates, state, params, **extras)
             if is_rate:
                 measurements.measure_rate(updates)
@@ -346,6 +353,8 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
 def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor) -> Spectrum:
     """Return the singular values of one parameter before and after its orthogonalization, as a few numbers.
 
+    The smallest, the largest and the RMS are those after it. The tail and the needed steps are those of the momentum.
+
     Args:
         tx: the `orthogonalize`, with its coefficients and its view (how a parameter divides into matrices).
         name: the name of the parameter.
@@ -357,16 +366,16 @@ def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor
         argument = argument.tolist()
     coefficients = polar.coefficients(argument)
     view = tx.arguments["view"]
-    # Before: scaled as the iteration scales them, by the norm of their matrix, because this decides how many steps are
-    # needed.
+    # The iteration divides each matrix by its norm first. Only after this, its singular values show how many steps it
+    # needs.
     momentum_values: list[Tensor] = []
     for batch in _wide_batches(view, momentum, name):
-        momentum_values.append(_singular_values(_normalized(batch, coefficients)))
-    # After: of all matrices together.
-    result_values: list[Tensor] = []
+        normalized = _normalized(batch, coefficients)
+        momentum_values.append(_singular_values(normalized))
+    orthogonalized_values: list[Tensor] = []
     for batch in _wide_batches(view, orthogonalized, name):
-        result_values.append(_singular_values(batch).flatten())
-    results = torch.cat(result_values)
+        orthogonalized_values.append(_singular_values(batch).flatten())
+    results = torch.cat(orthogonalized_values)  # of all matrices together
     return Spectrum(
         minimum=results.min().item(),
         maximum=results.max().item(),

@@ -89,11 +89,15 @@ class Summary(Shown):
         return {dtype: nbytes for dtype, nbytes in bytes_of.most_common() if nbytes}
 
     def report(self) -> Report:
-        """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total."""
+        """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total.
+
+        The columns are "leaf", "shape", "dtype" and "bytes". If the tensors are sharded, "owner" is one more, and the
+        bytes are those of "this rank" and of "all ranks".
+        """
         text_titles = ["leaf", *self._text_titles]
         titles_of_bytes = ["bytes"] if self.ranks is None else ["this rank", "all ranks"]
         titles = [*text_titles, *titles_of_bytes]
-        columns_of_bytes = range(len(text_titles), len(titles))  # the last one or two, aligned at the right
+        columns_of_bytes = range(len(text_titles), len(titles))  # aligned at the right
         table = Table(titles, self._rows(self.leaves, 0), right=columns_of_bytes, footers=self._footers())
         if self.params_nbytes:
             return Report((table, self._compared(self.params_nbytes)))
@@ -120,18 +124,18 @@ class Summary(Shown):
     def _row(self, leaves: list[LeafSummary], depth: int) -> Row:
         """Return the row of a branch of the tree, with a child row for each branch or leaf in it.
 
-        For example, for the paths ("adam", "mu", "w") and ("adam", "mu", "b"), the row has the title "adam.mu", and its
-        children have the titles "w" and "b".
+        For the paths ("adam", "mu", "w") and ("adam", "mu", "b"), the row has the title "adam.mu", and its children
+        have the titles "w" and "b".
 
         Args:
-            leaves: the leaves of the branch.
-            depth: how many entries of their paths are in the titles of the rows around this one.
+            leaves: the leaves of the branch, whose paths begin with the same entries.
+            depth: how many of these entries the titles of the rows around this one have: 1 in the row of "w".
         """
         path = leaves[0].path
         if len(leaves) == 1:
             title = ".".join(path[depth:]) or "-"  # a tree that is a single tensor has an empty path
             return self._sum_row(title, leaves, _texts(leaves[0]))
-        # The title has all entries that the paths share. They differ somewhere, so the loop ends.
+        # The title has all entries that the paths share, "adam" and "mu". The loop ends, since no two paths are equal.
         end = depth + 1
         while all(leaf.path[end] == path[end] for leaf in leaves):
             end += 1
@@ -155,14 +159,17 @@ class Summary(Shown):
     ) -> Row:
         """Return a row of the table with the bytes of one or more leaves together.
 
+        For two leaves of 512 B, the cells are "adam.mu", "", "" and "1.00 KiB": without ``texts``, the shape and the
+        dtype are empty.
+
         Args:
             title: the first cell, such as "adam.mu".
             leaves: the leaves whose bytes are added.
-            texts: other cells by the title of the column, such as ``{"dtype": "float32"}``. Others are empty.
+            texts: the cells between the title and the bytes, by the title of the column: {"dtype": "float32"}.
             children: the rows below this one.
         """
         cells = [title]
-        for column in self._text_titles:
+        for column in self._text_titles:  # "shape", "dtype" and others
             cells.append(texts.get(column, ""))
         nbytes = sum(leaf.nbytes for leaf in leaves)
         cells.append(format_bytes(nbytes))
@@ -280,14 +287,15 @@ def _without_module(tree_or_model: PyTree) -> PyTree:
 
 
 def _require_tensors(values: PyTree) -> None:
-    """Raise TypeError unless a summary can show a tree: it contains a tensor, or is the state of a stateless transform.
+    """Raise TypeError for an argument of `summary` that is no tree of tensors, such as ``{"w": 0.5}`` or None.
 
-    The latter has no leaves but None. For example, ``{"w": tensor}`` is shown, and ``{"w": 0.5}`` raises.
+    A tree without any leaf, such as ``{}``, is the state of a transform without state, and is accepted.
     """
     if type(values) is tuple and len(values) == 2 and isinstance(values[1], Transform):
         raise TypeError("summary: found a pair (state, transform), expected (transform, state): swap the two")
     leaves = [leaf for leaf in tree.leaves(values) if leaf is not None]
-    if values is None or (leaves and not any(map(_is_tensor, leaves))):
+    has_only_other_leaves = bool(leaves) and not any(map(_is_tensor, leaves))
+    if values is None or has_only_other_leaves:
         raise TypeError(
             f"summary: found {type(values).__name__} with no tensor in it; expected a state, a "
             "muonfx.TransformOptimizer, a model, a tree of tensors, or a transform with its parameters"
@@ -314,14 +322,25 @@ def _plain_leaves(values: PyTree) -> list[LeafSummary]:
 
 
 def _leaf_of(path: Iterable[object], shape: tuple[int, ...] | None, shard: object) -> LeafSummary:
-    """Return the `LeafSummary` of a leaf with the global shape ``shape``, as if this rank's shard were the only one.
+    """Return the `LeafSummary` of a leaf: a tensor, a shard of one, None, or another value.
 
-    For a float32 tensor of shape (4, 4) on one rank, ``nbytes`` and ``total_nbytes`` are both 64.
+    ``shape`` is the shape of the whole tensor. Both byte fields have the bytes of this rank. For a sharded state, the
+    caller replaces ``total_nbytes`` by the bytes on all ranks.
+
+    >>> _leaf_of(["mu", "w"], (4, 4), torch.zeros(4, 4))
+    LeafSummary(path=('mu', 'w'), shape=(4, 4), dtype='float32', device='cpu', nbytes=64, total_nbytes=64, owner='')
     """
-    data = shard.data if isinstance(shard, FlatShard) else shard
     path_texts = tuple(map(str, path))
+    data = shard.data if isinstance(shard, FlatShard) else shard
     if isinstance(data, Tensor):
-        return LeafSummary(path_texts, shape, _written(data.dtype), str(data.device), data.nbytes, data.nbytes)
+        return LeafSummary(
+            path=path_texts,
+            shape=shape,
+            dtype=_written(data.dtype),
+            device=str(data.device),
+            nbytes=data.nbytes,
+            total_nbytes=data.nbytes,
+        )
     type_name = "-" if data is None else type(data).__name__
     return LeafSummary(path_texts, shape, type_name, device="", nbytes=0, total_nbytes=0)
 
@@ -334,7 +353,7 @@ def _written(dtype: torch.dtype) -> str:
 
 
 def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: PyTree) -> Summary:
-    """Summarize the state of a transform, and compare its bytes with the size of the parameters.
+    """Return the summary of the state of a transform, which compares its bytes with the size of the parameters.
 
     Args:
         tx: the transform. If it is sharded, the summary shows which ranks hold each tensor.
@@ -342,13 +361,24 @@ def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: Py
         params: the parameters, for their size; None if they are not known.
         local_params: this rank's parameters, needed only before the first use of a sharded transform.
     """
-    if not isinstance(tx, Sharded):  # one process: no ranks and owners to show
-        return Summary(tuple(_plain_leaves(state)), None, _nbytes_of(params))
-    # The binding has the layout: which rank has which part of each parameter. After the first use of the transform, it
-    # also has meta tensors like the parameters, which take their place.
+    if isinstance(tx, Sharded):
+        return _summary_over_ranks(tx, state, local_params)
+    return Summary(tuple(_plain_leaves(state)), ranks=None, params_nbytes=_nbytes_of(params))
+
+
+def _summary_over_ranks(tx: Sharded, state: PyTree, local_params: PyTree) -> Summary:
+    """Return the summary of the state of a sharded transform, with the ranks that hold each tensor.
+
+    Args:
+        tx: the sharded transform.
+        state: this rank's shards of its state.
+        local_params: this rank's parameters, needed only before the first use of the transform.
+    """
+    # The binding of the transform to its parameters has the layout: which rank has which part of each parameter. After
+    # the first use, it also has meta tensors like the parameters, which take their place.
     binding, inner_tx, bound_params = binding_of(tx, local_params)
     layout = binding.layout
-    placements = describe_state(binding, inner_tx, bound_params)  # the ranks of each tensor of the state
+    placements = describe_state(binding, inner_tx, bound_params)  # for each tensor of the state, the ranks that hold it
     shards = local_state(binding, inner_tx, bound_params, state)
     check_state(binding, inner_tx, local_tree(bound_params), shards, with_dtypes=False)
     summaries: list[LeafSummary] = []
@@ -361,10 +391,17 @@ def _summarize(tx: Transform, state: PyTree, *, params: PyTree, local_params: Py
 def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlacement | None, leaf: object) -> LeafSummary:
     """Return the `LeafSummary` of a leaf of a sharded state, with its bytes on all ranks and its owners.
 
-    ``placement`` is the position of the leaf on the ranks, and ``leaf`` is this rank's shard of it.
+    The owners are the ranks that hold it, such as "rank 3" or "cut over ranks 0, 1".
+
+    Args:
+        layout: which rank has which part of each parameter.
+        path: the path of the leaf in the state.
+        placement: the position of the leaf on the ranks; None for a leaf that is None.
+        leaf: this rank's shard of it.
     """
-    if placement is None:  # the leaf is None
+    if placement is None:
         return _leaf_of(path, None, leaf)
+    # The number of elements on all ranks, copies counted, and the ranks as text.
     if placement.name is None:  # it belongs to no parameter, such as a count
         elements = prod(placement.shape) * layout.size
         owner = "every rank"
@@ -372,41 +409,42 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
         elements, owner = _held_matrices(layout, placement)
     else:  # sharded like its parameter
         elements, owner = _held_shards(layout, placement.name)
-    total_nbytes = elements * placement.dtype.itemsize  # `elements` counts copies on several ranks
+    total_nbytes = elements * placement.dtype.itemsize
     # This rank's shard may be None, which has no dtype: the placement has it.
     summary_of_shard = _leaf_of(path, tuple(placement.shape), leaf)
     return replace(summary_of_shard, dtype=_written(placement.dtype), total_nbytes=total_nbytes, owner=owner)
 
 
 def _held_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
-    """Return the number of elements on all ranks, and the ranks as text, for a tensor that the owners of matrices hold.
+    """Return the number of elements on all ranks, and the ranks as text, for the state of matrices that ranks own.
 
-    The owner of a matrix is the rank that computes its update. For example, the result is ``(96, "ranks 0, 2")`` for
-    two matrices of 48 elements with the owners 0 and 2.
+    The owner of a matrix is the rank that computes its update, and only this rank has its state. For two matrices of 48
+    elements with the owners 0 and 2, the result is ``(96, "ranks 0, 2")``.
     """
     elements = 0
     owners: set[int | None] = set()
     for shard in placement.shards:
-        start, stop = interval_of(placement, shard)  # of the flattened leaf: the elements of these matrices
-        copies = layout.size if shard.owner is None else 1  # None: every rank computes these matrices
+        start, stop = interval_of(placement, shard)  # the elements of these matrices in the flattened leaf
+        copies = layout.size if shard.owner is None else 1  # without an owner, every rank computes the matrices
         elements += (stop - start) * copies
         owners.add(shard.owner)
     return elements, _ranks(owners, layout.size)
 
 
 def _held_shards(layout: Layout, name: str) -> tuple[int, str]:
-    """Return the number of elements on all ranks, and the ranks as text, for a tensor that is sharded as its parameter.
+    """Return the number of elements on all ranks, and the ranks as text, for a tensor that is sharded as a parameter.
 
-    The text is "ranks 0, 1" for a tensor that both ranks hold, and "cut over ranks 0, 1" if each holds a part.
+    ``name`` is the name of the parameter. For 96 elements in two halves on the ranks 0 and 1, the result is ``(96, "cut
+    over ranks 0, 1")``. If both ranks have all elements, it is ``(192, "ranks 0, 1")``.
     """
     elements = 0
     holding_ranks: set[int] = set()
-    holders = layout.holders(name)  # for each part of the parameter, the ranks that have it
-    for shard, ranks in holders.items():
-        elements += shard.numel * len(ranks)  # each of the ranks has a copy
+    ranks_of_shard = layout.holders(name)  # for each part of the parameter, the ranks that have a copy
+    for shard, ranks in ranks_of_shard.items():
+        elements += shard.numel * len(ranks)
         holding_ranks.update(ranks)
     owner = _ranks(holding_ranks, layout.size)
-    if len(holders) > 1:
+    if len(ranks_of_shard) > 1:
         owner = f"cut over {owner}"
     return elements, owner
 
