@@ -163,13 +163,16 @@ def _shapes(shape: Sequence[int], min_size: int) -> tuple[Sequence[int], Sequenc
 def _step(
     leaf: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor, *, beta: Tensor, eps: Scalar, min_size: int
 ) -> _Result:
-    """Return the update of one leaf and its new mean squares: v of all elements, or r and c of rows and columns.
+    """Return the update of one leaf, ``g / sqrt(v)``, and its new mean squares.
+
+    v is the running average of the squares of the gradient g. For a matrix with two long dims, only the means r of its
+    rows and c of its columns are stored, and v is about ``r_i c_j / mean(r)`` at element (i, j).
 
     Args:
         leaf: the gradient g.
-        v_row: the mean squares r of rows before this step. Unused mean squares are returned as copies.
-        v_col: the mean squares c of columns.
-        v: the squares of all elements.
+        v_row: r before this step. It is empty if v is stored, and is then returned as a copy.
+        v_col: c before this step, likewise.
+        v: v before this step, which is empty if r and c are stored.
         beta: the decay rate of the averages, 0-d.
         eps: added to each square.
         min_size: the shortest dim that is factored.

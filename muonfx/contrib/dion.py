@@ -73,10 +73,10 @@ def scale_by_dion(
     decay = checks.in_unit_interval("decay", decay)
 
     def step(u: Tensor, s: DionState) -> tuple[Tensor, DionState]:
-        """Approximate the momentum m by p r^T, with one power iteration from the basis; return p q^T.
+        """Approximate the momentum m by a product p r^T of low rank; return the update p q^T and the new state.
 
-        The columns of p (rows by rank) are orthonormal, and q is r (columns by rank) with columns of length 1. A NaN
-        stays visible in the update of its matrix, and as in any running average, in the matrix's state.
+        The columns of p (rows by rank) are orthonormal, and q is r (columns by rank) with columns of length 1. The q of
+        the last step, ``s.basis``, is the start of one power iteration.
         """
         m = s.trace + u
         # Scale by an exact power of two, so that no product overflows or underflows.

@@ -133,8 +133,12 @@ def _number_of_selected(side: int, shrink: int) -> int:
 def _indices_of_largest(x: Tensor, side: int, number: int) -> Tensor:
     """Return the indices of the rows (``side=-2``) or columns (-1) with the largest sums of magnitudes, in order.
 
-    For the two largest rows of ``[[5, 0], [1, 1], [0, 7]]``, the indices are ``[[0], [2]]``. The result has the shape
-    (..., number, 1) for rows, or (..., 1, number) for columns.
+    The result has the shape (..., number, 1) for rows, or (..., 1, number) for columns.
+
+    >>> x = torch.tensor([[5.0, 0.0], [1.0, 1.0], [0.0, 7.0]])
+    >>> _indices_of_largest(x, side=-2, number=2)
+    tensor([[0],
+            [2]])
     """
     x = x.detach()
     # Integers below 2^25, as elements times `unit_power` are below 2. In fp64, their sums are exact for up to 2^28

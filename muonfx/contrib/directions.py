@@ -223,17 +223,21 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object):
-        """Run the inner transform, and multiply its update of each matrix by the inner product with the gradient."""
+        """Run the inner transform, and multiply its update d of each matrix by the inner product with the gradient g.
+
+        For d = [[1, 0]] and g = [[3, 4]], the inner product is 3, and the update [[3, 0]].
+        """
         # The gradient is needed after the inner transform, so it is not donated.
         donation = Donation(updates=False, state=donate.state)
         directions, state = inner.run(updates, state, params, donate=donation, **extras)
         matrices = Matrices(view, directions)
-        gradients = matrices.present.pick(updates)
+        gradients = matrices.present.pick(updates)  # of the leaves that have a direction
         for index, gradient in enumerate(gradients):
             if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 gradients[index] = torch.zeros_like(matrices.leaves[index])
-        scale_stacks = ew.by_stacks(_scale_by_inner_product)  # on lists: one call for small matrices of one shape
         gradient_stacks = matrices.split(gradients)
+        # As a function of lists of matrices, which calls it once for all small matrices of one shape.
+        scale_stacks = ew.by_stacks(_scale_by_inner_product)
         (scaled,) = scale_stacks(matrices.stacks, gradient_stacks)
         return matrices.fill(scaled), state
 
@@ -241,7 +245,11 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
 
 
 def _scale_by_inner_product(direction: Tensor, gradient: Tensor) -> Tensor:
-    """Return each matrix ``direction`` times its inner product with the matrix ``gradient``, without overflow."""
+    """Return ``<g, d> d`` for each matrix d (``direction``) and g (``gradient``): d times their inner product.
+
+    >>> _scale_by_inner_product(torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([[3., 0.]])
+    """
     if direction.numel() == 0:
         return direction.clone()
     wide = ew.wide_dtype(direction.dtype)

@@ -164,12 +164,12 @@ def match_weight_norms(*, view: MatrixView = MatrixView()):
     """
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
-        # u * |p| / |u|: matrices of one shape have equal norms if their root mean squares are equal
+        # u |p| / |u| = u / rms(u) * rms(p), since u and p have equally many elements.
         rows, columns = p.shape[-2:]
-        size = rows * columns
-        rms = norm(p) * size**-0.5
-        scaled_u = _to_unit_rms(u, (-2, -1)) * rms
-        new_u = torch.where(rms == 0, u, scaled_u)
+        number_of_elements = rows * columns
+        rms_of_p = norm(p) * number_of_elements**-0.5
+        unit_u = _to_unit_rms(u, (-2, -1))
+        new_u = torch.where(rms_of_p == 0, u, unit_u * rms_of_p)
         return new_u, s
 
     return EmptyState(), step
@@ -284,7 +284,10 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
     inward = checks.at_least("inward", inward, 0.0)
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
-        """Keep only a fraction of the change of the norm: from 5 to 10 becomes from 5 to 7.5 for ``outward=0.5``."""
+        """Return the update after which the weight p has the norm ``|p| + fraction * (|p + u| - |p|)``.
+
+        For ``outward=0.5`` and an update that changes the norm from 5 to 10, the norm becomes 7.5.
+        """
         old_norm = norm(p)
         new_norm = norm(p + u)
         change = new_norm - old_norm
@@ -292,7 +295,7 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
         fraction_inward = ew.scalar_like(inward, new_norm)
         fraction = torch.where(new_norm > old_norm, fraction_outward, fraction_inward)
         radius = old_norm + change * fraction
-        is_free = (old_norm == 0) | (new_norm == 0)
+        is_free = (old_norm == 0) | (new_norm == 0)  # a weight of zero cannot be scaled to a norm
         new_u = _with_norm(u, p, new_norm, radius, is_free)
         return new_u, s
 
@@ -322,6 +325,10 @@ def cost_of_sides(rectangular_products: int, square_products: float, longest: fl
 
     Matrices are distributed over ranks by this number. A multiply-add is two operations.
 
+    >>> cost = cost_of_sides(rectangular_products=1, square_products=0)
+    >>> cost(2, 3, torch.float32)  # 2 * (2 * 6 + 3 * 6)
+    60.0
+
     Args:
         rectangular_products: the number of products of the factor of a side and the matrix, for each side.
         square_products: the number of products of two matrices in the shape of this factor.
@@ -329,12 +336,13 @@ def cost_of_sides(rectangular_products: int, square_products: float, longest: fl
     """
 
     def cost(rows: int, columns: int, dtype: torch.dtype) -> float:
+        """Return the operations for one matrix. Each side has a factor, n by n for the length n, unless it is long."""
         operations = 0.0
-        for side in (rows, columns):
-            if side > longest:
+        for n in (rows, columns):
+            if n > longest:  # the side has no factor, so it costs nothing
                 continue
-            multiply_adds = rectangular_products * side * rows * columns
-            multiply_adds += square_products * side**3
+            multiply_adds = rectangular_products * n * rows * columns  # factor times matrix
+            multiply_adds += square_products * n**3  # factor times factor
             operations += 2.0 * multiply_adds
         return operations
 

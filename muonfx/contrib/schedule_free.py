@@ -198,7 +198,8 @@ def _average_of(y: list[Tensor], z: list[Tensor], b1: Tensor) -> list[Tensor]:
 def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
     """Warn if the inner transform has learning rates, and none of them equals ``learning_rate``.
 
-    Two functions cannot be compared, so there is no warning unless all rates are numbers or schedules of muonfx.
+    For ``chain(scale_by_adam(), scale_by_learning_rate(0.1))`` and ``learning_rate=0.2``, there is a warning. Two
+    functions of the user cannot be compared, so there is none unless all rates are numbers or schedules of muonfx.
     """
     inner_rates: list[object] = []
     for tx in within(inner):  # the inner transform itself and all transforms that it contains
@@ -207,7 +208,7 @@ def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
             inner_rates.append(_number_if_constant(inner_rate))
     rate = _number_if_constant(learning_rate)
     for value in (*inner_rates, rate):
-        if not isinstance(value, float | Schedule):
+        if not isinstance(value, float | Schedule):  # such as a function
             return
     if inner_rates and rate not in inner_rates:
         warn_caller(

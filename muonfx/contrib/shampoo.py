@@ -127,15 +127,19 @@ def scale_by_shampoo(
 
 
 def _inverse_root(factor: Tensor, correction: Tensor, damping: Any) -> Tensor:
-    """Return the inverse fourth root of ``factor / correction`` with damped eigenvalues; the identity for zero.
+    """Return ``(L + damping |L| I)^(-1/4)`` for ``L = factor / correction``: the identity for L = 0, and NaN for NaN.
 
     Args:
         factor: symmetric matrices, such as the running average of g g^T.
-        correction: Adam's correction of the bias of this average, which started at zero.
-        damping: added to the eigenvalues, relative to the norm of the factor.
+        correction: Adam's correction of the bias of this average, which started at zero: ``1 - b2^t``.
+        damping: added to the eigenvalues of L, relative to its Frobenius norm.
+
+    >>> factor = torch.diag(torch.tensor([32.0, 2.0]))
+    >>> _inverse_root(factor, correction=torch.tensor([[2.0]]), damping=0.0).diagonal()
+    tensor([0.5000, 1.0000])
     """
-    # The root of the factor with norm 1. The identity takes the place of a factor of zero, and of one with NaN or
-    # infinity, for which `eigh` would raise an error.
+    # First the root of the factor divided by its norm. The identity takes the place of a factor of zero, and of one
+    # with NaN or infinity, for which `eigh` would raise an error.
     size = norm(factor)
     is_usual = size.isfinite() & (size > 0)
     n = factor.shape[-1]

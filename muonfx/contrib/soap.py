@@ -225,15 +225,24 @@ def _step(
 def _averaged_factors(
     g: Tensor, p: Tensor, q: Tensor, s: SoapState, b2: Scalar, c2: Tensor, is_kl: bool
 ) -> tuple[Tensor, Tensor]:
-    """Add the m by n gradients g to the factors L and R, the running averages of g g^T and g^T g; return both.
+    """Return the factors after the m by n gradients g: ``b2 L + (1 - b2) g g^T`` and ``b2 R + (1 - b2) g^T g``.
 
-    If ``is_kl``, they are the averages of ``g R^-1 g^T / n`` and ``g^T L^-1 g / m``, for the old factors.
+    If ``is_kl``, as in KL-SOAP, ``g R^-1 g^T / n`` and ``g^T L^-1 g / m`` take the place of the products.
+
+    Args:
+        g: the gradients.
+        p: orthogonal matrices, whose columns are near the eigenvectors of the old L.
+        q: the same for the old R.
+        s: the state with the old L, ``s.left``, and the old R, ``s.right``.
+        b2: the weight of the old factors.
+        c2: Adam's bias correction of their averages, ``1 - b2^t``.
+        is_kl: whether the factors are those of KL-SOAP.
     """
     g_for_left = g
     g_for_right = g.mT
     if is_kl:
-        # The weights of all gradients in an average add up to c2, so 1 - c2 is missing. Relative to c2, this is:
-        missing = 1.0 / c2 - 1.0
+        # The averages started at zero. This start has the weight 1 - c2, and all gradients together have c2.
+        missing = 1.0 / c2 - 1.0  # (1 - c2) / c2
         g_for_left = _whiten(g, s.right, q, missing)
         g_for_right = _whiten(g.mT, s.left, p, missing)
     left = _averaged(s.left, g_for_left, b2)
@@ -279,29 +288,29 @@ def _limited(g: Tensor) -> Tensor:
 
 
 def _whiten(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor:
-    """Divide gradients g (m by n) by their usual size in each direction: return w = ``g R^-1/2 / sqrt(n)``.
+    """Return w with ``w w^T = g R^-1 g^T / n`` for gradients g (m by n): ``w = g Q / sqrt(n Lambda)``.
 
-    So ``w w^T`` is ``g R^-1 g^T / n``, which the factor L averages.
+    R is a running average of n by n matrices, and about ``Q Lambda Q^T`` with a diagonal matrix Lambda.
 
     Args:
         g: the gradients.
-        factor: R, the average of n by n matrices.
-        basis: Q, whose columns are near the eigenvectors of R. With the diagonal Lambda of ``Q^T R Q``, R is about
-            ``Q Lambda Q^T``, and w is ``g Q / sqrt(n Lambda)``, up to a rotation that ``w w^T`` does not contain.
-        missing: the weight that the average R does not have yet, relative to the weight of the gradients so far.
+        factor: R; empty if there is none, which counts as the identity.
+        basis: Q, orthogonal, whose columns are near the eigenvectors of R.
+        missing: the weight of the zeros with which the average R started, relative to the weight of its gradients: 0.1
+            / 0.9 if the weights are 0.1 and 0.9.
     """
     rows, columns = g.shape[-2:]
     root_n = columns**0.5
-    if not factor.shape[-1]:  # a side without a factor counts as the identity
+    if not factor.shape[-1]:
         return g / root_n
-    # Lambda. A zero in it would make its column dominate, so the identity is added: with the missing weight, and always
-    # with a small one.
+    # Lambda, the diagonal of Q^T R Q. A zero in it would make its column dominate, so a multiple of the identity is
+    # added: the mean with the missing weight, and always a small number.
     factor_times_basis = factor @ basis
     eigenvalues = (basis * factor_times_basis).sum(-2, keepdim=True)
     mean = eigenvalues.mean(-1, keepdim=True)
     largest = eigenvalues.amax(-1, keepdim=True)
     damped = eigenvalues + missing * mean + _SHIFT * largest
-    # Before the first gradient, R is zero and counts as the identity times the root mean square of this gradient.
+    # Before the first gradient, R is zero, and the identity times the root mean square of g takes its place.
     rms = norm(g) / (rows**0.5 * root_n)
     damped = torch.where(largest == 0, rms, damped)
     # If all gradients have been zero, g is zero too, and any divisor gives zero.
@@ -311,9 +320,18 @@ def _whiten(g: Tensor, factor: Tensor, basis: Tensor, missing: Tensor) -> Tensor
 
 
 def _refreshed(factor: Tensor, basis: Tensor, is_due: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring a basis nearer to the eigenvectors of ``factor`` by one power iteration, if it is due.
+    """Bring a basis nearer to the eigenvectors of ``factor`` by one power iteration, in the order of the eigenvalues.
 
-    Return the basis, and the index in the old basis that each of its columns had.
+    For the factor ``diag(1, 4)`` and the identity as basis, the two columns are exchanged.
+
+    Args:
+        factor: symmetric matrices (..., n, n).
+        basis: orthogonal matrices, whose columns are near the eigenvectors.
+        is_due: whether the basis changes at this step, (..., 1, 1).
+        is_first: whether the basis is still the identity with which it starts.
+
+    Returns:
+        The new basis, and the index (..., 1, n) that each of its columns had in the old basis.
     """
     # 1. Multiply by factor + delta I. The factor is scaled to a maximum in [1, 2), so that delta is a constant.
     scaled_factor = factor * unit_power(factor)
