@@ -123,9 +123,10 @@ class Leaf:
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> Leaf:
-        """Record a call of a torch function on placeholders, such as ``torch.sqrt(x)``; return a placeholder.
+        """Record a call of a torch function on placeholders; return a placeholder for its result.
 
-        Torch calls this method in place of its function whenever an argument is a `Leaf`.
+        Torch calls this method in place of its function whenever an argument is a `Leaf`. For ``torch.sqrt(x)``, the
+        arguments are ``torch.sqrt`` and ``(x,)``.
         """
         if kwargs is None:
             kwargs = {}

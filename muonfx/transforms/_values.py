@@ -82,8 +82,8 @@ class Values:
     def read(self, index: int) -> list[Tensor]:
         """Return the tensors of a value, one for each leaf, in the compute dtype, which is fp32 or wider.
 
-        ``index`` is the number of the value. The values with the first numbers are the operands of the step: 0 is the
-        update. They are converted when they are read for the first time, for example from bf16.
+        ``index`` is the number of the value. In ``step(u, s)`` with ``s.trace``, 0 is ``u`` and 1 is ``s.trace``, and
+        the results of operations follow. ``read(0)`` converts bf16 updates to fp32, once.
         """
         if index in self._computed:  # a result, or an operand that has been read before
             return self._computed[index]
@@ -172,8 +172,12 @@ class Values:
 def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
     """Return the dtype in which each leaf is computed: the widest dtype of its operands, at least fp32.
 
-    ``lists`` has a list for each operand, with its tensors of all leaves. If every list has a single dtype, such as
-    bf16 for all updates and fp32 for all momenta, the result is one dtype for all leaves.
+    ``lists`` has a list for each operand, such as the update, with its tensors of all leaves. If every list has a
+    single dtype, the result is one dtype for all leaves, and else a list.
+
+    >>> narrow, wide = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
+    >>> _compute_dtypes([[narrow, narrow]]), _compute_dtypes([[narrow, wide]])
+    (torch.float32, [torch.float32, torch.float64])
     """
     all_dtypes: set[torch.dtype] = set()
     for tensors in lists:  # the tensors of one operand

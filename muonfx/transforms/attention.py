@@ -135,9 +135,10 @@ def _unmasked(mask: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return a detached tensor without ``torch.func`` wrappers, so that it can be stored after their function ends.
+    """Return a detached tensor without wrappers, which can be stored after the forward pass.
 
-    Raise NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences (nested).
+    Within ``torch.func.grad``, tensors are wrappers that are valid only until its function returns. Raise
+    NotImplementedError for a tensor with a batch of models (``vmap``) or of sequences of several lengths (nested).
     """
     x = x.detach()  # first, because `torch.func` wraps the result
     if torch.compiler.is_compiling():  # a compiler cannot trace the queries below, and traces `torch.func` itself
@@ -195,7 +196,8 @@ class _Collector(TorchFunctionMode):
     def add(self, logits: Tensor) -> None:
         """Store the largest logit of each head, of one attention call, under the name of the module that runs.
 
-        If an earlier call of the module is stored, such as one for another micro-batch, keep the larger logits.
+        If an earlier call has stored [7, 9] for the module, as for another micro-batch, and this one has [8, 2], keep
+        the larger logits [8, 9].
         """
         if not self._running:
             return
@@ -319,8 +321,8 @@ def _modules_of(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
 def _require_uncompiled(model: nn.Module, observed: Sequence[nn.Module]) -> None:
     """Raise ValueError if attention of an observed module may be compiled, because its calls cannot be observed.
 
-    Compiled modules that neither contain an observed module nor are within one do not matter: logits computed there are
-    ignored.
+    This is so for a compiled module that is, contains or is within an observed one. With only "layers.0" observed,
+    "layers.0.attn" and the whole model must not be compiled, and "layers.1" may be.
     """
     observed_or_within: set[nn.Module] = set()
     for module in observed:

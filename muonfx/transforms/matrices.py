@@ -74,9 +74,10 @@ class MatrixView:
     """The globs of the pattern that may match no parameter without a warning, because the user has not written them."""
 
     def __post_init__(self) -> None:
-        """Parse the patterns of a new view, such as "in out -> out in". Raise an error if one of them is malformed.
+        """Parse the patterns of a new view, and raise an error if one of them is malformed.
 
-        ``pattern`` is one text for all parameters, a mapping from globs to texts, or None.
+        ``pattern`` is one text for all parameters, such as "in out -> out in", or a mapping from globs over names to
+        texts, such as ``{"*.head.weight": "in out -> out in"}``, or None.
         """
         texts: list[object] = []
         if isinstance(self.pattern, Mapping):
@@ -185,10 +186,14 @@ class Matrices:
     """
 
     def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
-        """Split the tensors of the tree ``values`` into matrices; leaves of None are skipped.
+        """Split the tensors of a tree into matrices; leaves of None are skipped.
 
         For ``{"qkv": x}`` and the view ``"(qkv=3 out) in -> qkv out in"``, ``stacks`` is ``[x.reshape(3, out, in)]``.
-        ``named`` computes the names of the tensors also if the view does not need them, so that errors show them.
+
+        Args:
+            view: how each tensor divides into matrices.
+            values: the tree, such as the updates or the parameters.
+            named: whether errors show the names of the tensors. Finding them takes time, so `update` leaves them out.
         """
         self.values = values
         self.present = Present(values)

@@ -126,10 +126,12 @@ class Pattern:
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Divide a tensor into matrices: return a stack (..., rows, columns) for each result right of the arrow.
 
-        For ``"(q=2 + k=3) in -> q in, k in"``, a tensor of shape (5, 4) gives stacks of the shapes (2, 4) and (3, 4).
-
         Raises:
             ValueError: the shape of the tensor does not fit the pattern.
+
+        >>> stacks = parse("(q=2 + k=3) in -> q in, in k").split(torch.zeros(5, 4))
+        >>> [tuple(stack.shape) for stack in stacks]
+        [(2, 4), (4, 3)]
         """
         sized_axes, results = self._sized(tensor.shape)
         axes = _Axes(sized_axes)
@@ -149,7 +151,9 @@ class Pattern:
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Undo `split`: join stacks of matrices (..., rows, columns) into a tensor of this shape.
 
-        For ``"(q=2 + k=3) in -> q in, k in"``, stacks of the shapes (2, 4) and (3, 4) become a tensor of shape (5, 4).
+        >>> pattern = parse("(q=2 + k=3) in -> q in, in k")
+        >>> pattern.join([torch.zeros(2, 4), torch.ones(4, 3)], (5, 4))[:, 0]
+        tensor([0., 0., 1., 1., 1.])
         """
         sized_axes, results = self._sized(shape)
         axes = _Axes(sized_axes)
@@ -177,13 +181,14 @@ class Pattern:
 
     @property
     def is_stack(self) -> bool:
-        """True if the tensor is a stack of matrices, as in ``"e out in -> e out in"``, and each can be updated alone.
+        """True if all dims of the tensor before the last two count matrices, such as the experts of a layer.
 
-        All dims before the last two must be batch dims of every result: dims before its rows and columns. A dim with
-        several axes, such as ``(e h)``, does not count as a batch dim. ``"out in -> out in"`` has no dim before the
-        last two. It is a single matrix, so the result is False.
+        They must then be batch dims of every result: dims before its rows and columns.
+
+        >>> parse("expert out in -> expert out in").is_stack, parse("out in -> out in").is_stack
+        (True, False)
         """
-        leading_names: set[str] = set()  # of the dims before the last two: {"e"}
+        leading_names: set[str] = set()  # of the dims before the last two: {"expert"}
         for dim in self.dims[:-2]:
             names = _names_of_dim(dim)
             if len(names) > 1:  # as in ``(e h) out in``
@@ -301,14 +306,12 @@ class Pattern:
         return axes, results
 
     def _sized_axes(self, dim: Dim, index: int, size: int) -> list[_SizedAxis]:
-        """Return the axes in one dim of the tensor with their sizes, of which the pattern may leave one out.
+        """Divide a dim of this size and index into its axes: return the sizes of their parts.
 
-        ``index`` is the index of the dim. At most one part of it has no size in the pattern, as `parse` checks. For the
-        dim ``(heads=2 (k + v=5))`` of size 16, the part sizes of its axes are ``{"heads": 2}`` and ``{"k": 3, "v":
-        5}``: the axis ``(k + v=5)`` has the size 16 / 2 = 8, and k the size 8 - 5 = 3.
+        The pattern may leave out one size. For the dim ``(heads=2 (k + v=5))`` of size 16, the parts are ``{"heads":
+        2}`` and ``{"k": 3, "v": 5}``: the axis ``(k + v=5)`` has the size 16 / 2 = 8, and k the size 8 - 5 = 3.
         """
-        # The length of the axis that has the part without a size: the size of the dim, divided by all other axes.
-        size_left = size
+        size_left = size  # for the axis that has the part without a size: 16 / 2
         for axis in dim:
             if all(part.size is not None for part in axis):
                 size_left //= _known_size(axis)  # rounded if it does not divide; a check below raises then
@@ -403,8 +406,12 @@ def _pattern_of_units(rows: list[_SizedAxis], columns: list[_SizedAxis], results
 def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
     """Replace ``...`` in a result by the names of the dims for which it is short: ``dot_names``.
 
-    A result is the pattern of a stack of matrices, whose last two dims are the rows and columns of a matrix. With two
-    such dims, ``... out in`` becomes ``dim_0 dim_1 out in``, and ``out (...)`` becomes ``out (dim_0 dim_1)``.
+    A result is the pattern of a stack of matrices, with the names in each of its dims, such as ``... out in``.
+
+    >>> _with_dots([("...",), ("out",), ("in",)], ["dim_0", "dim_1"])
+    [('dim_0',), ('dim_1',), ('out',), ('in',)]
+    >>> _with_dots([("out",), ("...",)], ["dim_0", "dim_1"])
+    [('out',), ('dim_0', 'dim_1')]
     """
     groups: list[Group] = []  # the names in each dim of the result
     for group in result[:-2]:
@@ -462,7 +469,11 @@ _Item = str | list["_Item"]
 
 
 def _items(text: str) -> list[_Item]:
-    """Parse one side of a pattern into nested lists: ``(h=8 d) in`` becomes ``[["h=8", "d"], "in"]``."""
+    """Parse one side of a pattern into nested lists, one for each pair of parentheses.
+
+    >>> _items("(h=8 d) in")
+    [['h=8', 'd'], 'in']
+    """
     # A stack of lists: the one of the whole side, and one for each parenthesis that is not closed yet.
     # After "(h=8 d" it is ``[[], ["h=8", "d"]]``.
     open_lists: list[list[_Item]] = [[]]
@@ -544,14 +555,18 @@ def _result(text: str) -> tuple[Group, ...]:
 
 
 def _names_of_result_dim(item: _Item) -> Group:
-    """Return the names in one dim of a result: ("a", "b") for ``(a b)``, and ("a",) for ``a``. Sizes are an error."""
-    names_with_sizes = item  # the list of the names in parentheses, such as ["a", "b"]
+    """Return the names in one dim of a result, which is a list of names if it has parentheses. Sizes are an error.
+
+    >>> _names_of_result_dim(["a", "b"]), _names_of_result_dim("a")
+    (('a', 'b'), ('a',))
+    """
+    names_with_sizes = item
     if isinstance(item, str):  # a name without parentheses
         names_with_sizes = [item]
     names: list[str] = []
     for name_with_size in names_with_sizes:
-        part = _part(name_with_size)  # reads sizes too, for a clear error
-        if part.size is not None:
+        part = _part(name_with_size)
+        if part.size is not None:  # as in ``heads=8 d in``
             raise _Malformed(
                 "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
             )
@@ -562,7 +577,7 @@ def _names_of_result_dim(item: _Item) -> Group:
 def _check_dims(dims: Sequence[Dim]) -> None:
     """Check the left side of a pattern: each name occurs once, and all sizes follow from the shape of a tensor.
 
-    ``(a b) in`` is an error, for example: from 12 rows, neither the size of a nor that of b follows.
+    ``in in`` and ``(a b) in`` are errors: from 12 rows, neither the size of a nor that of b follows.
     """
     names: set[str] = set()
     for dim in dims:
@@ -605,7 +620,9 @@ def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> N
 def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
     """Return the names of the plain axes, and of the parts of the axis that is divided by '+'.
 
-    For ``(h=8 (k=128 + v=64)) in``, they are ["h", "in"] and ["k", "v"].
+    >>> dims = parse("(h=8 (k=128 + v=64)) in -> h k in, h v in").dims
+    >>> _plain_and_part_names(dims)
+    (['h', 'in'], ['k', 'v'])
     """
     plain_names: list[str] = []
     part_names: list[str] = []

@@ -51,12 +51,17 @@ def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
 def on_stacks(
     tx: Transform, shapes: Mapping[str, tuple[int, ...]], *, only_matrices: bool = False
 ) -> tuple[Transform, dict[str, tuple[int, int]]]:
-    """Divide parameters into units: equal parts with whole matrices, such as the heads of a weight.
+    """Divide parameters into units, such as the heads of a weight, which a transform can update one by one.
 
-    This is the option ``on_stacks`` of `MatrixWork`. It lets a rank that has a shard of a parameter update the units in
-    its shard without other ranks. For `orthogonalize` with the view ``"(heads=8 out) in -> heads out in"`` and the
-    shapes ``{"q": (64, 16)}``, a unit is a head: the result is `orthogonalize` with the view ``{"q": "units out=8 in=16
-    -> units out in"}``, and ``{"q": (8, 16)}``. It is then applied to ``q.reshape(8, 8, 16)``, or to some of its heads.
+    A unit has whole matrices, and all units of a parameter have one shape. So a rank that has a shard of a parameter
+    can update the units in its shard. This is the option ``on_stacks`` of `MatrixWork`.
+
+    Take `orthogonalize` with the view ``"(heads=8 out) in -> heads out in"`` and the shapes ``{"q": (64, 16)}``. The
+    units of q are its 8 heads, and the two results are:
+
+    - `orthogonalize` with the view ``{"q": "units out=8 in=16 -> units out in"}``, for ``q.reshape(8, 8, 16)`` or some
+      of its heads;
+    - ``{"q": (8, 16)}``, the rows and columns of a head.
 
     Args:
         tx: a transform with an argument ``view``.
@@ -96,12 +101,16 @@ def name_patterns(tx: Transform) -> list[NamePatterns]:
 def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
     """Return a function for the cost of a parameter: the cost of one of its matrices, summed over all of them.
 
-    For 8 heads of shape (64, 512), it is 8 times ``of_matrix(64, 512, dtype)``. The function is the option ``cost`` of
-    `MatrixWork`, by which parameters are distributed over ranks.
+    The function is the option ``cost`` of `MatrixWork`, by which parameters are distributed over ranks.
 
     Args:
         view: divides a parameter into matrices.
         of_matrix: from the rows, columns and dtype of one matrix to its cost, in operations.
+
+    >>> view = MatrixView("(heads=8 d) in -> heads d in")
+    >>> cost = cost_of_matrices(view, lambda rows, columns, dtype: rows * columns**2)
+    >>> cost("q", (64, 10), torch.float32)  # 8 heads of shape (8, 10)
+    6400.0
     """
 
     def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
@@ -315,18 +324,18 @@ def _default_view(constructor: Callable[..., StateAndMatrixStep]) -> MatrixView:
     For ``def f(decay, *, view: MatrixView = MatrixView())``, it is ``MatrixView()``. Raise TypeError without such an
     argument.
     """
-    parameters = inspect.signature(constructor).parameters
-    if "view" not in parameters or not isinstance(parameters["view"].default, MatrixView):
+    argument = inspect.signature(constructor).parameters.get("view")
+    if argument is None or not isinstance(argument.default, MatrixView):
         raise TypeError(
             f"matrixwise: {constructor.__name__} has no argument view; give it a keyword argument "
             "view: MatrixView = MatrixView(), by which callers choose the matrices of a parameter"
         )
-    if parameters["view"].kind is not inspect.Parameter.KEYWORD_ONLY:
+    if argument.kind is not inspect.Parameter.KEYWORD_ONLY:
         raise TypeError(
             f"matrixwise: found an argument view of {constructor.__name__} that may be passed by position, expected a "
             "keyword-only argument: write *, view: MatrixView = MatrixView()"
         )
-    return parameters["view"].default
+    return argument.default
 
 
 def _on_stacks(
@@ -429,8 +438,8 @@ class _MatrixFormula:
         Args:
             name: the name of the transform, for errors.
             view: divides a parameter into matrices.
-            declared: the state, with a slot in place of each tensor.
-            step: computes the new update and the new state of a stack of matrices.
+            declared: the state, with a slot in place of each tree: ``{"norm": MatrixSlot()}``.
+            step: computes the new update and the new state of a stack of matrices, as ``step(u, {"norm": n})``.
             reads_params: whether the step receives the parameters too.
         """
         self._name = name
@@ -439,7 +448,7 @@ class _MatrixFormula:
         self._step = step
         self._reads_params = reads_params
         self._stores: list[_SplitTrees | MatrixTrees] = []
-        """For each item of the state in order: the store of its tree."""
+        """For each item of the state in order: what creates, reads and writes its tree."""
         for item_name, slot in tree.named_leaves(declared):
             if isinstance(slot, Slot):  # a tensor in the shape of the parameter; a MatrixSlot has a shape of its own
                 self._stores.append(_SplitTrees(slot, item_name))
@@ -485,11 +494,12 @@ class _MatrixFormula:
         return matrices.fill(new_updates), new_state
 
     def _run_on_stack(self, containers: Structure, *operands: Tensor) -> list[Tensor]:
-        """Run the step on one stack of matrices. Return the new update and the new states.
+        """Run the step on one stack of matrices, in fp32 or wider, and round the new update and the new states.
 
         Args:
             containers: the NamedTuple, dict or tuple of the state.
-            operands: of these matrices, the update, then each state, and then the parameters if the step reads them.
+            operands: of these matrices, the update, then each state, and then the parameters if the step reads them:
+                u, n and p for ``step(u, {"norm": n}, p)``.
         """
         old_values = operands[: 1 + len(self._stores)]  # the update and the states
         old_update, *old_states = old_values
@@ -512,7 +522,11 @@ class _MatrixFormula:
         return results
 
     def _call_step(self, containers: Structure, operands: list[Tensor]) -> list[Tensor]:
-        """Call the step on one stack of matrices, and return its outputs as a list: the update and the states."""
+        """Call the step with operands in a list, and return its outputs as a list: the update and the states.
+
+        For the operands ``[u, n, p]`` and the state ``{"norm": n}``, the call is ``step(u, {"norm": n}, p)``. If it
+        returns ``(v, {"norm": m})``, the result is ``[v, m]``.
+        """
         update, *states_and_params = operands
         number_of_states = len(self._stores)
         state = tree.unflatten(containers, states_and_params[:number_of_states])

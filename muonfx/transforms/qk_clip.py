@@ -115,10 +115,13 @@ class AttentionHeads:
         return self.heads if self.key_heads is None else self.key_heads
 
     def patterns(self) -> tuple[tuple[str, ...], ...]:
-        """Return the globs that find the query weights and the key weights by name.
+        """Return the globs that find the query weights and the key weights by name: a tuple for each of the two.
 
-        They are a tuple for the queries, such as ``("*.attn.q_proj", "*.attn.q_proj.weight", ...)``, and one for the
-        keys. Fused weights have both, so there is a single tuple.
+        Fused weights have both queries and keys, so there is a single tuple.
+
+        >>> queries, keys = AttentionHeads("*.attn", heads=2).patterns()
+        >>> queries
+        ('*.attn.q_proj', '*.attn.q_proj.weight', '*.attn.q_proj.bias', '*.attn.q_proj_weight', '*.attn.q_proj_bias')
         """
         prefixes: list[str] = []  # the beginning of a parameter's name: the glob of its module and a dot
         if self.module:
@@ -136,8 +139,9 @@ class AttentionHeads:
     def module_of(self, name: str) -> tuple[str, tuple[str, ...]]:
         """Return the attention module of a parameter, and a tuple of its contents: "query", "key", both or none.
 
-        With ``query="q_proj"``, the parameter "layers.0.attn.q_proj.weight" gives ("layers.0.attn", ("query",)). A
-        fused weight gives both contents, and a parameter that holds neither gives ("", ()).
+        >>> heads = AttentionHeads("*.attn", heads=2, query="q_proj", key="k_proj")
+        >>> heads.module_of("layers.0.attn.q_proj.weight"), heads.module_of("layers.0.attn.o_proj.weight")
+        (('layers.0.attn', ('query',)), ('', ()))
         """
         module = ""
         roles: list[str] = []
@@ -287,8 +291,8 @@ class _Member(NamedTuple):
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
     """Return the argument ``heads`` of `qk_clip` as a tuple: ``(heads,)`` for a single item. Raise for other types.
 
-    Users pass `AttentionHeads`. `_resolve` replaces them by `_Member`, the parameters that hold queries or keys, and
-    creates a `qk_clip` of these.
+    Users pass `AttentionHeads`, such as ``AttentionHeads("*.attn", heads=8)``. When the parameters are known,
+    `_resolve` replaces these by the query and key weights that they match, as `_Member`.
     """
     items: Any = heads
     if type(heads) is not tuple:  # a single item
@@ -300,18 +304,15 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the parameters that hold queries or keys: those that `_resolve` has found before, or those in ``params``.
+    """Return the query and key weights: those in ``heads`` if `_resolve` has found them before, or those in ``params``.
 
-    ``heads`` are the found parameters, as `_Member`, or `AttentionHeads` with globs by which they are found.
+    ``heads`` has either found weights, as `_Member`, or `AttentionHeads` with globs over names of parameters.
     """
-    members: list[_Member] = []
-    attentions: list[AttentionHeads] = []
-    for item in heads:
-        if isinstance(item, _Member):
-            members.append(item)
-        else:
-            attentions.append(item)
-    return members or _find_members(attentions, params)
+    members = [item for item in heads if isinstance(item, _Member)]
+    if members:
+        return members
+    attentions = [item for item in heads if isinstance(item, AttentionHeads)]
+    return _find_members(attentions, params)
 
 
 def _find_members(attentions: list[AttentionHeads], params: PyTree) -> list[_Member]:
@@ -480,9 +481,14 @@ def qk_clip(
     ):
         """Scale the query and key weights of each head whose largest logit exceeds tau.
 
-        A head may lie on several ranks. So the factors are computed for whole weights and then sharded like the
-        weights: ``max_over_ranks`` returns the maximum of a tensor over all ranks, and ``shard`` this rank's shards of
-        a dict of whole tensors by parameter name. Without ranks, both return their argument.
+        Args:
+            updates: the updates, the last ones before they are added to the weights.
+            state: empty.
+            params: the weights.
+            max_logits: the largest logits of each attention module: ``{"layers.0.attn": tensor([400.0, 30.0])}``.
+            donate: not used.
+            shard: returns this rank's shards of a dict of whole tensors by parameter name.
+            max_over_ranks: returns the maximum of a tensor over all ranks.
         """
         if not all_heads:
             return updates, state
@@ -494,9 +500,12 @@ def qk_clip(
         dtypes = [weights[member.name].dtype for member in members]
         wide = ew.wide_dtype(*dtypes)
         device = tree.device_of(params)
+        # 1. For each head, the factor gamma of its logits: 0.25 for a logit of 400 and the bound 100.
         local_logits = [logits.to(device, wide) for logits in _logits(members, max_logits)]
         largest_logits = max_over_ranks(torch.cat(local_logits))
         gamma = _gamma(largest_logits, tau)
+        # 2. For each weight, the factors of its rows. A head may lie on several ranks, so these are computed for whole
+        # weights, and then sharded like the weights.
         factors = _factors_by_module(members, gamma, alpha)
         one_minus_factors = _one_minus_factors(members, factors, weights)
         new_updates = _scaled_updates(updates, weights, shard(one_minus_factors))
@@ -512,7 +521,8 @@ def _one_minus_factors(
 ) -> dict[str, Tensor]:
     """Return for each query or key weight a tensor in its full shape: 1 minus the factor that multiplies each element.
 
-    `_scaled` works with 1 - f, in which no digits of a factor f near 1 are lost.
+    A head whose rows are multiplied by 0.5 has 0.5 in these rows, and an unchanged head has 0. In 1 - f, no digits of
+    a factor f near 1 are lost.
 
     Args:
         members: the query and key weights.
@@ -637,14 +647,16 @@ def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Ten
 def _factors(gamma: Tensor, keys: int, alpha: float | Tensor) -> Tensor:
     """Return a vector with the factors of a module: query heads, key heads, rotary queries, and 1 for other rows.
 
-    A key has the factor ``gamma^(1 - alpha)`` of the head that shares it and has the largest gamma. The product of the
-    factors of a query and its key is the gamma of the query head. If two query heads with the gammas 0.25 and 1 share a
-    key, the result is [0.25, 1, 1, 0.25, 1, 1]: two queries, a key, two rotary queries, and the 1.
+    The product of the factors of a query and its key is the gamma of the query head. Several query heads may share a
+    key. Its factor is ``gamma^(1 - alpha)`` for the largest gamma of these.
 
     Args:
         gamma: the factor of the logits of each query head.
         keys: the number of key heads.
         alpha: the exponent of gamma for the queries.
+
+    >>> _factors(torch.tensor([0.25, 1.0]), keys=1, alpha=0.5)  # two queries, a key, two rotary queries, and the 1
+    tensor([0.2500, 1.0000, 1.0000, 0.2500, 1.0000, 1.0000])
     """
     gamma_by_key = gamma.unflatten(0, (keys, -1))  # (key heads, query heads that share one)
     largest_gamma = gamma_by_key.amax(dim=1)  # the factor of the head that is scaled least, so no query grows
