@@ -129,7 +129,7 @@ class _Accumulation:
         """
         _check_boundary(boundary)
         if torch.compiler.is_compiling() and _lacks_gradients(updates, state.sums):
-            # The counts of gradients decide which parameters get an update, and a graph cannot read them.
+            # A parameter gets an update if its count of gradients is not zero, and a graph cannot read a count.
             return _run_outside_the_graph(self._run, updates, state, params, boundary, donate, extras)
         return self._run(updates, state, params, boundary, donate, extras)
 
@@ -142,18 +142,18 @@ class _Accumulation:
         donate: Donation,
         extras: dict[str, object],
     ) -> _Outcome:
-        """Add the gradients, decide if this micro-batch is the last one of its group, and return the result for it.
+        """Add the gradients of a micro-batch to the sums. At the last one of a group, run the inner transform.
 
-        At the last micro-batch, the inner transform runs. At all others, the updates are zero. ``boundary`` is True if
-        it is the last one, and None to count: with ``every=4``, the fourth is the last.
+        ``boundary`` is True for the last one, False for others, or None to count. With ``every=4``, the fourth is then
+        the last. The updates of all others are zero.
         """
         accumulated = _add_gradients(updates, state, donate)
         is_last = boundary
         if is_last is None:
             is_last = accumulated.count >= self._every
         if isinstance(is_last, Tensor):
-            has_no_value = is_traced() or is_wrapped(is_last)  # then Python cannot branch on it
-            if has_no_value:
+            is_unknown = is_traced() or is_wrapped(is_last)  # Python cannot branch on a tensor without a value
+            if is_unknown:
                 return self._run_traced(is_last, accumulated, updates, params, extras)
 
         if not is_last:
@@ -174,9 +174,10 @@ class _Accumulation:
     ) -> _Outcome:
         """Return the result of a micro-batch if Python cannot read ``is_last``, in a graph or under ``torch.func``.
 
-        The counts of gradients cannot be read either, so every leaf with a gradient now is updated.
+        A leaf is updated if it has a gradient in this micro-batch. Whether it had one in an earlier one is a count in
+        ``accumulated``, which Python cannot read either.
         """
-        # Two functions of the accumulated state, of which one returns the result.
+        # The two possible results, as functions of the accumulated state: with the inner transform, and without it.
         step = functools.partial(self._step, updates, params=params, donation=NOTHING, extras=extras)
         wait = functools.partial(_wait, updates)
         if torch.compiler.is_compiling():
@@ -186,7 +187,7 @@ class _Accumulation:
             condition = is_last.to(after_step.device)
             return torch.where(condition, after_step, after_wait)
 
-        # Both are computed. Under `vmap` over several states, the choice differs between them.
+        # Compute both. Under `vmap` over several states, some states are at their last micro-batch and others not.
         return tree.map(choose, step(accumulated), wait(accumulated))
 
     def _step(
@@ -197,20 +198,20 @@ class _Accumulation:
         donation: Donation,
         extras: dict[str, object],
     ) -> _Outcome:
-        """Run the inner transform on the gradient of a group of micro-batches, and start new sums and counts.
+        """Run the inner transform on the mean gradient of a group of micro-batches, and set sums and counts to zero.
 
-        For the sum 4.0 of 2 micro-batches, the inner transform receives the mean 2.0. ``updated_leaves`` has a tensor
-        in the dtype of the gradient for each leaf that gets an update, and None for all others.
+        For the sum 4.0 of 2 micro-batches, the inner transform receives 2.0. ``updated_leaves`` has a tensor in the
+        dtype of the gradient for each leaf that gets an update, and None for all others.
         """
-        present = Present(updated_leaves)
+        present = Present(updated_leaves)  # the leaves that are not None
         sums = present.pick(accumulated.sums)
         if self._mean:
             number = accumulated.count.to(torch.float64)
             wide_gradients = [total / _scalar_for(number, total) for total in sums]
         else:
             wide_gradients = ew.clone(sums)  # copies, which the inner transform may overwrite
-        last_gradients = present.pick(updated_leaves)
-        gradients = present.fill(ew.cast_like(wide_gradients, last_gradients))
+        narrow_gradients = ew.cast_like(wide_gradients, present.pick(updated_leaves))
+        gradients = present.fill(narrow_gradients)
         new_updates, inner_state = self._inner.run(gradients, accumulated.inner, params, donate=donation, **extras)
         zero_sums = list(map(torch.zeros_like, sums))
         return new_updates, AccumulateState(
@@ -283,12 +284,11 @@ def _indices_by_path(updates: PyTree) -> list[int]:
 
 
 def _leaves_with_any_gradient(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:
-    """Return a tree with a tensor for each parameter that had a gradient in any micro-batch so far, and else None.
+    """Return the last gradients, with a stand-in for None if the parameter had a gradient in an earlier micro-batch.
 
-    It shows which parameters get an update at the end of the group of micro-batches. The tensor only shows a shape and
-    a dtype. It is the gradient of the last micro-batch. If that is None, it is the parameter, or its sum if no
-    parameters were given. Take the last gradients ``{"a": g, "b": None}``, and 2 gradients of "a" and 1 of "b" so far.
-    The result is ``{"a": g, "b": params["b"]}``.
+    All leaves but None then get an update. A stand-in only shows the dtype of this update: it is the parameter, or the
+    sum of its gradients if there are no parameters. Take the last gradients ``{"a": g, "b": None, "c": None}``, and 2,
+    1 and 0 gradients so far. The result is ``{"a": g, "b": params["b"], "c": None}``.
     """
     leaves, treedef = tree.flatten(updates)
     if all(leaf is not None for leaf in leaves):  # the usual case: every parameter has a gradient now
@@ -315,10 +315,10 @@ def _cond(
     accumulated: AccumulateState,
     updates: PyTree,
 ) -> _Outcome:
-    """Return the result of ``step`` if ``is_last`` is True, else of ``wait``. A compiled graph decides when it runs.
+    """Return ``step(accumulated)`` if ``is_last`` is True, else ``wait(accumulated)``, chosen when a graph runs.
 
     ``torch.cond`` passes plain tensors to both functions and requires tensors as results. So the state is flattened to
-    a list, and both functions return their tensors without leaves of None.
+    a list, and both functions return their tensors without leaves of None. ``updates`` shows where these are.
     """
     leaves, treedef = tree.flatten(accumulated)
 

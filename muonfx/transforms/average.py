@@ -133,7 +133,8 @@ def master_params(inner: Transform, dtype: WideStateDtype = "auto"):
     ):
         """Update the master copy by the inner transform; return the steps of the parameters to its rounded values.
 
-        The master copy is the state: the parameters in higher precision. The model's parameters are rounded from it.
+        The master copy is a copy of the parameters in higher precision: 1.001 for a bf16 parameter of 1.0. If the inner
+        update is 0.004, the copy becomes 1.005. The returned step is 0.0078125, to the nearest bf16 number.
         """
         params = params_for("master_params", params)
         present = Present(updates)  # the leaves that have a gradient

@@ -64,14 +64,17 @@ def clip_by_block_rms(threshold: ScalarOrSchedule):
     threshold = checks.positive("threshold", threshold)
 
     def clip(leaf: Tensor) -> Tensor:
-        """Return ``u / max(1, rms(u) / threshold)`` for a flattened leaf u, or for each row of a stack of leaves."""
+        """Return ``u / max(1, rms(u) / threshold)`` for a flattened leaf u, or for each row of a stack of leaves.
+
+        For a threshold of 1, the leaf [3, 3] becomes [1, 1].
+        """
         if leaf.numel() == 0:
             return leaf
         u = leaf.to(ew.wide_dtype(leaf.dtype))
         # Scale by an exact power of two before squaring, so that nothing overflows or underflows. Numerator and
-        # denominator are multiplied by it: u / max(1, rms(u) / threshold) = power u / max(power, rms(power u) /
-        # threshold). The mean is over the last dim, which holds the elements of a leaf also in a stack of leaves.
-        power = unit_power(u, (-1,))
+        # denominator are multiplied by it:
+        # u / max(1, rms(u) / threshold) = power u / max(power, rms(power u) / threshold).
+        power = unit_power(u, (-1,))  # for each leaf, whose elements are in the last dim
         scaled_u = u * power
         mean_square = scaled_u.square().mean(-1, keepdim=True)
         scaled_rms = ew.safe_sqrt(mean_square)

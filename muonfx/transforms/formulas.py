@@ -17,9 +17,8 @@ def running_average(average: Tensor, value: Tensor, decay: Scalar) -> Tensor:
     >>> running_average(torch.tensor([1.0]), torch.tensor([1e-9]), decay=0.0)
     tensor([1.0000e-09])
     """
-    # Both forms below are the same formula. They differ in rounding: the difference does not contain the digits of a
-    # value that is far smaller than the average. These digits have a weight of 1 - decay, so for a decay below 1/2 the
-    # sum starts from the value.
+    # Two forms of the formula, which differ in rounding. The difference loses the last digits of the smaller number, so
+    # the form for a decay below 1/2 starts from the value, whose weight is larger there.
     difference = value - average
     if isinstance(decay, Tensor):  # Python cannot branch on its value without a sync, so both are computed
         from_average = average + (1.0 - decay) * difference

@@ -429,8 +429,8 @@ def _extra_names(step: Step) -> tuple[str, ...]:
 def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_step: Locality) -> Locality:
     """Return the locality of a leafwise transform: how much of its input one element of its result depends on.
 
-    It is the locality of the step, with two exceptions. Quantized state raises ELEMENT (the same element of the
-    inputs) to LEAF (the whole leaf). A step that sums over leaves has the locality TREE (all leaves).
+    It is the locality of the step, such as ELEMENT (the same element) for ``u * u``, with two exceptions. Quantized
+    state raises ELEMENT to LEAF (the whole leaf). A step that sums over leaves has the locality TREE (all leaves).
 
     Args:
         name: the name of the transform, for an error.
@@ -475,12 +475,12 @@ class _Formula:
     """
 
     def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
-        """Prepare a store for each item of the declared state.
+        """Prepare a store for each item of the declared state, which creates, reads and writes its tree.
 
         Args:
             name: the name of the transform, for errors.
             declared: the state, with a `Slot` in place of each tree: ``MomentumState(trace=Slot())``.
-            step: the function that computes one update.
+            step: the function that computes one update, as ``step(u, s)``.
             reads_params: whether the step receives the parameters too.
         """
         self._name = name
@@ -490,7 +490,7 @@ class _Formula:
         """The names of the extra arguments of the step, such as "sum_over_leaves"."""
         self._reads_params = reads_params
         self._saved_step: RecordedStep | None = None
-        """The recorded step, if it is the same at each update."""
+        """The operations of the step, if they are the same at each update."""
         self._items = tree.named_leaves(declared)
         """The declared items of the state with their names: ``[("trace", Slot())]``."""
         self._stores: list[SlotTrees | SharedNumber] = []
@@ -504,9 +504,9 @@ class _Formula:
     def functions(self) -> InitAndUpdate:
         """Return ``init`` and ``update`` of the transform, with the extra arguments of the step in the signature.
 
-        A step may have extra arguments, as ``value`` in ``def step(u, s, *, value)``. `Transform` reads the names of
-        extra arguments from the signature of ``update``. The function below has ``**extras`` in place of the names, so
-        it receives another signature: ``(updates, state, params=None, *, donate=NOTHING, value)``.
+        For ``def step(u, s, *, value)``, `Transform` must find the name "value" in the signature of ``update``. The
+        function below has ``**extras``, so it receives another signature: ``(updates, state, params=None, *,
+        donate=NOTHING, value)``.
         """
 
         def update(
@@ -562,10 +562,10 @@ class _Formula:
         return new_updates, tree.unflatten(containers, new_trees)
 
     def _operand_values(self, updates: PyTree, old_trees: list[PyTree], params: PyTree, donate: Donation) -> Values:
-        """Return the tensors of the operands: of the updates, of each tree of the state, and of the parameters.
+        """Return the tensors of the operands of ``step(u, s, p)``: the updates, each tree of the state, the parameters.
 
-        They are added in the order of the placeholders in `_call_step`, since both are found by their number. An
-        operand may be overwritten if the caller has donated it (``donate``), or if it is a copy already.
+        For two leaves and one tree, they are ``[[u1, u2], [m1, m2], [p1, p2]]``. This is the order of the placeholders
+        in `_call_step`. An operand may be overwritten if the caller has donated it (``donate``), or if it is a copy.
         """
         present = Present(updates)  # the leaves that have a gradient
         values = Values(present)
@@ -583,9 +583,10 @@ class _Formula:
         return values
 
     def _recorded_step(self, containers: Structure, old_trees: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
-        """Return the operations of the step. They are recorded once and saved, if they are the same at each update.
+        """Return the operations of the step, such as ``mul`` and ``add`` for ``s.trace * 0.9 + u``.
 
-        For a few small leaves, recording takes longer than the rest of an update.
+        If they are the same at each update, they are recorded once and saved. For a few small leaves, recording takes
+        longer than the rest of an update.
         """
         if torch.compiler.is_compiling():  # a graph that depends on `_saved_step` is compiled again when it changes
             return self._call_step(containers, old_trees, extras)
@@ -597,9 +598,10 @@ class _Formula:
         return recorded
 
     def _may_vary(self, plan: Plan, extras: dict[str, Any]) -> bool:
-        """Return True if the next update may have other operations, or the same ones with other numbers than 0.9.
+        """Return True if the step has to be recorded again at the next update, since a number in it may change.
 
-        The step may have read a step count, an extra argument, or a scalar tensor, which its owner may change.
+        The number 0.9 in ``s.trace * 0.9`` cannot change. A step count, an extra argument of the step and a learning
+        rate that is a tensor can.
         """
         if extras:
             return True
@@ -652,9 +654,10 @@ class _Formula:
             raise TypeError(f"{self._name}: the step returns another state than declared. {error}") from error
 
     def _check_state_output(self, name: str, declared: object, operand: object, output: object) -> None:
-        """Raise TypeError for a wrong item of the returned state. ``operand`` is the item that the step received.
+        """Raise TypeError for an item of the returned state, ``output``, that is of a wrong type or a count unchanged.
 
-        A placeholder is replaced by a placeholder, and a number that all leaves share by a 0-d tensor.
+        ``operand`` is the item that the step received: a placeholder for a tree, or a 0-d tensor for a number. The item
+        is declared in the state, such as ``count=StepCount()``, and ``name`` is "count".
         """
         expected_type = Leaf if isinstance(operand, Leaf) else Tensor
         if not isinstance(output, expected_type):

@@ -91,8 +91,8 @@ def monitor(name: str = "updates", metrics: tuple[Metric, ...] = ("norm", "rms")
 def _on_whole_leaves(update: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
     """Return a function like ``update`` of a monitor that always receives whole leaves, also on sharded parameters.
 
-    The sharding layer passes this rank's shards to an ``update`` with an argument such as ``sum_over_leaves``, and
-    whole leaves to any other. So the new function has no such argument.
+    The orthogonality error needs whole matrices. An ``update`` with an argument such as ``sum_over_leaves`` receives
+    the shards of one rank, and any other whole leaves. So the new function has no such argument.
     """
 
     def update_whole_leaves(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -159,14 +159,14 @@ def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
         donate: Donation = NOTHING,
     ):
         """Measure the updates, which are this rank's shards if ``sum_over_shards`` adds up over ranks."""
-        # The sum of each leaf over its shards on all ranks, by name of the leaf.
+        # The sums of each leaf over its shards on all ranks: squares and sizes, from which its metrics follow.
         sums = sum_over_shards(_sums_of_leaves(updates))
         sums_of = dict(tree.named_leaves(sums))
         leaves = {leaf_name: leaf for leaf_name, leaf in tree.named_leaves(updates) if leaf is not None}
         values: dict[str, dict[str, Tensor]] = {}
         for metric in metrics:
-            key = f"{name}/{metric}"
-            value_of = dict(state.values[key])  # a leaf without a gradient keeps its value
+            key = f"{name}/{metric}"  # "grad/norm"
+            value_of = dict(state.values[key])  # by name of the leaf; without a gradient, it keeps its value
             for leaf_name, leaf in leaves.items():
                 value = _measured(metric, leaf, sums_of[leaf_name])
                 value_of[leaf_name] = value.to(value_of[leaf_name])  # on the device of the state
@@ -197,12 +197,17 @@ def _measured(metric: Metric, updates: PyTree, sums: Tensor) -> Tensor:
     """Return a metric of a tree or of one leaf: "norm", "rms" or "orthogonality_error".
 
     ``sums`` is the sum of its `_sums_of_leaves` over all ranks: two sums of squares, and the number of elements.
+
+    >>> leaf = torch.tensor([3.0, 4.0])
+    >>> sums = _sums_of_leaves({"w": leaf})["w"]
+    >>> _measured("norm", leaf, sums), _measured("rms", leaf, sums)
+    (tensor(5., dtype=torch.float64), tensor(3.5355, dtype=torch.float64))
     """
     if metric == "orthogonality_error":
         return _orthogonality_error(updates)
     if sums.ndim == 0:  # the sum over no leaves, which is 0
         return sums
-    norm = norm_of_squares(sums[:2])  # 5 for the leaf [3, 4]
+    norm = norm_of_squares(sums[:2])
     if metric == "norm":
         return norm
     number_of_elements = sums[2].float()

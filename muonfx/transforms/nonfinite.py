@@ -110,14 +110,20 @@ def skip_nonfinite(inner: Transform):
 
 
 def _are_finite(gradients: PyTree, sum_over_leaves: Sum) -> Tensor:
-    """Return True, as a 0-d tensor, if all gradients on all ranks are finite."""
+    """Return True, as a 0-d tensor, if all gradients on all ranks are finite.
+
+    ``sum_over_leaves`` adds a tree with one number for each leaf, over all leaves and ranks.
+
+    >>> _are_finite({"w": torch.tensor([1.0, torch.nan])}, sum_over_leaves=lambda flags: flags["w"])
+    tensor(False)
+    """
     present = Present(gradients)
     # Detached, because the answer has no derivative, and torch 2.10 has no forward mode of the largest magnitude.
     values = [gradient.detach() for gradient in present.pick(gradients)]
     peaks = ew.peaks(values)  # the largest magnitude of each leaf
-    flags = present.fill(list(map(_infinity_unless_finite, peaks)))
+    flags = list(map(_infinity_unless_finite, peaks))  # 0 for a finite leaf, else infinity
     # A collective: every rank sees the infinity of any rank in the sum.
-    return sum_over_leaves(flags) == 0
+    return sum_over_leaves(present.fill(flags)) == 0
 
 
 def _infinity_unless_finite(peak: Tensor) -> Tensor:

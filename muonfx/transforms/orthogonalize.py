@@ -39,7 +39,7 @@ def _cost(tx: Transform, device: str, compute: torch.dtype) -> LeafCost:
     is_auto = arguments["dtype"] == "auto"
 
     def cost_of_matrix(rows: int, columns: int, dtype: torch.dtype) -> float:
-        """Return the estimated time for one matrix, as the operations that full products do in this time."""
+        """Return the estimated time for one matrix, as the number of operations of a full product in this time."""
         product_dtype = arguments["dtype"]
         if is_auto:  # fp64 matrices are multiplied in fp64, and all others in the usual dtype of the device
             product_dtype = torch.float64 if dtype == torch.float64 else compute

@@ -40,6 +40,10 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
     """Return a stateless ``init`` and ``update`` that apply a function to each leaf, such as a division by its rms.
 
     The function receives a stack of flattened leaves of one size, (leaves, elements), and returns such a stack.
+
+    >>> _, update = of_leaves(lambda stack: stack / stack.amax(-1, keepdim=True))
+    >>> update({"w": torch.tensor([2.0, 4.0])}, EmptyState())[0]
+    {'w': tensor([0.5000, 1.0000])}
     """
 
     def apply_to_leaves(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
@@ -73,9 +77,11 @@ def _multiply_by(factor: Scalar, sign: float = 1.0) -> InitAndUpdate:
 def _position_of_factor(factor: object) -> Position | None:
     """Return the position of `scale` in a chain, which depends on whether its factor reverses the sign of updates.
 
-    A chain checks the order of its transforms by their positions. The position is "turns" for -1.0, None for 0.5, and
-    "either_sign" for a tensor or a function, whose sign may change. A schedule has the signs of its numbers:
-    ``linear_schedule(1.0, -1.0, 10)`` has either sign.
+    A chain checks the order of its transforms by their positions. A factor that is a tensor or a function may have
+    either sign. A schedule has the signs of its numbers: ``linear_schedule(1.0, -1.0, 10)`` has either sign.
+
+    >>> _position_of_factor(-1.0), _position_of_factor(0.5), _position_of_factor(lambda step: 0.5)
+    ('turns', None, 'either_sign')
     """
     numbers: list[object] = [factor]
     if isinstance(factor, Schedule):  # its arguments, such as 1.0, -1.0 and 10
@@ -181,10 +187,13 @@ def scale_each(factors: Mapping[str, float]):
 
 
 def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
-    """Replace `scale_by_shape` by `scale_each`, with a factor for each parameter: ``{"w": 6.4}`` for a side of 1024.
+    """Replace `scale_by_shape` by `scale_each`, with a factor for each parameter.
 
-    A rank that has a part of a parameter then needs no whole shape. A parameter that is divided into several stacks of
-    matrices may have several factors. The transform stays then.
+    A rank that has a part of a parameter then needs no whole shape. The transform stays if a parameter is divided into
+    several stacks of matrices, since these may have several factors.
+
+    >>> _resolve_by_shape(scale_by_shape("fan_in"), {"w": torch.zeros(4, 8)})
+    scale_each({'w': 0.125})
     """
     lr_scaling = tx.arguments["lr_scaling"]
     matrices = Matrices(tx.arguments["view"], params, named=True)
