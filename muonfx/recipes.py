@@ -266,8 +266,12 @@ def _numbers_by_role(numbers: Mapping[str, Any]) -> dict[str, Mapping[str, objec
 def _used_labels(labels: object) -> set[str]:
     """Return the set of labels that parameters have, such as ``{"muon", "adamw"}``; empty if it is not known yet.
 
-    For ``{"fc.weight": "muon", "fc.bias": "adamw", "frozen": None}``, it is ``{"muon", "adamw"}``. It is unknown for a
-    function of the parameters and for a tree of labels.
+    It is unknown for a function of the parameters and for a tree of labels, which need the parameters.
+
+    >>> sorted(_used_labels({"fc.weight": "muon", "fc.bias": "adamw", "frozen": None}))
+    ['adamw', 'muon']
+    >>> _used_labels(lambda params: "muon")
+    set()
     """
     if labels is default_labels or labels is default_labels_by_name:
         return {"muon", "adamw"}

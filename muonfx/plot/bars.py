@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import cycle
+from itertools import chain, cycle
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
@@ -163,10 +163,11 @@ def _unit_of(largest: float, base: int, units: list[str]) -> tuple[int, str]:
 
 
 def _bars(leaves: list[LeafSummary]) -> dict[str, Counter[str]]:
-    """Group the leaves of a state by bar: return a dict from the label of a bar, such as "muon", to bytes by dtype.
+    """Group the leaves of a state by bar: return ``{"adamw": {"float32": 8192}, "muon.trace": {"bfloat16": 1024}}``.
 
-    The paths ("tx", "adamw", "mu") and ("tx", "muon", "trace") differ at the second entry: the bars are "adamw.mu" and
-    "muon.trace". With ("tx", "adamw", "nu") too, the first bar is "adamw".
+    These are bars with the bytes of each dtype. The leaves have the paths ("tx", "adamw", "mu"), ("tx", "adamw", "nu")
+    and ("tx", "muon", "trace"), which differ at the second entry. The label of a bar is what its paths share from there
+    on.
     """
     if not leaves:
         return {}
@@ -299,21 +300,17 @@ def _draw_bar(axes: Axes, plan: sharding.Plan, rank: int, scale: float, has_labe
         has_labels: True to write names of parameters into the segments.
     """
     most = max(plan.flops)
+    all_shards = chain.from_iterable([run.shards for run in plan.runs])
+    shards_of_rank = [shard for shard in all_shards if shard.owner in (rank, None)]  # None: every rank computes it
     end = 0.0  # of the last segment, on the x axis
-    count = 0  # of segments
-    for run in plan.runs:
-        for shard in run.shards:
-            is_by_all = shard.owner is None  # every rank orthogonalizes it
-            if not is_by_all and shard.owner != rank:  # another rank orthogonalizes it
-                continue
-            colors = _BY_ALL if is_by_all else _BY_ONE
-            width = shard.cost / scale
-            axes.barh(rank, width, _THICKNESS, end, color=colors[count % 2], linewidth=0)
-            if has_labels and shard.cost >= _NAMED * most:  # else its name does not fit
-                text = _fitting(shard.name, shard.cost / most)
-                axes.text(end + width / 2, rank, text, color="white", ha="center", va="center", fontsize=7.5)
-            end += width
-            count += 1
+    for index, shard in enumerate(shards_of_rank):
+        colors = _BY_ALL if shard.owner is None else _BY_ONE
+        width = shard.cost / scale
+        axes.barh(rank, width, _THICKNESS, end, color=colors[index % 2], linewidth=0)
+        if has_labels and shard.cost >= _NAMED * most:  # else its name does not fit
+            text = _fitting(shard.name, shard.cost / most)
+            axes.text(end + width / 2, rank, text, color="white", ha="center", va="center", fontsize=7.5)
+        end += width
 
 
 def _fitting(name: str, width: float) -> str:

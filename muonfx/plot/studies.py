@@ -242,7 +242,10 @@ def _require_end_at(last_step: int, contenders: Sequence[Contender]) -> None:
 
 
 def _warn_of_other_seeds(rows: Rows) -> None:
-    """Warn if a rate lacks a seed that others have, so that means and bands are of different seeds."""
+    """Warn if a rate lacks a seed that others have, so that means and bands are of different seeds.
+
+    There is a warning for rows of the seeds 0 and 1 at the rate 0.1, and of the seed 0 alone at the rate 0.2.
+    """
     all_seeds: set[int] = set()
     seeds_at: dict[tuple[str, float], set[int]] = {}  # by optimizer and rate
     for row in rows:
@@ -292,14 +295,14 @@ def _losses_at_steps(rows: Rows, key: str) -> dict[int, Tensor]:
         loss_of.setdefault(row["step"], {})[row["seed"]] = row[key]
     losses_at: dict[int, Tensor] = {}
     for step in sorted(loss_of):
-        losses: list[float] = []
+        loss_of_seed = loss_of[step]
         for seed in seeds:
-            if seed not in loss_of[step]:  # as if rows of two studies were mixed
+            if seed not in loss_of_seed:  # as if rows of two studies were mixed
                 raise ValueError(
                     f"rows: {rows[0]['optimizer']} at rate {rows[0]['rate']} has no report of seed {seed} at step "
                     f"{step}, expected reports of all seeds at the same steps: draw the rows of one study"
                 )
-            losses.append(loss_of[step][seed])
+        losses = [loss_of_seed[seed] for seed in seeds]
         losses_at[step] = torch.tensor(losses, dtype=torch.float64)
     return losses_at
 

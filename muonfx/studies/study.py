@@ -210,8 +210,11 @@ def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, repo
 
 
 def _warn_of_trained_params(sweep: Sweep, name: str) -> None:
-    """Warn of `schedule_free` whose validation losses are not measured at the average of its iterates."""
-    if sweep.task.validation is None or sweep.eval_params is not None:  # no validation, or at chosen parameters
+    """Warn if `schedule_free` is validated at the parameters that it trains, and not at their average.
+
+    The average is the result of its training, and ``eval_params`` selects it.
+    """
+    if sweep.task.validation is None or sweep.eval_params is not None:
         return
     # `schedule_free` may be a part of the transform, such as its first transform in a chain.
     for _, part in walk(sweep.tx):
@@ -309,15 +312,10 @@ class _Saves:
         ``saved`` is the description in the checkpoint, such as ``{"optimizer": "muon", "rates": [0.1], ...}``.
         """
         for key, value in self.description.items():
-            saved_value = saved.get(key)
-            if saved_value == value:
+            saved_value = saved.get(key)  # None if the key was not saved
+            if _is_same_item(key, saved_value, value):
                 continue
-            if saved_value is None:  # the key was not saved
-                raise self._another_study(_difference(key, None, value))
-            is_computed = key == "first losses" or key.startswith(AVERAGES)
-            if is_computed and are_same_losses(saved_value, value):  # another machine rounds otherwise
-                continue
-            if key == "numbers":
+            if key == "numbers" and saved_value is not None:
                 raise self._another_study(self._different_numbers(saved_value))
             raise self._another_study(_difference(key, saved_value, value))
 
@@ -337,6 +335,18 @@ class _Saves:
         return ValueError(
             f"folder: {self.path} has runs of another study: {difference}; pass another folder, or remove this one"
         )
+
+
+def _is_same_item(key: str, saved_value: Any, value: Any) -> bool:
+    """Return True if an item of the description of a study, such as "rates", is as it was saved, up to rounding.
+
+    >>> _is_same_item("first losses", [2.0], [2.0 + 1e-9]), _is_same_item("rates", [2.0], [2.0 + 1e-9])
+    (True, False)
+    """
+    if saved_value == value:
+        return True
+    is_computed = key == "first losses" or key.startswith(AVERAGES)  # another machine rounds these otherwise
+    return is_computed and saved_value is not None and are_same_losses(saved_value, value)
 
 
 def _description_of(sweep: Sweep, start: Progress, steps: int) -> dict[str, Any]:

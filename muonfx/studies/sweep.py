@@ -105,11 +105,11 @@ class Sweep:
         return Progress(params, state), means.cpu()
 
     def validation_losses(self, progress: Progress) -> Tensor:
-        """Return the loss of each run on the validation batch; NaN if the task has none."""
+        """Return the loss of each run on the validation batch, of shape (runs,); NaN if there is none."""
         batch = self.task.validation
         if batch is None:
             return torch.full((len(self.seeds),), torch.nan, dtype=torch.float64)
-        if self.is_mapped:  # each run takes its batch from the first dim: here all have the same one
+        if self.is_mapped:  # `vmap` takes a batch for each run from the first dim: here the same one for all
             batch = tree.map(lambda leaf: leaf.expand(len(self.seeds), *leaf.shape), batch)
         params = progress.params
         if self.eval_params is not None:  # for example, the average of the iterates in place of the last one

@@ -106,7 +106,12 @@ def _require_transform(tx: object) -> None:
 
 
 def _suitable_ranks(tx: Transform) -> tuple[int, int]:
-    """Return the minimal and maximal number of dims of the leaves that the transform accepts: (0, 4) or (2, 4)."""
+    """Return the minimal and maximal number of dims of the leaves that the transform accepts.
+
+    >>> import muonfx as mfx
+    >>> _suitable_ranks(mfx.scale(2.0)), _suitable_ranks(mfx.orthogonalize())
+    ((0, 4), (2, 4))
+    """
     _require_transform(tx)
     if _error_of_a_step(tx, (0, 4)) is None:
         return 0, 4

@@ -467,14 +467,14 @@ _IN_ONE_OF_FOUR = st.sampled_from((False, False, False, True))
 def _examples(
     draw: st.DrawFn, trees_of_random_leaves: st.SearchStrategy[PyTree], steps: tuple[int, int], nones: bool
 ) -> Example:
-    """Draw an example: parameters, and gradients of the same structure for a number of steps in ``steps``.
+    """Draw an example: parameters, and gradients of the same structure for 1 to 3 steps if ``steps`` is (1, 3).
 
-    The values come from a seed for the parameters, and from another for the gradients of each step. With ``nones``,
-    some gradients are None.
+    A tree of `_RandomLeaf` values describes tensors (shape, dtype, layout in memory), and a seed gives their values.
+    With ``nones``, some gradients are None.
     """
-    random_params = draw(trees_of_random_leaves)  # the shapes, dtypes and layouts of the parameters
+    random_params = draw(trees_of_random_leaves)
     seed = draw(_SEEDS)
-    random_grads = random_params
+    random_grads = random_params  # of the same shapes and dtypes
     if draw(_IN_ONE_OF_FOUR):  # not by a conversion to float32, which would have only values of narrow dtypes
         random_grads = _with_properties(random_params, dtype=torch.float32)
     grads_of_steps: list[PyTree] = []
@@ -482,7 +482,7 @@ def _examples(
         random_grads_of_step = random_grads
         if draw(st.booleans()):
             random_grads_of_step = _with_properties(random_grads, layout="contiguous")
-        # There are fewer than 1000 leaves, whose numbers are added to the seed.
+        # Another seed for each step. There are fewer than 1000 leaves, whose numbers are added to it.
         grads = _random_tensors(random_grads_of_step, seed + 1000 * (step + 1))
         if nones:
             grads = without_leaves(_drawn_numbers(draw, len(tree.leaves(grads))), grads)

@@ -46,6 +46,8 @@ def _other_process() -> subprocess.Popen[bytes]:
 def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
     """Run a transform on examples in another process, and return for each the updates and the state of every step.
 
+    The process starts at the first call, runs `serve`, and is used again, since starting takes seconds.
+
     Raises:
         RuntimeError: the other process raised an error, which the message contains, or has ended.
     """

@@ -202,7 +202,9 @@ _TOLERANCE_OF_CODES = 0.25
 def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
     """Return the tolerance for comparing results of a transform, by the narrowest dtype in it and in the trees.
 
-    For ``momentum(dtype=torch.bfloat16)`` and float32 gradients, it is the tolerance of bfloat16, 0.25.
+    >>> import muonfx as mfx
+    >>> tolerance_of(mfx.momentum(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float32))  # that of bfloat16
+    0.25
     """
     tolerance = TOLERANCES[torch.float64]
     for leaf in tree.tensors(trees):

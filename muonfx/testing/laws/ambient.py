@@ -132,17 +132,17 @@ def _later(clock: Callable[[], float]) -> Callable[[], float]:
 
 @contextmanager
 def _another_hash() -> Generator[None]:
-    """Let ``hash`` return other integers for strings and for tuples, as in a process with another PYTHONHASHSEED.
+    """Let calls of ``hash("w")`` return other integers, as in a process with another PYTHONHASHSEED.
 
-    It shows results that depend on these integers, which differ between ranks. A method ``__hash__`` that calls
-    ``hash`` still gets the usual integers, so that dicts find their keys.
+    Ranks have different hashes of strings, so a result must not depend on them, as with the seed ``hash("w")``.
     """
     usual_hash = builtins.hash
 
     def other_hash(value: object) -> int:
         may_have_strings = isinstance(value, str | bytes | tuple | frozenset)
         calling_function = sys._getframe(1).f_code.co_name
-        if may_have_strings and calling_function != "__hash__":
+        is_key_of_dict = calling_function == "__hash__"  # its old keys were stored with the usual hash
+        if may_have_strings and not is_key_of_dict:
             return usual_hash(("salt", value))  # equal values still have equal hashes
         return usual_hash(value)
 

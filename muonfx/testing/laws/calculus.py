@@ -25,12 +25,16 @@ from muonfx.tree import PyTree
 def _state_is_narrow(tx: Transform) -> str | None:
     """Return why the derivatives of a transform are not checked, or None if they are.
 
-    Derivatives are checked in float64. A state with fewer bits, such as int8 codes, is rounded at every step, and
-    rounding has no derivative.
+    Derivatives are checked in float64. A state with fewer bits, such as int8 codes with float32 scales, is rounded at
+    every step, and rounding has no derivative.
+
+    >>> import muonfx as mfx
+    >>> _state_is_narrow(mfx.momentum(dtype=mfx.int8())), _state_is_narrow(mfx.momentum(dtype=torch.bfloat16))
+    ('its state is torch.float32 for float64 parameters: rounding has no derivative', None)
     """
     params = {"w": torch.zeros(2, 2, dtype=torch.float64, device="meta")}
     try:
-        state = widened(tx).init(params)  # `widened` replaces float32 arguments by float64, but int8 codes remain
+        state = widened(tx).init(params)  # `widened` replaces bfloat16 and float32 by float64, but int8 stays
     except Exception:  # the transform does not accept this tree; a real error is shown when the law is checked
         return None
     for leaf in tree.tensors(state):

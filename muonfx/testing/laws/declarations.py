@@ -198,8 +198,8 @@ def _rounded(tx: Transform, values: PyTree) -> PyTree:
 def stacks_are_as_their_matrices(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that each matrix of a leaf is updated independently if `MatrixWork.on_stacks` declares a stack of matrices.
 
-    For example, a leaf of shape (4, 3) may hold the matrices of queries and keys, both of shape (2, 3). The updates
-    must be the same for the leaf, for the same elements in the shape (2, 2, 3), and for the first matrix alone.
+    A leaf of shape (4, 3) may hold the matrices of queries and keys, both of shape (2, 3). Its updates must be the same
+    for the leaf, for the same elements in the shape (2, 2, 3), and in the shape (1, 2, 3) for the first matrix alone.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -283,11 +283,11 @@ def _is_no_wrapper(tx: Transform) -> str | None:
 
 @law(on=precise, unless=_is_no_wrapper, share=0.2)
 def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
-    """Check that the own computation of a wrapper reads no more of the tree than it declares as ``own_locality``.
+    """Check that a wrapper (a transform that calls others) reads no more of the tree itself than it declares.
 
-    A wrapper is a transform that calls others. For example, `accumulate` declares ELEMENT: its own sum of gradients is
-    elementwise, whatever the inner transform reads. The law puts an elementwise transform in place of each inner one.
-    Whatever is read beyond an element is then read by the wrapper itself.
+    For example, `accumulate` declares the own locality ELEMENT: its sum of gradients is elementwise, whatever the inner
+    transform reads. The law puts an elementwise transform in place of each inner one. Whatever is read beyond an
+    element is then read by the wrapper itself.
 
     >>> import muonfx as mfx
     >>> from muonfx.testing import Example
@@ -301,7 +301,7 @@ def own_work_is_of_its_own_locality(tx: Transform, params: PyTree, steps: list[P
         check_elements(wrapper_of_elementwise, params, steps)
     elif own_locality is Locality.TREE and sums_over_leaves(tx):
         check_sums(wrapper_of_elementwise, params, steps)
-    else:  # it may read what it likes, so only the names of leaves are checked
+    else:  # it may read all leaves, so only the names that it passes on are checked, by `_multiply_known_leaves`
         history(wrapper_of_elementwise, params, steps)
 
 

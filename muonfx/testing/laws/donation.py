@@ -60,8 +60,9 @@ def next_in_chain_may_write_to_updates(tx: Transform, params: PyTree, steps: lis
 def _check_donation(tx: Transform, params: PyTree, steps: list[PyTree], donate: Donation, expected: History) -> None:
     """Raise `Breach` (a failed law) if a donation changes a result, or a tensor that is not donated is overwritten.
 
-    ``expected`` are the updates and the state of each step without donation. Results must have the same bits, or be
-    close if a parameter or gradient is not contiguous: sums may then be taken in another order.
+    ``donate`` is what the caller gives away, as in ``Donation(updates=True)``. ``expected`` are the updates and the
+    state of each step without donation. Results must have the same bits, or be close if a parameter or gradient is not
+    contiguous: sums may then be taken in another order.
     """
     require_equal = require_same
     if not all(map(Tensor.is_contiguous, tree.tensors((params, steps)))):
@@ -70,6 +71,7 @@ def _check_donation(tx: Transform, params: PyTree, steps: list[PyTree], donate: 
     updates_of_steps: list[PyTree] = []
     for step, grads in enumerate(steps):
         donated_grads = copied_tree(grads)  # the next donation is checked with the same gradients
+        # It has copies of all inputs that the step must not overwrite.
         witness = _witness_of_not_donated(donate, donated_grads, state, params)
         updates, state = tx.update(donated_grads, state, params, donate=donate)
         witness.require_unchanged(f"{tx.name}: update with {donate}, at step {step},")

@@ -134,7 +134,10 @@ def check_elements(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 
 
 def _check_permuted_elements(tx: Transform, example: Example) -> None:
-    """Raise `Breach` (a failed law) if elements have other updates in one dim, in another order, than in their leaf."""
+    """Raise `Breach` (a failed law) if elements have other updates in one dim, in another order, than in their leaf.
+
+    The leaf [[1, 2], [3, 4]] becomes a vector such as [3, 1, 4, 2], in which each element must keep its update.
+    """
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
     expected = tree.map(_flattened_and_permuted, whole_updates)
     # A transform may choose leaves by their shapes. It does so for the original shapes, before leaves are flattened.
@@ -193,7 +196,7 @@ def _flattened_and_permuted(leaf: Tensor) -> Tensor:
 
 
 def _batched(example: Example) -> list[Example]:
-    """Return examples in which every leaf is a batch of matrices: shape (3, 5) becomes (2, 3, 5)."""
+    """Return examples in which every leaf is a batch of different matrices: shape (3, 5) becomes (2, 3, 5)."""
 
     def batch_of_two(leaf: Tensor) -> Tensor:
         if leaf.ndim >= 3:  # it is a batch already
@@ -225,8 +228,8 @@ def matrix_transforms_see_one_matrix(tx: Transform, params: PyTree, steps: list[
 def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a transform with locality LEAF or less updates each leaf independently of the values of others.
 
-    Other leaves or their gradients may also be None, as on a rank that computes only some of the leaves. Another law,
-    `a_leaf_has_the_same_bits_in_any_company`, computes each leaf alone.
+    The law changes all leaves but one, and compares the updates of this one. Other leaves or their gradients may also
+    be None, as on a rank that computes only some of the leaves.
 
     >>> import muonfx as mfx
     >>> leaf_transforms_see_one_leaf(mfx.clip_by_block_rms(0.1), *mfx.testing.Example.of({"w": (2, 3), "b": (3,)}))
@@ -237,8 +240,8 @@ def leaf_transforms_see_one_leaf(tx: Transform, params: PyTree, steps: list[PyTr
 def check_leaves(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if the update of a leaf changes with the values or the presence of other leaves.
 
-    For each leaf, the transform runs three times: all other leaves have other values, or no gradients, or are None. For
-    example, the updates of "w" must be the same if the gradient of "b" is None.
+    For each leaf, the transform runs three times: all other leaves have other values, or no gradients, or are None. So
+    the updates of "w" must be the same for the gradients ``{"w": g, "b": h}`` and ``{"w": g, "b": None}``.
     """
     usual_updates, tolerance = _updates_and_tolerance(tx, Example(params, steps))
     expected_is = "without this change" + _advice_on_stacks(tx)
@@ -333,15 +336,15 @@ def check_sums(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
 def _check_sums_of_halves(tx: Transform, example: Example) -> None:
     """Raise `Breach` (a failed law) unless two ranks that hold halves of the leaves compute halves of the updates.
 
-    Compare a usual run on whole leaves with a run on two ranks, of which one has the first half of each leaf, and the
-    other the second half.
+    For a leaf of 5 rows, the first rank has rows 0 to 2 and the second rank rows 3 to 4. Each must return the updates
+    that these rows have in a usual run.
     """
-    tx = _without_work_on_wholes(tx)
+    tx = _without_work_on_wholes(tx)  # orthogonalization, for example, would need whole matrices
     whole_updates, tolerance = _updates_and_tolerance(tx, example)
     expected = [tree.map(_first_half, whole_updates), tree.map(_second_half, whole_updates)]
     on_both_ranks: set[int] = set()
     for number, leaf in enumerate(tree.leaves(example.params)):
-        if leaf.ndim == 0:  # it cannot be halved
+        if leaf.ndim == 0:  # it cannot be halved, so both ranks have it
             on_both_ranks.add(number)
     # A transform may choose leaves by their shapes. It does so for the shapes of whole leaves.
     resolved = resolve_within(tx, on_meta(example.params))
@@ -368,10 +371,11 @@ def _check_sums_of_leaves(held: str, tx: Transform, example: Example, on_first_r
     """Raise `Breach` (a failed law) unless two ranks with gradients of different leaves compute the updates of one.
 
     The first rank has the gradients of the leaves with the numbers ``on_first_rank``, and the second rank the others.
-    Both have all parameters. ``held`` says this in the message: "every other leaf".
+    Both have all parameters. ``held`` is a text for the message: "every other leaf".
     """
     params, steps = example
     on_second_rank = set(range(len(tree.leaves(params)))) - on_first_rank
+    # Functions of a tree that replace the leaves of the other rank by None.
     of_first_rank = functools.partial(without_leaves, on_second_rank)
     of_second_rank = functools.partial(without_leaves, on_first_rank)
     updates, tolerance = _updates_and_tolerance(tx, example)
@@ -424,9 +428,12 @@ class _UnknownSum(BaseException):
 def _run_until_unknown_sum(
     tx: Transform, example: Example, known_sums: list[Tensor], not_counted: set[int]
 ) -> list[PyTree] | _UnknownSum:
-    """Return the updates of one rank, or an `_UnknownSum` if it needs more sums than ``known_sums``.
+    """Return the updates of one rank, or an `_UnknownSum` if it needs more sums over both ranks than are known.
 
-    `_on_two_ranks` then adds the contributions of both ranks to ``known_sums``, and starts this run again.
+    Clipping by the global norm needs one sum in each step. Without known sums, the run ends in the first step, and the
+    result has this rank's part of the squared norm. The caller adds the part of the other rank to ``known_sums``, and
+    starts the run again, which then ends in the second step.
+
     ``not_counted`` are the numbers of the leaves that the other rank adds to a sum.
     """
     next_sums = list(known_sums)

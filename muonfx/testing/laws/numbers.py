@@ -212,7 +212,10 @@ def _check_faults(
 def _runs_with_faults(
     tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: list[int]
 ) -> _Runs:
-    """Run a transform with each kind of replaced element in the first gradients of ``faulty_leaves``."""
+    """Run a transform with another number, NaN, infinity or a large number in the first gradients of some leaves.
+
+    One element of each leaf is replaced. ``faulty_leaves`` are the numbers of these leaves in the tree.
+    """
     first_grads = steps[0]
     later_steps = steps[1:]
     grads_with_another = map_some(_with_another_element, faulty_leaves, first_grads)
@@ -223,7 +226,13 @@ def _runs_with_faults(
     with _add_note_to_errors(f"after a large element in the gradients of {names} at step 0, which the law puts in"):
         grads_with_large = _with_large_elements(faulty_leaves, first_grads, params)
         with_large = updates_of(tx, params, [grads_with_large, *later_steps])
-    return _Runs(usual_updates, with_another, with_nan, with_infinity, with_large)
+    return _Runs(
+        usual=usual_updates,
+        with_another=with_another,
+        with_nan=with_nan,
+        with_infinity=with_infinity,
+        with_large=with_large,
+    )
 
 
 def _check_fault_of_leaf(number: int, gradient: str, runs: _Runs, tolerance: float) -> None:
@@ -261,16 +270,19 @@ _LARGE_ELEMENTS = {torch.float32: 1e30, torch.float64: 1e300}
 """Large elements, by the dtype of the computation: sums of a few are finite, their squares are infinite."""
 
 
-def _with_large_elements(numbers: Sequence[int], grads: PyTree, params: PyTree) -> PyTree:
-    """Return gradients in which an element such as 1e30 replaces an element of each leaf with one of some numbers.
+def _with_large_elements(faulty_leaves: Sequence[int], grads: PyTree, params: PyTree) -> PyTree:
+    """Return gradients in which 1e30 replaces an element of some leaves, given by their numbers; 1e300 in float64.
 
     No number of float16 is large enough. So these gradients are converted to the dtype in which their updates are
     computed, which is at least float32 and no narrower than the dtype of the parameter.
+
+    >>> grads = {"a": torch.ones(1, dtype=torch.bfloat16), "b": torch.ones(1)}
+    >>> _with_large_elements([0], grads, params=grads)
+    {'a': tensor([1.0000e+30]), 'b': tensor([1.])}
     """
     param_leaves = tree.leaves(params)
     leaves, treedef = tree.flatten(grads)
-    for number in numbers:
-        # A bfloat16 gradient of a float32 parameter becomes float32, and its element 1e30.
+    for number in faulty_leaves:
         dtype = wide_dtype(leaves[number].dtype, param_leaves[number].dtype)
         wide_grad = leaves[number].to(dtype)
         leaves[number] = _with_element(_LARGE_ELEMENTS[dtype], wide_grad)
@@ -445,12 +457,12 @@ def counts_hold_ten_million_steps(tx: Transform, params: PyTree, steps: list[PyT
     >>> counts_hold_ten_million_steps(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     _, last_state = history(tx, params, steps)[-1]
-    counters = _counters(tx.init(params), last_state, len(steps))
+    counters = _counters(tx.init(params), last_state, len(steps))  # the numbers of the leaves that count
     # The state as after ten million steps, without taking them.
     late_state = map_some(_as_after_a_long_run, counters, copied_tree(last_state))
     _, next_state = tx.run(steps[-1], late_state, params)
     steps_taken = A_LONG_RUN + 1
-    named_leaves = tree.named_leaves(next_state)
+    named_leaves = tree.named_leaves(next_state)  # [("count", tensor(10000001)), ...]
     for number in counters:
         name, counter = named_leaves[number]
         if not bool((counter.double() == steps_taken).all()):
