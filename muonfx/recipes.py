@@ -302,9 +302,10 @@ def _muon_is_no_role(owner: str, argument: str) -> ValueError:
 
 
 def _wrong_roles(owner: str, argument: str, roles: list[str], expected_roles: set[str]) -> ValueError:
-    """Return the error for a dict with numbers for other roles than expected.
+    """Return the error for a dict with other roles than expected, such as ``{"embeding": 0.3, "head": 0.002}``.
 
-    It has a hint for each role that may be misspelled, and one for a head that is tied to the embedding.
+    The error suggests "embedding" for a misspelled role. It has a hint if no parameter has the role "head", because a
+    head may share the parameter of the embedding.
     """
     missing_roles = expected_roles.difference(roles)
     hints = [did_you_mean(role, missing_roles) for role in roles if role not in expected_roles]

@@ -41,9 +41,9 @@ def style() -> Generator[None]:
     """
     with styles.context(_STYLE):
         yield
+        # The first figure of a process may turn on interactive mode: a notebook shows no figure without it. The end of
+        # the style would turn it off again.
         interactive = matplotlib.is_interactive()
-    # The first figure of a process loads the backend. A notebook's backend turns on interactive mode, without which no
-    # figure is shown. The mode is not part of the style, so it is kept.
     matplotlib.interactive(interactive)
 
 

@@ -104,7 +104,8 @@ def plot_rates(rows: Rows, *, ax: Axes | None = None) -> Axes:
 def _draw_final_losses(axes: Axes, contender: Contender, last_step: int, height_of_crosses: float) -> None:
     """Draw the losses of one optimizer at the last step over the rate, and a cross where the run of a seed diverged.
 
-    ``height_of_crosses`` is from 0, the bottom of the axes, to 1, their top.
+    ``contender.losses_at`` has the losses of all seeds by rate and step: ``{0.1: {100: tensor([2.1, 2.2])}}``. They are
+    NaN or infinite for a run that diverged. ``height_of_crosses`` is from 0, the bottom of the axes, to 1, their top.
     """
     final_losses_at: dict[float, Tensor] = {}
     diverged: list[float] = []

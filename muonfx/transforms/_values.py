@@ -134,11 +134,11 @@ class Values:
     def check(self, operand: Leaf, output: Leaf, beginning: str) -> None:
         """Raise an error if a value that the step returns is complex, or has another shape than its leaf.
 
-        A step that returns ``u.sum()`` in place of an update ``u`` of shape (2,) is such an error.
+        ``def step(u, s): return u.sum(), s`` is such an error for a leaf of shape (2,).
 
         Args:
-            operand: the placeholder that the step received, such as ``s.trace``.
-            output: the placeholder that it returned in its place.
+            operand: the placeholder that the step received, here ``u``.
+            output: the placeholder that it returned in its place, here ``u.sum()``.
             beginning: the first words of the error: "momentum: the step returns a state".
         """
         if has_shape_of_leaf(output):  # the usual case, which reads no tensor

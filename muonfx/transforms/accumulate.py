@@ -274,13 +274,11 @@ def _indices_by_path(updates: PyTree) -> list[int]:
     """
     if tree.is_flat(updates):  # a plain dict, whose leaves are in the order of its sorted keys
         return list(range(len(updates)))
-    keys_and_indices: list[tuple[list[tuple[str, Any]], int]] = []
-    for index, path in enumerate(tree.paths(updates)):
+    keys: list[list[tuple[str, Any]]] = []
+    for path in tree.paths(updates):
         # ("blocks", 0) becomes [("str", "blocks"), ("int", 0)], because Python cannot compare an int with a string.
-        key = [(type(entry).__name__, entry) for entry in path]
-        keys_and_indices.append((key, index))
-    sorted_by_path = sorted(keys_and_indices)  # by the keys, which differ, so indices are never compared
-    return [index for _, index in sorted_by_path]
+        keys.append([(type(entry).__name__, entry) for entry in path])
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def _leaves_with_any_gradient(updates: PyTree, params: PyTree, accumulated: AccumulateState) -> PyTree:

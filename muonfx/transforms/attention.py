@@ -345,6 +345,9 @@ def _modules_by_plain_name(model: nn.Module) -> dict[str, nn.Module]:
     """Return all modules of a model by name, without the parts of a name that wrappers such as DDP add.
 
     In a `DistributedDataParallel`, "module.attn" becomes "attn". The name of the model itself is "".
+
+    >>> list(_modules_by_plain_name(nn.Sequential(nn.Linear(2, 2))))
+    ['', '0']
     """
     submodules = {name: module for name, module in model.named_modules() if name}
     # `unwrapped` takes names of parameters, so it receives the name that a parameter of each module would have.

@@ -284,10 +284,10 @@ def matrixwise(
     """
 
     def decorate(constructor: Callable[..., StateAndMatrixStep]) -> Callable[..., Transform]:
-        """Return the factory of transforms: a function like the constructor that returns a transform.
+        """Return a function like ``constructor`` that returns a transform in place of the pair (state, step).
 
-        A constructor is the function under the decorator, which returns a state and a step: ``def f(decay, *, view):
-        ... return state, step``. `muonfx.transform` makes the factory, and calls `init_and_update` with its arguments.
+        ``constructor`` is the function under the decorator: ``def f(decay, *, view): ... return state, step``.
+        `muonfx.transform` calls `init_and_update` with the same arguments, and makes a transform of the two functions.
         """
         default_view = _default_view(constructor)
 
@@ -302,11 +302,13 @@ def matrixwise(
         cost_of_leaf = None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
         if cost is not None:
             cost_of_leaf = functools.partial(_cost_of_leaf, cost)
+        # How a parameter is divided into parts for several ranks, and how long a rank takes for it.
+        work = MatrixWork(on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf)
         # The decorator of any transform, with the options that hold for each transform of matrices.
         as_transform = transform(
             locality=matrix_locality,
             reads_params=reads_params,
-            matrices=MatrixWork(on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf),
+            matrices=work,
             name_patterns=name_patterns,
             position=position,
             short_names=short_names,

@@ -336,9 +336,9 @@ def _find_members(attentions: list[AttentionHeads], params: PyTree) -> list[_Mem
 
 
 def _require_biases(members: list[_Member], plain_names: Mapping[str, str]) -> None:
-    """Raise if a bias of `nn.MultiheadAttention` is a part of its queries or keys, and no `AttentionHeads` matches it.
+    """Raise if `nn.MultiheadAttention` adds a bias to queries or keys, and no `AttentionHeads` matches this bias.
 
-    If only the weights were scaled, the logits would not be multiplied by the factor of their head.
+    A query is ``W x + b``. If only the weight W were scaled, the logits would not be multiplied by the factor.
 
     Args:
         members: the parameters that are scaled.
@@ -348,7 +348,7 @@ def _require_biases(members: list[_Member], plain_names: Mapping[str, str]) -> N
     member_names = {plain_names[member.name] for member in members}
     for member in members:
         prefix = f"{member.module}." if member.module else ""  # "layers.0.self_attn."
-        # The bias of queries, keys and values. It is fused, also if the weights are not, because of kdim or vdim.
+        # One bias for queries, keys and values, also if these have separate weights, because of kdim or vdim.
         bias = f"{prefix}in_proj_bias"
         if bias in all_names and bias not in member_names:
             raise ValueError(
@@ -568,9 +568,11 @@ def _check_pairs(members: list[_Member]) -> None:
 
 
 def _missing_role(member: _Member, role: str) -> ValueError:
-    """Return an error for a parameter whose module has no parameter with the other role, "query" or "key"."""
-    # For "attn.q_proj.weight" without keys, the role is "key", and the missing name is "attn.k_proj".
-    projection = getattr(member.heads, role)  # such as "k_proj"
+    """Return an error for queries without keys, or keys without queries, in one attention module.
+
+    For "attn.q_proj.weight" without keys, ``role`` is "key", and the missing name is "attn.k_proj".
+    """
+    projection = getattr(member.heads, role)  # "k_proj"
     missing_name = f"{member.module}.{projection}" if member.module else projection
     return ValueError(
         f"qk_clip: found the {member.roles[0]} weights {member.name!r} without the {role} weights {missing_name!r}, "

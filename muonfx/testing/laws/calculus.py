@@ -158,6 +158,7 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     >>> derivatives_by_parameters_are_right(mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     example = Example(params, steps)
+    # A function of the elements of the parameters, with the gradients fixed, that returns the elements of all updates.
     updates_by_parameters = functools.partial(_updates_of_vectors, widened(tx), example, _as_vector(steps))
     _check_derivatives(gradcheck, updates_by_parameters, _as_vector(params))
 
@@ -172,6 +173,7 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     tx = widened(tx)
 
     def updates_by_changes(changes: Tensor) -> Tensor:
+        """Return the elements of all updates, for relative changes of all numbers: 0.1 for a decay times 1.1."""
         changed_tx = _with_changed_numbers(tx, changes)
         return _updates_of_vectors(changed_tx, Example(params, steps), _as_vector(steps), _as_vector(params))
 

@@ -146,7 +146,8 @@ def changing_a_number_does_not_recompile(tx: Transform, params: PyTree, steps: l
     >>> import muonfx as mfx
     >>> changing_a_number_does_not_recompile(mfx.scale(2.0), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    # Each step has a new transform, as from `with_hyperparams`: dynamo guards on the caches of a used transform.
+    # Each step has a new transform with another value, as from `with_hyperparams`. If one transform were used again, a
+    # value that it has cached meanwhile could cause a compilation.
     tx_of_tensors = as_tensors(tx)
     tx_of_step = [scaled(tx_of_tensors, 0.9**step) for step in range(len(steps))]
     _check(tx_of_tensors, tx_of_step, params, steps)
