@@ -101,7 +101,11 @@ def _where_decay_agrees(update: Tensor, weight: Tensor, sign: float) -> Tensor:
 )
 @with_memory
 def add_decayed_weights(
-    _memory: Memory, weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
+    _memory: Memory,  # supplied by `with_memory`, not by callers
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Mask = None,
+    *,
+    cautious: bool = False,
 ):
     r"""Add ``weight_decay`` times the parameters to the updates.
 
@@ -150,7 +154,11 @@ def add_decayed_weights(
 )
 @with_memory
 def subtract_decayed_weights(
-    _memory: Memory, weight_decay: ScalarOrSchedule = 0.0, mask: Mask = None, *, cautious: bool = False
+    _memory: Memory,  # supplied by `with_memory`, not by callers
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Mask = None,
+    *,
+    cautious: bool = False,
 ):
     """Subtract ``weight_decay`` times the parameters from the updates.
 

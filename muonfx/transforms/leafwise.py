@@ -234,7 +234,7 @@ def leafwise(
     position: Position | Callable[..., Position | None] | None = None,
     short_names: Mapping[str, str | tuple[str, ...]] | None = None,
     check_extras: Callable[[Any, Mapping[str, Any]], None] | None = None,
-) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...
+) -> Callable[[Callable[P, StateAndStep]], Callable[P, Transform]]: ...  # for ``@leafwise(reads_params=True)``
 
 
 def leafwise(

@@ -188,12 +188,14 @@ class Matrices:
     def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
         """Split the tensors of a tree into matrices; leaves of None are skipped.
 
-        For ``{"qkv": x}`` and the view ``"(qkv=3 out) in -> qkv out in"``, ``stacks`` is ``[x.reshape(3, out, in)]``.
-
         Args:
             view: how each tensor divides into matrices.
             values: the tree, such as the updates or the parameters.
             named: whether errors show the names of the tensors. Finding them takes time, so `update` leaves them out.
+
+        >>> view = MatrixView("(qkv=3 out) in -> qkv out in")
+        >>> [stack.shape for stack in Matrices(view, {"qkv": torch.zeros(6, 4)}).stacks]
+        [torch.Size([3, 2, 4])]
         """
         self.values = values
         self.present = Present(values)

@@ -56,13 +56,6 @@ def on_stacks(
     A unit has whole matrices, and all units of a parameter have one shape. So a rank that has a shard of a parameter
     can update the units in its shard. This is the option ``on_stacks`` of `MatrixWork`.
 
-    Take `orthogonalize` with the view ``"(heads=8 out) in -> heads out in"`` and the shapes ``{"q": (64, 16)}``. The
-    units of q are its 8 heads, and the two results are:
-
-    - `orthogonalize` with the view ``{"q": "units out=8 in=16 -> units out in"}``, for ``q.reshape(8, 8, 16)`` or some
-      of its heads;
-    - ``{"q": (8, 16)}``, the rows and columns of a head.
-
     Args:
         tx: a transform with an argument ``view``.
         shapes: the shape of each parameter, by name.
@@ -71,6 +64,12 @@ def on_stacks(
     Returns:
         A transform for parameters reshaped to (units, rows, columns), and a dict from the names of the parameters that
         have units to (rows, columns).
+
+    >>> import muonfx as mfx
+    >>> tx = mfx.orthogonalize(view=MatrixView("(heads=8 out) in -> heads out in"))
+    >>> tx_of_heads, shapes = on_stacks(tx, {"q": (64, 16)})
+    >>> tx_of_heads.arguments["view"].text("q"), shapes  # for q.reshape(8, 8, 16), or for some of its 8 heads
+    ('units out=8 in=16 -> units out in', {'q': (8, 16)})
     """
     view: MatrixView = tx.arguments["view"]
     pattern_of_units: dict[str, str] = {}  # from a glob that matches one parameter

@@ -104,8 +104,10 @@ def _on_whole_leaves(update: Callable[..., tuple[PyTree, PyTree]]) -> Callable[.
 def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a `monitor` that measures all leaves together.
 
-    With ``name="grad"`` and the metric "norm", the state after the update ``{"w": [3.0, 4.0]}`` is ``{"grad/norm":
-    5.0}``.
+    >>> init, update = _monitor_of_tree("grad", ["norm"])
+    >>> grads = {"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    >>> update(grads, init(grads))[1].values
+    {'grad/norm': tensor(5.)}
     """
 
     def init(params: PyTree) -> MonitorState:
@@ -136,8 +138,10 @@ def _monitor_of_tree(name: str, metrics: list[Metric]) -> InitAndUpdate:
 def _monitor_of_leaves(name: str, metrics: list[Metric]) -> InitAndUpdate:
     """Return ``init`` and ``update`` of a `monitor` that measures each leaf separately.
 
-    With ``name="grad"`` and the metric "norm", the state after the update ``{"w": [3.0, 4.0]}`` is ``{"grad/norm":
-    {"w": 5.0}}``.
+    >>> init, update = _monitor_of_leaves("grad", ["norm"])
+    >>> grads = {"w": torch.tensor([3.0, 4.0])}
+    >>> update(grads, init(grads))[1].values
+    {'grad/norm': {'w': tensor(5.)}}
     """
 
     def init(params: PyTree) -> LeafMonitorState:

@@ -47,6 +47,7 @@ def of_leaves(function: Callable[[Tensor], Tensor]) -> InitAndUpdate:
     """
 
     def apply_to_leaves(leaves: list[Tensor], may_overwrite: bool) -> list[Tensor]:
+        """Apply the function to stacks of flattened leaves, and give the results the shapes of the leaves."""
         flat_leaves = [leaf.reshape(-1) for leaf in leaves]
         # Equal sizes are enough, because the leaves are flattened: leaves of (2, 3) and (6,) form a stack of (2, 6).
         apply_to_stacks = ew.by_stacks(function)  # stacks small leaves of one size, for fewer calls
