@@ -92,7 +92,11 @@ def without_torchs_own_warnings() -> Generator[None]:
 
 
 def _check_one(function: LawFunction, tx: Transform, example: Example, options: dict[str, Any]) -> None:
-    """Check a law on a copy of one example, and raise every error as `LawViolation`, which shows this example."""
+    """Check a law on a copy of one example, and raise every error as `LawViolation`, which shows this example.
+
+    A law is a function of a transform, parameters and the gradients of each step, which raises an error if it does not
+    hold.
+    """
     name = function.__name__
     try:
         # A copy, so that a transform that overwrites its input does not change the example in the message.

@@ -97,8 +97,9 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
 def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that a leaf has the same bits alone as among others of its shape, at any place of the tree.
 
-    Layouts put different matrices on one rank, so a difference in the last bit would depend on the layout. A state that
-    is rounded at random depends on the place of its leaf, so the leaf is then computed alone at its place only.
+    In a sharded run, the number of ranks determines which matrices are computed together, and must not change a bit. A
+    state that is rounded at random depends on the place of its leaf, so the leaf is then computed alone at its place
+    only.
 
     >>> import muonfx as mfx
     >>> a_leaf_has_the_same_bits_in_any_company(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))

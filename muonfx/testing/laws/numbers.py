@@ -98,7 +98,9 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     """
     usual_updates = updates_of(tx, params, steps)
     all_leaves = set(range(len(tree.leaves(params))))  # by their numbers in the tree
+    # With a fault in every leaf: other elements and matrices of a leaf keep their updates, as far as declared.
     _check_fault_stays(tx, params, steps, usual_updates, faulty_leaves=all_leaves)
+    # With a fault in every leaf but one, which keeps its updates.
     for number in all_leaves:
         _check_fault_stays(tx, params, steps, usual_updates, faulty_leaves=all_leaves - {number})
 
@@ -372,6 +374,7 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
         when = f"gradients of {magnitude:g}"
         param_magnitude = min(1.0, magnitude)  # never large: adding a normalized update would round it away
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
+        # With the usual parameters, and then with scaled ones too.
         with _add_note_to_errors(f"for {when}"):
             results = history(tx, params, scaled_steps)
         _require_finite(when, results)

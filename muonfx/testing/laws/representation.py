@@ -76,7 +76,7 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
             "gradients are": history(tx, params, _mapped(store, steps)),
             "the state is": history(tx, params, steps, change_state=partial(_mapped, store)),
         }
-        for which, results in histories.items():
+        for which, results in histories.items():  # as in "gradients are stored transposed"
             _require_contiguous_results(f"{which} stored {how}", tx, params, results, expected)
     # Strides of zero: one element in memory is all elements of the tensor, as in the gradient of a sum.
     expanded_steps = tree.map(_first_repeated, steps)

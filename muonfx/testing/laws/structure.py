@@ -39,7 +39,7 @@ def absent_leaves_are_left_alone(tx: Transform, params: PyTree, steps: list[PyTr
         steps_to_check = [grads]
         if calls(tx, "accumulate"):  # an earlier gradient may change a state in a step without one
             steps_to_check = steps[: step + 1]
-        absent = _names_without_gradient(*steps_to_check)
+        absent = _names_without_gradient(*steps_to_check)  # of the leaves whose state must stay
         old_state = copied_tree(_state_of(absent, param_names, state))
         structure = tree.flatten(state)[1]
         updates, state = tx.run(grads, state, params)
@@ -208,8 +208,8 @@ def init_on_meta_gives_the_same_spec(tx: Transform, params: PyTree, steps: list[
     state = tx.init(on_meta(params))
     # Both states are moved to the meta device, so that only structures, shapes and dtypes are compared.
     require_spec("state of meta parameters", on_meta(state), on_meta(tx.init(params)), "init's on real ones")
-    if not list(tree.tensors(params)):
-        return  # a count has the usual device, without a parameter to take it from
+    if not list(tree.tensors(params)):  # no parameter shows that the device is meta
+        return
     # A count without dims may have the usual device too; all other leaves take no memory.
     for name, leaf in tree.named_leaves(state):
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.device.type != "meta":

@@ -116,7 +116,8 @@ def fingerprint_ignores_numbers(tx: Transform, params: PyTree, steps: list[PyTre
 def pytree_views_round_trip(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that optree and torch flatten a transform to the same leaves, and unflatten these to an equal transform.
 
-    Unflattening must also accept other objects as leaves, because functions on pytrees use placeholders.
+    The leaves are its numbers: [0.9] for ``momentum(0.9)``. Unflattening must also accept other objects as leaves,
+    because functions such as ``torch.func.vmap`` use placeholders.
 
     >>> import muonfx as mfx
     >>> pytree_views_round_trip(mfx.momentum(), {}, [])
