@@ -106,45 +106,37 @@ def ownership_of(state: PyTree, params: PyTree) -> list[Ownership]:
     mixed_nodes: set[TypedPath] = set()  # such as ("options",)
     for path in state_paths:
         for depth in range(len(path)):
-            if not _parameter_from(depth, path, name_of):
+            if not _begins_with_parameter(path[depth:], name_of):
                 mixed_nodes.add(path[:depth])
     return [_ownership_of_path(path, name_of, mixed_nodes) for path in state_paths]
 
 
-def _parameter_from(start: int, path: TypedPath, name_of: Mapping[TypedPath, str]) -> TypedPath:
-    """Return the longest path of a parameter that begins at an index of the path of a leaf; () if there is none.
+def _begins_with_parameter(path: TypedPath, name_of: Mapping[TypedPath, str]) -> bool:
+    """Return True if a path begins with the path of a parameter, as ("mlp", "weight", "trace") with ("mlp", "weight").
 
-    ``name_of`` has the paths of all parameters as keys. In ("momenta", "mlp", "weight"), the parameter
-    ("mlp", "weight") begins at the index 1.
+    ``name_of`` has the paths of all parameters as keys.
     """
-    for stop in range(len(path), start, -1):
-        if path[start:stop] in name_of:
-            return path[start:stop]
-    return ()
+    return any(path[:stop] in name_of for stop in range(1, len(path) + 1))
 
 
 def _ownership_of_path(
     path: TypedPath, name_of: Mapping[TypedPath, str], mixed_nodes: Container[TypedPath]
 ) -> Ownership:
-    """Return the ownership of the leaf of a state at a path.
+    """Return the ownership of the leaf of a state at a path: which part of the path is the path of a parameter.
 
     If ("mlp", "weight") is a parameter, ("trace", "mlp", "weight") belongs to it, and the rest of the path is
-    ("trace",). Below a mixed node, which has a child that is no parameter, a name of a parameter is a coincidence.
+    ("trace",). A name directly below one of the ``mixed_nodes``, which have children that are no parameters, does not
+    count: it equals the name of a parameter by coincidence.
     """
-    param_path: TypedPath = ()
-    param_start = 0
-    for start in range(len(path)):
-        if path[:start] in mixed_nodes:
-            continue
-        candidate = _parameter_from(start, path, name_of)
-        # Longer paths and deeper nodes are less likely to match by coincidence.
-        if len(candidate) >= len(param_path):
-            param_path = candidate
-            param_start = start
-    if not param_path:
-        return Ownership(None, entries_of_path(path))
-    path_without_name = path[:param_start] + path[param_start + len(param_path) :]
-    return Ownership(name_of[param_path], entries_of_path(path_without_name))
+    # The longest part counts, and of equally long ones the last: they are the least likely to match by coincidence.
+    for length in range(len(path), 0, -1):
+        for start in range(len(path) - length, -1, -1):
+            before = path[:start]
+            part = path[start : start + length]
+            after = path[start + length :]
+            if part in name_of and before not in mixed_nodes:
+                return Ownership(name_of[part], entries_of_path(before + after))
+    return Ownership(None, entries_of_path(path))
 
 
 def _ownership_of_one_tensor(state: PyTree, param: object) -> list[Ownership]:
