@@ -18,7 +18,7 @@ from muonfx.core.chain_differences import CHAINS
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
 from muonfx.core.value import walk
-from muonfx.optimizer.group_numbers import Group, Hyperparam, TrackedGroup, fitted
+from muonfx.optimizer.group_numbers import Group, TrackedGroup, fitted
 
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to its code with the group's numbers."""
@@ -97,33 +97,23 @@ def _changed_schedules(tx: Transform, tracked: TrackedGroup, saved: Group) -> li
     return [name for name, text in texts.items() if saved_texts.get(name) != text]
 
 
-def keys_of_schedules(tracked: TrackedGroup, schedules: Iterable[str]) -> tuple[str, ...]:
-    """Return the beginnings of the keys of a group that are numbers of schedules with these dotted names.
+def key_prefixes(tracked: TrackedGroup, schedules: Iterable[str]) -> tuple[str, ...]:
+    """Return the prefixes of the keys that a group has for the numbers of these schedules, such as "scale.rate.".
 
-    For example, "scale_by_learning_rate.learning_rate." is the beginning of
-    "scale_by_learning_rate.learning_rate.peak", a number of the schedule of the learning rate.
-    """
-    beginnings: list[str] = []
-    for schedule in schedules:
-        for hyperparam in tracked.numbers.hyperparams:
-            if hyperparam.names[0].startswith(f"{schedule}."):
-                beginnings.append(_beginning_of_key(hyperparam, schedule))
-    return tuple(beginnings)
-
-
-def _beginning_of_key(hyperparam: Hyperparam, schedule: str) -> str:
-    """Return the beginning of the keys that a param group has for the numbers of a schedule, such as its peak.
+    The keys of a saved group begin with them, too, even if its schedule was another one with other arguments.
 
     Args:
-        hyperparam: one of these numbers: its key in the group, and its dotted name, which may begin with a label.
-        schedule: the dotted name of the schedule.
-
-    >>> peak = Hyperparam("scale.rate.peak", ("muon.scale.rate.peak",))
-    >>> _beginning_of_key(peak, "muon.scale.rate")
-    'scale.rate.'
+        tracked: the group. It may have the key "scale.rate.peak" for the number "muon.scale.rate.peak".
+        schedules: the dotted names of the schedules, such as "muon.scale.rate".
     """
-    argument = hyperparam.names[0].removeprefix(f"{schedule}.")  # such as "peak"
-    return hyperparam.key.removesuffix(argument)
+    prefixes: list[str] = []
+    for schedule in schedules:
+        for hyperparam in tracked.numbers.hyperparams:
+            name = hyperparam.names[0]  # such as "muon.scale.rate.peak"
+            if name.startswith(f"{schedule}."):
+                argument = name.removeprefix(f"{schedule}.")  # such as "peak"
+                prefixes.append(hyperparam.key.removesuffix(argument))
+    return tuple(prefixes)
 
 
 def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group:
@@ -132,7 +122,7 @@ def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group
     Numbers of schedules that have changed stay as in the code: a run may be resumed with a longer schedule. Numbers of
     other schedules are taken, because they may have been written into ``param_groups``.
     """
-    from_code = keys_of_schedules(tracked, _changed_schedules(tx, tracked, saved))
+    from_code = key_prefixes(tracked, _changed_schedules(tx, tracked, saved))
     entries: Group = {}
     for key, value in saved.items():
         is_from_code = isinstance(key, str) and key.startswith(from_code)  # False for all if no schedule has changed
@@ -167,8 +157,8 @@ def _differences_of_schedules(tx: Transform, tracked: TrackedGroup, saved: Group
 def _differences_of_numbers(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
     """Return a line for each number of a group that differs, without numbers of schedules whose code was saved."""
     label = tracked.group.get("label")
-    compared_as_a_whole = keys_of_schedules(tracked, saved.get(SCHEDULES, {}))
-    from_code = keys_of_schedules(tracked, _changed_schedules(tx, tracked, saved))
+    compared_as_a_whole = key_prefixes(tracked, saved.get(SCHEDULES, {}))
+    from_code = key_prefixes(tracked, _changed_schedules(tx, tracked, saved))
     lines: list[str] = []
     for key in _comparable_keys(tracked, saved):
         if key.startswith(compared_as_a_whole):

@@ -11,7 +11,7 @@ from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
-from muonfx.optimizer.resuming import first_lines, keys_of_schedules, schedules_of
+from muonfx.optimizer.resuming import first_lines, key_prefixes, schedules_of
 from muonfx.optimizer.saved_chains import chain_warning, with_new_names
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
@@ -504,8 +504,7 @@ def _missing_hyperparams(
         if saved is None:
             continue
         tracked.numbers.parse(saved)  # raises if a value is not a number
-        # The beginnings of the keys of schedules, such as "scale_by_learning_rate.learning_rate.".
-        from_code = keys_of_schedules(tracked, schedules_of(tx, tracked))
+        from_code = key_prefixes(tracked, schedules_of(tx, tracked))
         for key in tracked.numbers.keys:
             # Entries that torch's schedulers add are not required, nor are numbers of schedules: the code has them.
             if key not in saved and not key.startswith(from_code):
