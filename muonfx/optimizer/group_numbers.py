@@ -144,21 +144,22 @@ class GroupNumbers:
         >>> numbers._changed("adam.b1", 0.9, 0.8)
         0.8
         """
-        if equal(first, second) or self._was_read(name, second):  # only the first may have changed
+        if equal(first, second):
+            return first
+        if self._was_read(name, second):  # it is the old value, and only the first has changed
             return first
         if self._was_read(name, first):  # only the second has changed
             return second
-        # Both are new. A checkpoint that stores each entry separately returns two copies of one tensor.
+        # Both have changed. A checkpoint that stores each entry separately returns two copies of one tensor.
         if isinstance(first, Tensor) and isinstance(second, Tensor) and first.tolist() == second.tolist():
             return first
-        # Both have changed, to different values.
         keys = [repr(hyperparam.key) for hyperparam in self.hyperparams if name in hyperparam.names]
         raise ValueError(
             f"{' and '.join(keys)} in a group both set {name}, to {first!r} and {second!r}: set one of them"
         )
 
     def _was_read(self, name: str, number: Number) -> bool:
-        """Return True if a hyperparameter had this value when the group was last read."""
+        """Return True if a hyperparameter had this value at the last `read`; False for all if nothing was read yet."""
         return name in self._last_numbers and equal(self._last_numbers[name], number)
 
     def complete(self, entries: Group, defaults: Numbers) -> dict[str, Number]:

@@ -236,17 +236,18 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     The numbers come from the transform. Raise ValueError if a number in the group is out of range. ``rules`` has the
     transforms that update the group's parameters; two rules if the parameters have two labels, such as "muon" and
     "adamw".
+
+    Transforms have dotted names for their numbers. So the entries, such as "momentum", are converted to numbers by
+    dotted name, "muon.momentum.decay", and back.
     """
     defaults = stepping.defaults  # the transform's numbers by dotted name: {"muon.momentum.decay": 0.95}
     # With a key such as "weight_decay" if the numbers of all labels are equal.
     entries = with_common_defaults(rules, group, defaults)
-    # All numbers of the group by dotted name.
-    group_numbers = GroupNumbers(group_hyperparams(rules, entries))
-    completed = group_numbers.complete(entries, defaults)
+    converter = GroupNumbers(group_hyperparams(rules, entries))
+    completed = converter.complete(entries, defaults)
     numbers = {name: own_copy(number) for name, number in completed.items()}  # no other group has the same tensors
-    require_in_range(stepping.tx, group_numbers.hyperparams, numbers, defaults)
-    # The same numbers under the keys of the group, such as "momentum".
-    group.update(group_numbers.entries(numbers))
+    require_in_range(stepping.tx, converter.hyperparams, numbers, defaults)
+    group.update(converter.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
 
 
