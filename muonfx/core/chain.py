@@ -43,22 +43,23 @@ def is_new(outputs: PyTree, updates: PyTree) -> bool:
 
 
 def donation_of_outputs(tx: Transform, outputs: PyTree, updates: PyTree, donation: Donation) -> Donation:
-    """Return the donation to the next transform of a chain: whether it may overwrite the outputs of ``tx``.
+    """Return which inputs the next transform of a chain may overwrite: the outputs of ``tx``, and its own state.
 
-    ``tx`` returned these for ``updates``, and ``donation`` was the donation to it. They may be overwritten if nothing
-    else uses their memory: neither a state, nor the caller of the chain.
+    ``tx`` returned the outputs for ``updates``, and ``donation`` has which of its own inputs it was allowed to
+    overwrite. The outputs may be overwritten if nothing else uses their memory: neither the new state of ``tx``, nor
+    the caller of the chain.
 
     >>> updates, outputs = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
     >>> donation_of_outputs(mfx.scale(2.0), outputs, updates, Donation(updates=False, state=True))
     Donation(updates=True, state=True)
     """
     # A transform that has the argument `donate` promises that its new state does not share memory with its outputs.
-    no_state_has_them = donation.state and tx._keeps_donation_promise
-    if not no_state_has_them:
+    state_may_share_outputs = not (donation.state and tx._keeps_donation_promise)
+    if state_may_share_outputs:
         return Donation(updates=False, state=donation.state)
-    # The caller has the incoming updates, which may be the outputs, unless it has donated them.
-    caller_has_none = donation.updates or is_new(outputs, updates)
-    return Donation(updates=caller_has_none, state=donation.state)
+    # The outputs may be the incoming updates, which the caller still uses, unless it has donated them.
+    may_overwrite = donation.updates or is_new(outputs, updates)
+    return Donation(updates=may_overwrite, state=donation.state)
 
 
 @transform(

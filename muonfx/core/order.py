@@ -142,9 +142,10 @@ class _Placed(NamedTuple):
 
 
 def _positioned(member: str, tx: Transform) -> list[_Placed]:
-    """Return the transforms of one chain member with their declared positions, inner transforms first.
+    """Return the transforms of one chain member with the position that the author of each declared, inner ones first.
 
-    ``member`` is the name of the chain member. A wrapper or chain without a position of its own is left out.
+    ``member`` is the name of the chain member. A transform that only calls others, such as a chain or a wrapper without
+    a position, is left out. The position of a negative scale is "turns": it reverses the sign of updates.
 
     >>> _positioned("muon", mfx.chain(mfx.scale(-1.0)))
     [_Placed(member='muon', tx=scale(factor=-1.0), position='turns')]
@@ -153,11 +154,10 @@ def _positioned(member: str, tx: Transform) -> list[_Placed]:
     # The transforms within this one belong to the same member of the chain.
     for child in tx.children:
         positioned += _positioned(member, child)
-    position = tx.position
     is_chain = tx.declaration.combinator.in_sequence  # also one without members, which has no children
-    calls_others = tx.children or is_chain
-    if position is not None or not calls_others:
-        positioned.append(_Placed(member, tx, position))
+    only_calls_others = tx.position is None and (bool(tx.children) or is_chain)
+    if not only_calls_others:
+        positioned.append(_Placed(member, tx, tx.position))
     return positioned
 
 
