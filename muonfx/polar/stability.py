@@ -45,10 +45,10 @@ _DIVERGED = 10.0
 
 @called_once  # a tracer calls this once and keeps the answer
 def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
-    """Return how much rounding in `dtype` may enlarge the result: 1.02 if singular values may be 2 percent larger.
+    """Return a bound of the singular values after all steps in `dtype`, divided by their bound in exact arithmetic.
 
-    It is `bound(u) / bound(0)`, where `bound(u)` is a bound of the singular values after all steps if products have a
-    relative error of about `u`. Here `u` is the unit roundoff of `dtype`. The result is infinite if they are unbounded.
+    It is 1.02 if rounding may make singular values 2 percent larger, and infinity if rounding may make the iteration
+    diverge. It is 1 if the iteration diverges in exact arithmetic too, since rounding is not the reason then.
 
     Args:
         steps: the polynomial of each step.
@@ -58,7 +58,7 @@ def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, d
     """
     after_every_step = tuple(range(1, len(steps)))
     exact = _bound(steps, after_every_step, safety, unit=0.0)
-    if exact == math.inf:  # these polynomials diverge without any rounding
+    if exact == math.inf:
         return 1.0
     rounded = _bound(steps, restarts, safety, unit=torch.finfo(dtype).eps / 2)
     return rounded / exact

@@ -78,19 +78,22 @@ class Predicate(Condition):
     def globs(self) -> tuple[tuple[str, ...], ...]:
         """Return the globs of each `path` within, in groups, to find misspelt ones.
 
-        A glob of each group should match the name of some parameter of the model; else the group is misspelt.
+        A group is several globs of which at least one should match the name of a parameter; else they are misspelt.
+        With ``&``, each operand has groups of its own. With ``|``, one operand may match nothing, so that the globs of
+        both are one group.
 
         >>> (path("a.*") & (path("b.*") | path("c.*"))).globs()
         (('a.*',), ('b.*', 'c.*'))
         """
         if self.name == "path":  # one group: the arguments of `path`
             return (self.arguments,)
-        groups_of_parts = list(map(Predicate.globs, self.parts))
+        groups_of_parts = [part.globs() for part in self.parts]
         groups = tuple(chain.from_iterable(groups_of_parts))
-        # With |, one part is enough, so that all globs become one group.
-        if self.name == "|" and all(groups_of_parts):
+        # An operand without globs, such as `ndim`, has no groups. The globs of the other one stay as they are.
+        is_one_group = self.name == "|" and all(groups_of_parts)
+        if is_one_group:
             return (tuple(chain.from_iterable(groups)),)
-        return groups  # with &, each part must match
+        return groups
 
     def needs_modules(self) -> bool:
         """Return True if the predicate depends on module types (`module_type`), which named tensors do not have."""

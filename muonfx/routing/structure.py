@@ -513,23 +513,27 @@ def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_
 
 
 def _candidates_for_heads(modules: _Modules, inputs: Collection[str]) -> Iterator[tuple[int, Layer]]:
-    """Yield the layers that return a width that is read nowhere, outside all blocks (repeated modules), with the index.
+    """Yield the index and the layer for each layer of a model that may be an output head, judged by its width.
 
-    Such a layer may be an output head. ``inputs`` are the paths of layers that read raw input, which are none.
+    A head is outside all blocks (repeated modules), and no layer or norm reads the width that it returns, except within
+    a block. These are no heads:
+
+    - the first layers of the model; ``inputs`` has their paths;
+    - an embedding, which reads indices;
+    - a layer between others, which returns the width that it reads;
+    - a layer that returns a slice of features for each block, such as the embedding of a condition.
 
     >>> layers = [Layer("embed", 3, 8), Layer("h.0.fc", 8, 8, block="h.0"), Layer("lm_head", 8, 100)]
     >>> [layer.path for _, layer in _candidates_for_heads(_Modules(layers, norms=[], read_widths={3, 8}), ["embed"])]
     ['lm_head']
     """
-    widths_read_whole = _widths_between_modules(modules, inputs)
+    widths_between_modules = _widths_between_modules(modules, inputs)
     block_counts = _numbers_of_blocks(modules.layers)
     for index, layer in enumerate(modules.layers):
-        if layer.block is not None or layer.path in inputs:
-            continue
-        if layer.reads is None:  # an embedding
+        if layer.block is not None or layer.path in inputs or layer.reads is None:
             continue
         is_between_others = layer.returns == layer.reads
-        if is_between_others or layer.returns in widths_read_whole:
+        if is_between_others or layer.returns in widths_between_modules:
             continue
         if not _returns_slices(layer.reads, layer.returns, block_counts, modules.read_widths):
             yield index, layer
