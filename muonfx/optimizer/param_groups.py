@@ -280,9 +280,10 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     """
     if torch.compiler.is_compiling() or optimizer in _owners:  # a muonfx optimizer
         return
-    labels = _labels_of_owned(optimizer.param_groups)
-    if not labels or _calls_owner(optimizer):
+    owned_groups = _owned_groups(optimizer.param_groups)
+    if not owned_groups or _calls_owner(optimizer):
         return
+    labels = [repr(group.get("label")) for group in owned_groups]
     raise RuntimeError(
         f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
         "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
@@ -291,17 +292,13 @@ def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
     )
 
 
-def _labels_of_owned(groups: Iterable[Group]) -> list[str]:
-    """Return the labels, such as "'muon'", of those groups that a muonfx optimizer has, or has had."""
+def _owned_groups(groups: Iterable[Group]) -> list[Group]:
+    """Return those groups that a muonfx optimizer has now, or has had if it marks them by their class `OwnedGroup`."""
     # Compare groups as objects: a plain copy, ``dict(group)``, is another object, and may be used on purpose.
     ids_of_owned_groups: set[int] = set()
     for owner in _owners:
         ids_of_owned_groups.update(map(id, owner.param_groups))
-    labels: list[str] = []
-    for group in groups:
-        if id(group) in ids_of_owned_groups or isinstance(group, OwnedGroup):
-            labels.append(repr(group.get("label")))
-    return labels
+    return [group for group in groups if isinstance(group, OwnedGroup) or id(group) in ids_of_owned_groups]
 
 
 def _calls_owner(optimizer: Optimizer) -> bool:
