@@ -26,18 +26,21 @@ Answer = TypeVar("Answer")
 
 
 class _Outcome(NamedTuple):
-    """The result of a rank in a step, which it sends to other ranks."""
+    """The value that a function has returned on a rank, or the error that it has raised."""
 
-    value_or_error: Any
-    """The value, or the error that was raised instead, in a form that can be sent."""
+    value: Any = None
+    error: Exception | None = None
+    """The error, in a form that can be sent to other ranks. For an interrupt, it is an error with the same text."""
     interrupt: BaseException | None = None
-    """An interrupt of this rank, such as KeyboardInterrupt, which it raises again after the step."""
+    """An interrupt, such as KeyboardInterrupt. It is not sent: this rank raises it again after the step."""
 
 
-class _Failures(NamedTuple):
-    """The errors of the ranks that have failed, by rank. Each rank receives them in place of its answer."""
+class _Reply(NamedTuple):
+    """The message of rank 0 to a rank at the end of a step: its answer, or the errors of all ranks."""
 
+    answer: Any
     error_of_rank: dict[int, Exception]
+    """The errors of the ranks that have failed. If there are any, no rank receives an answer."""
 
 
 class Together:
@@ -90,53 +93,54 @@ class Together:
             return answer
         # 1. An error is sent in place of the value: a rank that raised it at once would let the others wait forever.
         computed = _attempt(compute)
-        values_or_errors = self._gather(computed.value_or_error)  # of all ranks, on rank 0 only
+        outcomes = self._gather(computed._replace(interrupt=None))  # of all ranks, on rank 0 only
         # 2. Rank 0 sends an answer to each rank, or the errors of all ranks.
-        merged = _Outcome([])  # on the other ranks, which have no answers to send
+        replies: list[_Reply] = []  # on the other ranks, which have none to send
+        interrupt_of_merge: BaseException | None = None
         if self.rank == 0:
-            merged = self._merge(values_or_errors, merge)
-        answer_or_failures = self._scatter(merged.value_or_error)
+            replies, interrupt_of_merge = self._replies(outcomes, merge)
+        reply = self._scatter(replies)
         # 3. All ranks have communicated, so each may raise. An interrupt comes first: it is of this rank alone, and the
         # other ranks raise the error that was sent for it.
-        for interrupt in (computed.interrupt, merged.interrupt):
+        for interrupt in (computed.interrupt, interrupt_of_merge):
             if interrupt is not None:
                 raise interrupt
-        if isinstance(answer_or_failures, _Failures):
-            raise_one_error(answer_or_failures.error_of_rank, self.path)
-        return answer_or_failures
+        if reply.error_of_rank:
+            raise_one_error(reply.error_of_rank, self.path)
+        return reply.answer
 
-    def _merge(self, values_or_errors: list[Any], merge: Callable[[list[Any]], Sequence[Any]]) -> _Outcome:
-        """On rank 0, return a list with the answer for each rank, or with the errors, because each rank waits for one.
+    def _replies(
+        self, outcomes: Sequence[_Outcome], merge: Callable[[list[Any]], Sequence[Any]]
+    ) -> tuple[list[_Reply], BaseException | None]:
+        """On rank 0, merge the values of all ranks; return the reply to each rank, and an interrupt of the merge.
 
-        The values ``[3, 4]`` become ``[7, 7]`` if ``merge`` sums them. The values ``[3, error]`` become
-        ``[_Failures({1: error})] * 2``. The list is in an `_Outcome`, which may also have an interrupt of this rank.
+        The values 3 and 4 become ``[_Reply(7, {}), _Reply(7, {})]`` if ``merge`` sums them. If rank 1 has an error in
+        place of a value, both replies are ``_Reply(None, {1: error})``.
         """
-        # 1. Some ranks have sent an error in place of a value: there is nothing to merge.
-        error_of_rank = {rank: item for rank, item in enumerate(values_or_errors) if isinstance(item, Exception)}
-        if error_of_rank:
-            return _Outcome([_Failures(error_of_rank)] * self.size)
-        # 2. Rank 0 may fail in the merge itself, and then sends its error in place of all answers.
-        merged = _attempt(lambda: list(merge(values_or_errors)))
-        if isinstance(merged.value_or_error, Exception):
-            failures = _Failures({self.rank: merged.value_or_error})
-            return _Outcome([failures] * self.size, merged.interrupt)
-        return merged
+        error_of_rank = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+        if error_of_rank:  # values are missing, so there is nothing to merge
+            return [_Reply(None, error_of_rank)] * self.size, None
+        values = [outcome.value for outcome in outcomes]
+        merged = _attempt(lambda: list(merge(values)))
+        if merged.error is not None:
+            return [_Reply(None, {self.rank: merged.error})] * self.size, merged.interrupt
+        return [_Reply(answer, {}) for answer in merged.value], None
 
-    def _gather(self, value: object) -> list[Any]:
-        """Return the values of all ranks on rank 0, and an empty list elsewhere."""
-        values: list[Any] = []
+    def _gather(self, outcome: _Outcome) -> list[_Outcome]:
+        """Return the outcomes of all ranks on rank 0, and an empty list elsewhere."""
+        outcomes: list[Any] = []
         if self.rank == 0:
-            values = [None] * self.size  # torch fills this list
+            outcomes = [None] * self.size  # torch fills this list
         with _communication():
             # torch requires None in place of a list on ranks that receive nothing.
-            dist.gather_object(value, values or None, dst=self._merging_rank, group=self.group)
-        return values
+            dist.gather_object(outcome, outcomes or None, dst=self._merging_rank, group=self.group)
+        return outcomes
 
-    def _scatter(self, answers: list[Any]) -> Any:
-        """Return this rank's item of ``answers``, a list on rank 0 that is empty elsewhere."""
+    def _scatter(self, replies: list[_Reply]) -> _Reply:
+        """Return this rank's item of ``replies``, a list on rank 0 that is empty elsewhere."""
         received: list[Any] = [None]
         with _communication():
-            dist.scatter_object_list(received, answers or None, src=self._merging_rank, group=self.group)
+            dist.scatter_object_list(received, replies or None, src=self._merging_rank, group=self.group)
         return received[0]
 
 
@@ -148,9 +152,9 @@ def _attempt(compute: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(compute())
     except Exception as error:
-        return _Outcome(_sendable(error))
+        return _Outcome(error=_sendable(error))
     except BaseException as error:  # the other ranks get an ordinary error, and this rank raises its interrupt later
-        return _Outcome(_as_checkpoint_error(error), interrupt=error)
+        return _Outcome(error=_as_checkpoint_error(error), interrupt=error)
 
 
 def _sendable(error: Exception) -> Exception:
