@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
@@ -18,6 +18,7 @@ from muonfx.core import Donation, Transform
 from muonfx.core.chain import chain_entries
 from muonfx.core.donation import NOTHING
 from muonfx.core.extras import sum_over_leaves
+from muonfx.core.transform import stacked
 from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Visit, as_chain, stand_in, visit
 from muonfx.placement.arguments import Arguments, meta_like
@@ -29,7 +30,6 @@ from muonfx.sharding.communication.matrix_stage import MatrixStage, Step
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
-from muonfx.sharding.plan.matrix_shards import on_stacks
 from muonfx.sharding.shards.dtensors import map_named
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.tree import PyTree
@@ -343,18 +343,26 @@ def _stage(tx: Transform, binding: Binding, names: Sequence[str], device: torch.
 
     Its plan has the rank that computes each matrix (its owner).
     """
-    entries = chain_entries(tx)
-    members = entries or {tx.name: tx}  # a single transform counts as a chain of one
-    run = tuple(members.items())
-    plan = binding.plan(run, names, device)
-    if plan.stacks:  # an owner may compute some matrices of a stack: the transforms must accept any number of them
-        shapes = {name: plan.specs[name].shape for name in plan.stacks}
-        # Not `plan.run`, which is cached by structure: it may have the learning rate of an earlier transform.
-        members = dict(on_stacks(run, shapes))
-        is_single = entries is None
-        tx = members[tx.name] if is_single else as_chain(members)
+    members = chain_entries(tx) or {tx.name: tx}  # a single transform counts as a chain of one
+    plan = binding.plan(tuple(members.items()), names, device)
     reads_params = any(member.reads_params for member in members.values())
+    if plan.stacks:
+        shapes = {name: plan.specs[name].shape for name in plan.stacks}
+        tx = _for_parts_of_stacks(tx, shapes)
     return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
+
+
+def _for_parts_of_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Transform:
+    """Return an equal transform or chain that accepts any number of the matrices of each stack.
+
+    If "experts" is a stack of the shape (6, 4, 4), it also updates a part of the shape (2, 4, 4), because an owner may
+    compute only two of the six matrices. A plan has such transforms, too, but all transforms of one structure share it,
+    so those may have another learning rate. ``shapes`` has the shape of each stack by parameter name.
+    """
+    members = chain_entries(tx)
+    if members is None:
+        return stacked(tx, shapes)[0]
+    return as_chain({name: stacked(member, shapes)[0] for name, member in members.items()})
 
 
 @stand_in
