@@ -51,15 +51,15 @@ _LOADS = "states (load on all ranks, or on none)"
 _COUNTERS = "numbers in their states"
 
 
-class _ConstantFacts(NamedTuple):
-    """Facts that are the same in all steps of a transform."""
+class _PreparedFacts(NamedTuple):
+    """The values that `facts_of_step` needs in every step. They are computed in the first step of a transform only."""
 
     transforms: str
     """The digest of `facts_of_transforms`."""
     state_size: int
     """The number of leaves of the state."""
-    shared_state: dict[str, int]
-    """The leaves of the state that belong to no parameter, such as counters: from name to index."""
+    counter_indices: dict[str, int]
+    """The index in the state of each leaf without a parameter, such as a counter: ``{"2.scale_by_adam.count": 4}``."""
 
 
 def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
@@ -74,15 +74,15 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         tx: the transform with its current numbers.
         call: the arguments of the step, with local tensors.
     """
-    constant = _constant_facts(binding, tx, call.like)  # computed once, for all steps
-    counters = _leaves_without_parameter(constant, call.state)
+    prepared = _prepare_facts(binding, tx, call.like)  # computed once, for all steps
+    counters = _leaves_without_parameter(prepared, call.state)
     step = _step_of(counters, progress)
     schedules = _values_of_schedules(tx, step)
     dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(call.params)]
     loaded = "loaded" if progress.has_loaded else "not loaded"
     return {
         # The transform, and how often it was stepped.
-        _TRANSFORMS: constant.transforms,
+        _TRANSFORMS: prepared.transforms,
         _ORDER: f"number {progress.serial} of the group",
         _HAS_PARAMS: call.params is not None,
         _DTYPES: _digest_of_dtypes(binding, tuple(dtypes)),
@@ -110,20 +110,20 @@ def facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Fact
     return {**facts_of_transforms(binding, tx, call.like), **facts, _DTYPES: dtypes}
 
 
-@by_structure
-def _constant_facts(binding: Binding, tx: Transform, params: PyTree) -> _ConstantFacts:
-    """Return what does not change from step to step, of the values that the ranks compare in each step.
+@by_structure  # remembers the result for the next steps
+def _prepare_facts(binding: Binding, tx: Transform, params: PyTree) -> _PreparedFacts:
+    """Return the values that `facts_of_step` needs in every step: a digest of transforms, and the indices of counters.
 
-    These are a digest of the transforms, and where counters and other leaves without a parameter are in the state:
-    ``{"2.scale_by_adam.count": 4}`` for leaf 4. The decorator `by_structure` remembers the result for the next steps.
+    The digest is a short hash, which ranks compare in place of long texts. The values of counters change in each step,
+    but not where they are in the state.
     """
     placements = describe_state(binding, tx, params)  # for each leaf of the state, the parameter to which it belongs
-    index_of: dict[str, int] = {}
+    counter_indices: dict[str, int] = {}
     for index, placement in enumerate(placements):
         if placement is not None and placement.name is None:  # the leaf belongs to no parameter
-            index_of[placement.path] = index
+            counter_indices[placement.path] = index
     transforms = digest(facts_of_transforms(binding, tx, params))
-    return _ConstantFacts(transforms, state_size=len(placements), shared_state=index_of)
+    return _PreparedFacts(transforms, len(placements), counter_indices)
 
 
 @remembered
@@ -132,17 +132,17 @@ def _digest_of_dtypes(binding: Binding, dtypes: tuple[torch.dtype | None, ...]) 
     return digest(dtypes)
 
 
-def _leaves_without_parameter(constant: _ConstantFacts, state: PyTree) -> dict[str, Any]:
+def _leaves_without_parameter(prepared: _PreparedFacts, state: PyTree) -> dict[str, Any]:
     """Return the leaves of a state that belong to no parameter, such as ``{"2.scale_by_adam.count": tensor(7)}``.
 
     A wrong state, with another number of leaves than `init` returns, is no error here: it may be on this rank only. If
     so, the ranks differ in the text "5 leaves", which is compared in place of the counters, and all of them raise.
     """
     leaves = tree.leaves(state)
-    is_of_another_transform = len(leaves) != constant.state_size
+    is_of_another_transform = len(leaves) != prepared.state_size
     if is_of_another_transform:
         return {"": f"{len(leaves)} leaves"}
-    return {name: leaves[index] for name, index in constant.shared_state.items()}
+    return {name: leaves[index] for name, index in prepared.counter_indices.items()}
 
 
 def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
