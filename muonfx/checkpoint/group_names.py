@@ -74,10 +74,11 @@ def _plain_params_of(groups: Iterable[Group]) -> set[str]:
 
 
 def _new_params(leaf_names: Iterable[str], rename: Rename) -> Mapping[str, str]:
-    """Return the name that each parameter gets by ``rename``, which renames leaves, by its name in the checkpoint.
+    """Return the new name of each parameter in a checkpoint, which is the new name of its leaves.
 
-    The name of a parameter is the last level of the names of its leaves: "a" of "adam/mu/a". It is left out if its
-    leaves get several names.
+    Param groups have the names of parameters, such as "a", but the patterns of ``rename`` are for leaves, such as
+    "adam/mu/a". So the leaves are renamed, and the last level of a new name is the name of the parameter. A parameter
+    is left out if its leaves get several names.
 
     >>> _new_params(["adam/mu/a", "adam/nu/a", "adam/mu/b"], {"*/a": "inner/*/x"})
     {'a': 'x', 'b': 'b'}

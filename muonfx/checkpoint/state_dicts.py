@@ -41,15 +41,17 @@ KeyPath = tuple[str | int, ...]
 def as_saved_optimizer(index: Index, names: Iterable[str], where: str) -> Index:
     """Return the index with the names that `muonfx.checkpoint.save` gives the state and the groups of an optimizer.
 
-    An index without the state dict of an optimizer is returned unchanged. Otherwise the result has nothing else. For
-    example, the leaves "optimizer/state/0/muon.trace" and "model/fc.weight" become one leaf, "muon/trace/fc.weight".
-    The objects ``{"optimizer/param_groups/0/params": [0], "optimizer/param_groups/0/param_names": ["fc.weight"]}``
-    become ``{"param_groups": [{"param_names": ["fc.weight"]}]}``.
+    An index without the state dict of an optimizer is returned unchanged. Otherwise the result has the leaves and the
+    groups of the optimizer, and nothing else. For example, with a model in the checkpoint, too:
+
+    - the leaf "optimizer/state/fc.weight/muon.trace" becomes "muon/trace/fc.weight";
+    - the object "optimizer/param_groups/0/lr" becomes the entry "lr" of the first dict in the object "param_groups";
+    - the leaf "model/fc.weight" is left out.
 
     Args:
         index: the index of the checkpoint.
-        names: the names of the leaves of the optimizer to load. They decide where a name in a state dict has two
-            readings, as for a label with a dot.
+        names: the names of the leaves of the optimizer to load. With "a.b/trace/fc.weight" among them, the key
+            "a.b.trace" in a state dict is the label "a.b" and "trace"; else it is "a", "b" and "trace".
         where: the path of the checkpoint, for messages.
 
     Raises:

@@ -166,8 +166,11 @@ class _Values(NamedTuple):
         """
         expert_name_of = global_names(optimizer.model)  # other parameters have their own names in a checkpoint
         flat_optimizers = optimizer.all_flat_optimizers()
+        # 1. The state of this rank. A checkpoint has no leaves that are None, but a loaded state has them again, so
+        # ``paths`` has their paths, too.
         leaf_of_path = _local_state(flat_optimizers, optimizer.state, expert_name_of, with_position)
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
+        # 2. The parameters of this rank, each with its position in the whole parameter.
         global_name_of: dict[str, str] = {}
         params: dict[str, Any] = {}
         for flat_optimizer in flat_optimizers:
@@ -175,6 +178,7 @@ class _Values(NamedTuple):
             for name, param in flat.params().items():
                 global_name_of[name] = expert_name_of.get(name, name)
                 params[global_name_of[name]] = with_position(flat, name, param)
+        # 3. Both with empty leaves for those that only other ranks have.
         return cls(
             params=_with_leaves_of_others(params),
             state=_nest_leaves(_with_leaves_of_others(local_leaves)),
