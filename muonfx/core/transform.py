@@ -547,7 +547,7 @@ class Transform(Recorded):
         Transforms that call others, such as chains, use this: the outermost `update` has checked the arguments. The
         function receives only those of the ``extras`` that it accepts.
 
-        >>> mfx.scale(2.0).run({"w": torch.tensor(3.0)}, EmptyState(), None, value=0.1)  # `scale` reads no value
+        >>> mfx.scale(2.0).run({"w": torch.tensor(3.0)}, EmptyState(), None, value=0.1)  # an extra that it lacks
         ({'w': tensor(6.)}, EmptyState())
         """
         keywords = self._accepted_keywords(extras, donate)
@@ -569,7 +569,7 @@ class Transform(Recorded):
 
         The dict ``extras`` belongs to `run`, so entries may be added to it.
 
-        >>> mfx.momentum()._accepted_keywords({"value": 0.1}, NOTHING)  # it names `donate`, and no `value`
+        >>> mfx.momentum()._accepted_keywords({"value": 0.1}, NOTHING)  # it has no argument value
         {'donate': Donation(updates=False, state=False)}
         """
         names = self.extras.named
