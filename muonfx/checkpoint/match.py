@@ -566,7 +566,7 @@ class _Comparison:
                 advice.append(
                     "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
                 )
-            elif not cast_dtypes and not widens(stored_dtype, dtype):
+            elif not cast_dtypes and stored_dtype != dtype and not widens(stored_dtype, dtype):
                 problems.append(narrowing(name, stored_dtype, dtype))
                 narrowed_names.append(name)
         if narrowed_names:

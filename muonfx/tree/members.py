@@ -116,7 +116,10 @@ def _begins_with_parameter(path: TypedPath, name_of: Mapping[TypedPath, str]) ->
 
     ``name_of`` has the paths of all parameters as keys.
     """
-    return any(path[:stop] in name_of for stop in range(1, len(path) + 1))
+    for stop in range(1, len(path) + 1):  # noqa: SIM110 - `any` would call a generator for each of them
+        if path[:stop] in name_of:
+            return True
+    return False
 
 
 def _ownership_of_path(
