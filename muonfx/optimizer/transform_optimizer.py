@@ -428,11 +428,9 @@ class TransformOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The param groups, with the tensors that the model has now for their parameters, as after ``fully_shard``.
-
-        Functions of torch read the groups before they call a method of the optimizer: for example,
-        ``set_optimizer_state_dict`` looks up each parameter of the groups in the model.
-        """
+        """The param groups, with the tensors that the model has now for their parameters, as after ``fully_shard``."""
+        # Functions of torch read the groups before they call a method of the optimizer. For example,
+        # `set_optimizer_state_dict` looks up each parameter of the groups in the model.
         is_constructed = "state" in self._current
         if is_constructed and not torch.compiler.is_compiling():
             self._parameters.put_replacements_into(self._groups)
@@ -1037,9 +1035,8 @@ class TransformOptimizer(Optimizer):
 
         Warns:
             UserWarning: state was saved for parameters that are not trained now, and is not loaded; or parameters have
-                no saved state, because they were frozen; or numbers of the groups or schedules differ: the changed
-                schedules of this optimizer and the other numbers of the state dict are used; or another chain has saved
-                it.
+                no saved state, because they were frozen; or numbers of groups differ: the state dict's are used, except
+                for schedules that have changed; or another chain has saved it.
         """
         self._use_replacements()
         check_real(self._named_params())

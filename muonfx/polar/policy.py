@@ -73,7 +73,7 @@ _BLOCKS_AT_ONCE = 1 << 20
 """Largest number of elements in all Gram matrices of a batch, if symmetric products are computed by blocks."""
 
 
-class Reasons(NamedTuple):
+class _Reasons(NamedTuple):
     """The reasons for the dtype, the method and the products of a `Plan`, as text."""
 
     dtype: str
@@ -102,7 +102,7 @@ class Plan(Shown):
     """How `X X^T` is computed: in full ("batched"), or half of it by blocks or quack and the other half mirrored."""
     small_products: Products
     """How products of Gram matrices are computed, with the same choices as for `products`."""
-    reasons: Reasons
+    reasons: _Reasons
     """The reasons for the dtype, the method and the products, as text."""
     bound: float | None = None
     """A bound of the largest singular value, divided by its bound in exact arithmetic; None for coefficients in a
@@ -118,10 +118,6 @@ class Plan(Shown):
 
         A multiply-add counts as two operations. The count of operations alone would be too low: a product that computes
         one half of a symmetric matrix takes more than half of the time, and passes over memory take time too.
-
-        >>> plan = explain((100, 1000), coefficients=[(1.5, -0.5, 0.0)], dtype=torch.float32, products="batched")
-        >>> plan.load  # X X^T, and its product with X: 2 operations * 2 products * 100 * 100 * 1000
-        40000000.0
         """
         products = (self.products, self.small_products)
         multiply_adds = _cost(self.stages, *self.shape, self.rates, products)
@@ -266,7 +262,7 @@ def in_fp16_if_better(in_bf16: Plan, request: Request) -> Plan:
         f"{len(in_fp16.stages)} stages, for which bf16 rounds too much; rounded to bf16 before and after: "
         f"{in_bf16.reasons.dtype}"
     )
-    reasons = Reasons(why_dtype, in_fp16.reasons.method, in_fp16.reasons.products)
+    reasons = _Reasons(why_dtype, in_fp16.reasons.method, in_fp16.reasons.products)
     return replace(in_fp16, rounded_to=torch.bfloat16, reasons=reasons)
 
 
@@ -308,7 +304,7 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
     if coefficients.table is None:
         bound = largest(coefficients.steps, restarts_of(stages), coefficients.safety, compute)
     shape = (request.short, request.long)
-    reasons = Reasons(why_dtype, why_method, why_products)
+    reasons = _Reasons(why_dtype, why_method, why_products)
     return Plan(shape, compute, method, stages, products, small_products, reasons, bound, rates=rates)
 
 
