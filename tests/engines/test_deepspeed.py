@@ -361,6 +361,21 @@ def test_a_load_that_fails_before_the_first_step_makes_no_state(tmp_path: Path) 
     torch.testing.assert_close(optimizer.state[model.weight]["ema_params.average"], model.weight.detach())
 
 
+@pytest.mark.parametrize(("steps", "peak"), [(100, 0.5), (200, 1.0)])
+def test_a_written_number_comes_from_the_checkpoint_unless_its_schedule_has_changed(steps: int, peak: float) -> None:
+    key = "scale_by_learning_rate.learning_rate.peak"
+
+    def created(steps: int) -> Any:
+        return ours.optimizer(nn.Linear(2, 2), mfx.adamw(mfx.warmup_cosine_decay_schedule(1.0, 2, steps)))
+
+    optimizer = created(100)
+    optimizer.param_groups[0][key] = 0.5
+    resumed = created(steps)
+    with pytest.warns(UserWarning, match=r"peak=0\.5"):
+        resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[0][key] == peak
+
+
 def test_nothing_is_loaded_of_a_checkpoint_of_another_chain(tmp_path: Path) -> None:
     engine, _ = _engine(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 1)
     path = ours.save(engine, tmp_path / "a")

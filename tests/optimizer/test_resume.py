@@ -113,7 +113,11 @@ def by_optimizer_checkpoint(old: Any, new: Any) -> None:
     mfx.checkpoint.load(mfx.checkpoint.save(tempfile.mkdtemp(), old), new)
 
 
-@pytest.mark.parametrize("resume", [by_torch_save, by_torch_dcp, by_optimizer_checkpoint])
+def by_load_changed(old: Any, new: Any) -> None:
+    mfx.checkpoint.load_changed(mfx.checkpoint.save(tempfile.mkdtemp(), old), new)
+
+
+@pytest.mark.parametrize("resume", [by_torch_save, by_torch_dcp, by_optimizer_checkpoint, by_load_changed])
 def test_a_number_of_a_schedule_that_was_written_into_the_groups_comes_from_the_file(resume: Callable[..., None]):
     old = optimizer_for(mfx.adamw(cosine(1.0, 100), weight_decay=0.0), steps=1)
     old.param_groups[0][f"{RATE}.peak"] = 0.5
