@@ -1135,7 +1135,7 @@ class TransformOptimizer(Optimizer):
             tree.map(_copy_into, current_state, state)
         self._stepping.note_loaded(self._current["state"])
         if matched_groups is not None:
-            source = "load_transform_state: the state"
+            source = "param_groups: the loaded state"
             self._load_groups(matched_groups, source)
             # Last, because a warning may be turned into an error, and the load must be complete then.
             other_chain = chain_warning(source, self._stepping, self._tracked_groups.groups, matched_groups)
