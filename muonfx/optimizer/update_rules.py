@@ -254,11 +254,12 @@ def keys_by_label(rules: Sequence[UpdateRule]) -> set[str]:
 
 
 def common_keys(rules: Iterable[UpdateRule]) -> dict[str, dict[str, Hyperparam]]:
-    """Return the keys of a param group that set a hyperparameter of all labels, such as "lr".
+    """Return the keys, such as "lr", that a param group with parameters of several labels may have.
 
-    Each has the hyperparameter of every label, under the key that sets it for this label alone:
-    ``{"lr": {"muon.lr": muon_rate, "adamw.lr": adamw_rate}}``. ``rules`` are the different rules of the group's
-    parameters: the label of a parameter, and the hyperparameters of its transforms.
+    Each key has the hyperparameters that it sets, one for each label that reads the key, under the key that sets it for
+    this label alone: ``{"lr": {"muon.lr": muon_rate, "adamw.lr": adamw_rate}, "betas": {"adamw.betas": betas}}``.
+    ``rules`` are the different rules of the group's parameters: the label of a parameter, and the hyperparameters of
+    its transforms.
     """
     common: dict[str, dict[str, Hyperparam]] = {}
     for rule in rules:
@@ -288,7 +289,7 @@ def with_common_defaults(rules: Sequence[UpdateRule], group: Group, defaults: Nu
         defaults: the numbers of the transform by dotted name.
     """
     common_defaults: Group = {}
-    for key, hyperparam_of_label_key in common_keys(rules).items():  # a hyperparameter of each label
+    for key, hyperparam_of_label_key in common_keys(rules).items():
         values = [hyperparam.value_of(defaults) for hyperparam in hyperparam_of_label_key.values()]
         first_value, *other_values = values
         if other_values and all(equal(first_value, value) for value in other_values):
