@@ -331,12 +331,14 @@ class SteppingOverRanks(Stepping):
         return self.layout.dtensors[placement.name].mesh
 
     def local_value(self, index: int, leaf: Any, value: Any) -> Tensor:
-        """Return what `assign` copies into a leaf of the state on this rank: a part of a saved tensor, or all of it.
+        """Return the value that `assign` copies into a leaf of the state: this rank's part of a saved tensor, or all.
 
-        It is this rank's part. But if only the owner of a matrix (the rank that computes its update) has the leaf, a
-        state dict has it in the form of `exported`, and the result is the whole tensor, of which `assign` takes the
-        part: a full tensor, or a DTensor that is sharded evenly over the parameter's mesh. ``leaf`` is what
-        ``optimizer.state`` has now.
+        - The whole tensor, if only the owner of a matrix (the rank that computes its update) has the leaf, and it was
+          saved in a form of `exported`: in full, or as a DTensor that is sharded evenly over the parameter's mesh.
+          `assign` takes this rank's part.
+        - Otherwise this rank's part.
+
+        ``leaf`` is the tensor that ``optimizer.state`` has now.
         """
         placement = self._placements[index]
         if placement is None or not placement.owned:  # every rank has it, or it is sharded like its parameter
