@@ -132,7 +132,7 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Tr
 
     Args:
         tx: the transform of the optimizer, with the numbers from construction.
-        root: a record of ``tx``: the names of its parameters and numbers, and those of each transform that it calls.
+        root: a record of ``tx`` and of each transform that it calls: the names of their parameters and numbers.
         groups: the parameter names and the current numbers of each group.
     """
     numbers, names_that_differ = common_numbers(groups)

@@ -152,7 +152,7 @@ def require_same_position(value: DTensor, mesh: DeviceMesh) -> None:
     """Raise `Misfit` if a loaded DTensor is the shard of another rank, as if rank 0 loads the file of rank 1.
 
     The mesh (the ranks of a DTensor) in the file keeps the coordinates of the rank that saved it. They are compared
-    with those of this process in ``mesh``.
+    with the coordinates of this process in ``mesh``.
     """
     saved_position = value.device_mesh.get_coordinate()  # such as [0, 1]; None for a rank that is not in the mesh
     position = mesh.get_coordinate()

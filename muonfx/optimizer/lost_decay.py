@@ -76,9 +76,10 @@ def warn_of_rounding(stepping: Stepping, groups: Sequence[TrackedGroup], params:
 
 
 def _narrow_params(stepping: Stepping, params: NamedTensors) -> NamedTensors:
-    """Return the parameters in bfloat16 or float16 by name, without those of which `master_params` has float32 copies.
+    """Return the parameters in bfloat16 or float16 that a step may round, by name.
 
-    Left out are also frozen parameters, and parameters without values: on the meta device, or fake tensors.
+    Left out are parameters of which `master_params` has float32 copies, frozen parameters, and parameters without
+    values: on the meta device, or fake tensors.
     """
     narrow_params: dict[str, Tensor] = {}
     for name, param in params.items():

@@ -312,7 +312,7 @@ class SteppingOverRanks(Stepping):
         """Return the tensors of the state that one rank alone has, as DTensors of which each rank has an equal part.
 
         A state dict has them in this form, by their index in the state. All ranks call this together, because each
-        tensor is first sent to all ranks. ``leaves`` are those of this rank; a tensor of another rank alone is None.
+        tensor is first sent to all ranks. ``leaves`` are this rank's tensors; a tensor of another rank alone is None.
         """
         assert self.layout.group is not None  # there are several ranks
         wait_for_all(self.layout.group, "state_dict()")  # raises after a timeout if a rank does not call it

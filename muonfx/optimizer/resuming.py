@@ -26,7 +26,7 @@ SCHEDULES = "schedules"
 SCHEDULES_IN_CODE = "schedules_in_code"
 """The key in a saved group with a dict from the name of each schedule to the code that created it.
 
-Its numbers differ from those of the group if the user wrote others into ``param_groups``.
+Its numbers differ from the group's numbers if the user wrote others into ``param_groups``.
 """
 
 _NOT_TAKEN = ("params", "param_names", SCHEDULES, SCHEDULES_IN_CODE, CHAINS)

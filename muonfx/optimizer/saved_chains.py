@@ -211,7 +211,7 @@ class ChainRecord(NamedTuple):
         """Return, by name, the chains of the parameters of a saved group, of which ``names`` are the names.
 
         torch.distributed.checkpoint merges saved groups whose parameters are in one group now, and keeps the record of
-        one of them. Then only the chains that the record has by name are known: those of `exceptions`.
+        one of them. Then only the chains that the record has by name are known: `exceptions`.
         """
         has_more_names = len(names) > self.param_count
         lacks_names = not self.exceptions.keys() <= set(names)

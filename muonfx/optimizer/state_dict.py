@@ -461,8 +461,8 @@ def _read_entries(
 ) -> tuple[list[Load], list[str]]:
     """Return the values to load into the state of one parameter, and a line for each saved value that does not fit.
 
-    A line is such as ``"'bias' has no 'momentum.trace'"``. A value is that of this rank, with the index of the tensor
-    in the state into which it is copied.
+    A line is such as ``"'bias' has no 'momentum.trace'"``. Each value is for this rank, with the index of the
+    tensor in the state into which it is copied.
 
     Args:
         name: the name of the parameter.

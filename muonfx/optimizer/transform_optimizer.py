@@ -405,8 +405,8 @@ class TransformOptimizer(Optimizer):
     def _append_group(self, group: Group) -> None:
         """Append a group to ``param_groups`` by torch's method, and remove the entries that it adds.
 
-        It adds those of ``self.defaults`` that the group lacks, such as "momentum". They are the defaults of another
-        group, and the transforms of this one do not read them.
+        It adds the entries of ``self.defaults`` that the group lacks, such as "momentum". They are the defaults of
+        another group, and the transforms of this one do not read them.
         """
         absent_keys = self.defaults.keys() - group.keys()
         super().add_param_group(group)
