@@ -597,20 +597,21 @@ def _unfrozen(name: str) -> ValueError:
 
 
 def _without_tied(replaced: NamedTensors, named: NamedTensors) -> NamedTensors:
-    """Leave out new tensors that would be in the param groups twice, so that a step would update them twice.
+    """Return the new tensors, without tensors that would be in the param groups twice: a step would update them twice.
 
-    For example, ``model.head.weight = model.embedding.weight`` ties two parameters. The head's name would get the
-    tensor that the groups have for the embedding, so it keeps its former tensor instead: "head.weight" is left out.
+    For example, ``model.head.weight = model.embedding.weight`` ties two parameters. The groups have this tensor for the
+    embedding, so "head.weight" is left out, and keeps its former tensor in the groups.
 
     Args:
         replaced: the new tensors by parameter name.
         named: the tensors in the groups by parameter name.
     """
-    # Repeated, because a removal ties other names if the former tensor itself has replaced another one. For example,
+    # Repeated, because a name that is left out keeps its former tensor, which another name may have got. For example,
     # the groups have A, B and C, and would get B, C and C: the second name keeps B, so the first must keep A.
-    while tied_names := _tied_names(replaced, named):
-        replaced = {name: param for name, param in replaced.items() if name not in tied_names}
-    return replaced
+    untied = replaced
+    while tied_names := _tied_names(untied, named):
+        untied = {name: param for name, param in untied.items() if name not in tied_names}
+    return untied
 
 
 def _tied_names(replaced: NamedTensors, named: NamedTensors) -> list[str]:
