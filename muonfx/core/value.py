@@ -780,6 +780,8 @@ def _text_of_argument(argument: object) -> str:
     """
     if isinstance(argument, Recorded):  # an inner transform or a schedule
         return _text_of_call(argument)
+    if type(argument) is dict:
+        argument = dict(_items(argument))  # the items of a default are not sorted yet
     if type(argument) in _CONTAINERS:  # which may contain transforms
         return text_of(argument, _text_of_argument)
     return text_of(argument)  # a fixed value, such as "True", or a number, whose text is "*"

@@ -60,6 +60,18 @@ def test_a_fingerprint_does_not_change_when_an_argument_with_a_default_is_added(
     assert newer(rate=3).fingerprint == older().fingerprint  # an int where a float is meant
 
 
+def test_a_default_dict_of_transforms_is_left_out_of_a_fingerprint_in_any_order():
+    @mfx.transform(name="acme.labeled")
+    def labeled(transforms: Any = {"b": mfx.scale(2.0), "a": mfx.momentum()}):  # noqa: B006, B008
+        return mfx.scale(1.0).functions
+
+    @mfx.transform(name="acme.labeled")
+    def older():
+        return mfx.scale(1.0).functions
+
+    assert labeled().fingerprint == older().fingerprint
+
+
 def test_a_fingerprint_does_not_change_when_a_function_is_renamed_that_has_declared_its_name():
     one = momentum_like(module="acme.a", declared="acme.averaged")
     two = momentum_like(module="acme.b.c", name="_impl", declared="acme.averaged")
