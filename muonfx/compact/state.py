@@ -105,12 +105,18 @@ class QuantizedTrees:
 
 
 def _with_codes(
-    state: QuantizedState | KeyedQuantizedState, present: Present, encoded: list[Encoded]
+    state: QuantizedState | KeyedQuantizedState, present: Present, encoded_leaves: list[Encoded]
 ) -> QuantizedState:
-    """Return a state with the codes and scales of ``encoded``, one for each position in ``present``.
+    """Return a state with the codes and scales of ``encoded_leaves``, one for each position in ``present``.
 
-    At all other positions are the leaves of ``state``, or None.
+    All other positions keep the codes and scales that they have in ``state``. They are None if it has no trees yet:
+
+    >>> x = torch.ones(1)
+    >>> _with_codes(QuantizedState(None, None), Present({"w": x, "b": None}), [Encoded(codes=2 * x, scales=3 * x)])
+    QuantizedState(codes={'w': tensor([2.]), 'b': None}, scales={'w': tensor([3.]), 'b': None})
     """
-    codes = [tensor.codes for tensor in encoded]
-    scales = [tensor.scales for tensor in encoded]
-    return QuantizedState(present.fill(codes, state.codes), present.fill(scales, state.scales))
+    new_codes = [encoded.codes for encoded in encoded_leaves]
+    new_scales = [encoded.scales for encoded in encoded_leaves]
+    codes = present.fill(new_codes, state.codes)
+    scales = present.fill(new_scales, state.scales)
+    return QuantizedState(codes, scales)
