@@ -358,7 +358,7 @@ def check_update(updates: PyTree, params: PyTree) -> tuple[list[Any], tree.Struc
     """Check the updates of a step: raise unless they are floating point and fit the parameters by name and shape.
 
     Return the leaves, the tree structure, and the shape and dtype of each leaf of the parameters, which the caller
-    needs to check the state. The check has read them anyway. If ``params`` is None, they are those of the updates.
+    needs to check the state. The check has read them anyway. If ``params`` is None, the updates are described instead.
 
     >>> check_update({"w": torch.zeros(2)}, {"w": torch.zeros(3)})
     Traceback (most recent call last):

@@ -545,7 +545,7 @@ class Transform(Recorded):
         """Call the ``update`` function without checking the arguments. Return its pair (updates, state).
 
         Transforms that call others, such as chains, use this: the outermost `update` has checked the arguments. The
-        function receives only those of the ``extras`` that it accepts.
+        function receives only the ``extras`` that it accepts.
 
         >>> mfx.scale(2.0).run({"w": torch.tensor(3.0)}, EmptyState(), None, value=0.1)  # an extra that it lacks
         ({'w': tensor(6.)}, EmptyState())

@@ -108,7 +108,7 @@ class Visit:
 
 
 def _own_numbers(tx: Transform) -> list[str]:
-    """Return the names of the numbers of a transform and of its schedules, without those of inner transforms.
+    """Return the names of the numbers of a transform and of its schedules, without the numbers of inner transforms.
 
     >>> _own_numbers(mfx.momentum(0.9)), _own_numbers(mfx.chain(mfx.momentum(0.9)))
     (['decay'], [])

@@ -158,7 +158,7 @@ class Orthogonalizer:
     ) -> None:
         """Look up the coefficients. The other arguments are checked when the first plan is made.
 
-        The arguments are those of `orthogonalize`.
+        All arguments are as in `orthogonalize`.
         """
         resolved = polynomials(coefficients, steps)  # such as five polynomials (a, b, c) for "polar_express_5"
         self._polynomials = resolved
