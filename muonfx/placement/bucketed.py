@@ -200,8 +200,10 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
         buckets = [tree.names(updates)]  # one bucket, with the index 0
         with BucketedState(store, device, own_state, parameters, buckets, donate) as bucketed:
             loaded_state = division.merge(bucketed.load(0), inner_states)
-            # Donate no more than the caller does: the loaded part is a copy, but the inner states are the caller's.
-            new_updates, new_state = tx.run(updates, loaded_state, params, donate=donate, **extras)
+            # The own state may be overwritten if it is a loaded copy, but the inner states are the caller's.
+            may_write_state = donate.state if inner_states else bucketed.may_write_state
+            donation = Donation(updates=donate.updates, state=may_write_state)
+            new_updates, new_state = tx.run(updates, loaded_state, params, donate=donation, **extras)
             new_own_state, new_inner_states = division.split(new_state)
             bucketed.write_back(0, new_own_state)
             new_updates = bucketed.copied_from_buffers(new_updates)
