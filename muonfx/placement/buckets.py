@@ -143,8 +143,8 @@ def init_in_buckets(
 ) -> PyTree:
     """Call ``init`` once for each bucket of parameters. Return the whole state, in host memory or on disk (the store).
 
-    For the buckets ``[["q", "k"], ["mlp"]]``, the first call gives the state of "q" and "k", and the second adds that
-    of "mlp". In the first call, "mlp" is None, or an empty tensor on the device `outside`, such as "meta".
+    For the buckets ``[["q", "k"], ["mlp"]]``, the first call gives the state of "q" and "k", and the second adds the
+    state of "mlp". In the first call, "mlp" is None, or an empty tensor on the device `outside`, such as "meta".
     """
     first_bucket, *other_buckets = buckets
     whole_state = _init_bucket(store, first_bucket, params, init, outside)

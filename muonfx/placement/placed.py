@@ -153,9 +153,9 @@ def execution_of(visited: Visit) -> str:
 def _execution_at(visited: Visit, where: Where) -> str:
     """Return how a transform runs in a place: "leaf by leaf" if it can run on some leaves at a time.
 
-    Else the result is that of `execution_of`. An elementwise transform such as `momentum` runs leaf by leaf everywhere.
-    `orthogonalize` needs whole matrices: it runs leaf by leaf in one process, where each leaf is whole, and as a
-    "matrix stage" on shards.
+    Else this returns the text of `execution_of`. An elementwise transform such as `momentum` runs leaf by leaf
+    everywhere. `orthogonalize` needs whole matrices: it runs leaf by leaf in one process, where each leaf is whole, and
+    as a "matrix stage" on shards.
 
     >>> import muonfx as mfx
     >>> import torch
@@ -395,11 +395,11 @@ def _place_chain(visited: Visit, where: Where, *, applies: bool) -> Transform:
 
 @stand_in
 def in_groups(tx: Transform, groups: tuple[list[str], ...]):
-    """Run a chain whose members are themselves chains, with the state of one chain of all their members.
+    """Run a chain of which some members are chains, with the state of one chain of all their members.
 
     ``tx`` is ``chain(clip, chain(momentum, scale))``, for example, because the last two can run together. Then
-    ``groups`` is ``(["clip"], ["momentum", "scale"])``. The state has the keys "clip", "momentum" and "scale", as that
-    of ``chain(clip, momentum, scale)``.
+    ``groups`` is ``(["clip"], ["momentum", "scale"])``. The state has the keys "clip", "momentum" and "scale", like the
+    state of ``chain(clip, momentum, scale)``.
     """
     named_groups = list(zip(groups, tx.children, strict=True))
 

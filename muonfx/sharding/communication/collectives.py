@@ -107,8 +107,8 @@ def agree_on_shards(
 ) -> LeafAgreement:
     """Raise on all ranks unless each leaf is None or the shard of its rank. Return which leaves are None on some ranks.
 
-    The arguments are those of `agree_on_leaves`, in which the ranks exchange their errors. So an error of this rank
-    alone, such as a leaf of another shape than its shard, is not raised here: the other ranks would wait for this one.
+    It has the arguments of `agree_on_leaves`, in which the ranks exchange their errors. So an error of this rank alone,
+    such as a leaf of another shape than its shard, is not raised here: the other ranks would wait for this one.
     """
     if problem is None:
         try:

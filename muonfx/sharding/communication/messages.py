@@ -91,7 +91,7 @@ class Exchange:
         # The messages of this rank are sent, so another exchange may use their memory.
         self._layout.buffers.give_back(self._send_buffer)
         del self._send_buffer
-        # The receive buffer has the message of rank 0, then that of rank 1, and so on. Each is divided into tensors.
+        # The receive buffer has the messages of ranks 0, 1, 2, ..., in this order. Each is divided into tensors.
         # This rank sends itself no message: its own tensors were kept as they are.
         received: list[list[Tensor]] = []
         for rank, message in enumerate(self._receive_buffer.split(self._receive_sizes)):

@@ -194,7 +194,7 @@ class MeshCoordinates:
     def of(cls, mesh: DeviceMesh, ranks: Sequence[int]) -> MeshCoordinates:
         """Return the coordinates of some global ranks on a mesh, in the order of `ranks`.
 
-        On a mesh of ranks 0 and 2, those of ranks 0 to 2 are ``[(0,), None, (1,)]``.
+        On a mesh of ranks 0 and 2, ranks 0 to 2 have the coordinates ``[(0,), None, (1,)]``.
         """
         shape = tuple(mesh.shape)
         ranks_on_mesh = mesh.mesh.flatten().tolist()
@@ -250,8 +250,9 @@ class OnMesh(Cut):
         """Return the shard of the ranks with these coordinates, along the mesh dims that split the tensor.
 
         `coordinates_of_dims` has, for each dim of the tensor, the coordinates along the mesh dims that split this dim.
-        If a mesh dim of two ranks splits the rows of a matrix of shape (8, 4), and none splits the columns, ``((1,),
-        ())`` are those of the second rank. Its shard has rows 4 to 7 and all columns: ``((4, 8),)`` and ``((0, 4),)``.
+        If a mesh dim of two ranks splits the rows of a matrix of shape (8, 4), and none splits the columns, the second
+        rank has the coordinates ``((1,), ())``. Its shard has rows 4 to 7 and all columns: ``((4, 8),)`` and
+        ``((0, 4),)``.
         """
         spans_of_dims: list[tuple[Span, ...]] = []  # for each dim of the tensor, ranges of indices (start, end)
         for dim, coordinates in enumerate(coordinates_of_dims):

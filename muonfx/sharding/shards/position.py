@@ -56,7 +56,7 @@ class ShardView(NamedTuple):
     def of_each(self, stack: Tensor) -> tuple[Tensor, ...]:
         """Return this box of each of several shards of one shape, which are stacked along dim 0, as views.
 
-        The result is that of ``[self.of(shard) for shard in stack]``. In each step, a few calls for the whole stack
+        The result is equal to ``[self.of(shard) for shard in stack]``. In each step, a few calls for the whole stack
         take less time than a few for each shard.
 
         >>> rows = ShardView(None, (4, 2), ((0, 1, 2),))  # rows 1 and 2 of a shard of shape (4, 2)
