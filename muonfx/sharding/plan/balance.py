@@ -44,15 +44,16 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     [1, 1, 0]
     """
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
+    # 1. Items with a single candidate.
     without_choice = {index: item for index, item in enumerate(items) if len(item.candidates) == 1}
+    owner_of = _assign_to_least_loaded(without_choice, loads)  # updates `loads`
+    costs_before = [load.cost for load in loads]
+    # 2. Each other item, from the highest cost to the lowest, goes to its candidate with the lowest load so far.
     with_choice = {index: item for index, item in enumerate(items) if len(item.candidates) != 1}
     by_cost = _descending(with_choice)
-    # Each item goes to its candidate with the lowest load. The loads are updated by each assignment.
-    owner_of = _assign_to_least_loaded(without_choice, loads)
-    costs_before = [load.cost for load in loads]
     owner_of |= _assign_to_least_loaded(by_cost, loads)
-    # This may end a third above the optimum. If all these items have the same candidates, as in most models, a search
-    # may find an assignment with a lower largest cost, that is, a shorter step.
+    # 3. This may end a third above the optimum. If all these items have the same candidates, as in most models, search
+    # for an assignment with a lower largest cost, that is, a shorter step.
     candidates_of_items = {item.candidates for item in by_cost.values()}
     if len(candidates_of_items) == 1:
         (candidates,) = candidates_of_items
