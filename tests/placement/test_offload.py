@@ -614,6 +614,28 @@ def test_the_state_of_a_transform_of_the_whole_tree_is_stored_also_if_it_is_shar
     kit.violation.require_same("updates and state", ends[1], ends[0], "in memory")
 
 
+@pytest.mark.filterwarnings("ignore:.*locality TREE")
+def test_a_transform_of_the_whole_tree_may_overwrite_its_loaded_state(tmp_path: Path):
+    donations: list[mfx.Donation] = []
+
+    def whole_tree():
+        def init(params):
+            return tree.map(torch.zeros_like, params)
+
+        def update(updates, state, params=None, *, donate=mfx.core.donation.NOTHING):
+            donations.append(donate)
+            return updates, tree.map(torch.Tensor.add_, state, updates)
+
+        return init, update
+
+    tx = sharding.offload(mfx.transform(whole_tree)(), tmp_path)
+    state = tx.init(PARAMS)
+    before = all_bits(state)
+    tx.update(drawn(0), state, PARAMS)
+    assert donations == [mfx.Donation(updates=False, state=True)]
+    assert all_bits(state) == before
+
+
 def test_the_own_state_of_a_wrapper_is_not_looked_up_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # On a GPU, a look-up calls the driver for each tensor; on a disk, it goes through all files that are mapped.
     params = {"w": torch.ones(64, 64), "v": torch.ones(64, 64)}
