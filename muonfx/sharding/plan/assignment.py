@@ -22,7 +22,7 @@ import torch
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.transform import patterns_in, require_transform
+from muonfx.core.transform import patterns_in, require_transform, stacked
 from muonfx.core.value import strip_transparent
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import Report, Table
@@ -34,7 +34,6 @@ from muonfx.sharding.plan.matrix_shards import (
     LocalTransfers,
     MatrixShard,
     matrices_of,
-    on_stacks,
     shards_of_parameter,
     with_ranks_of_their_own,
 )
@@ -225,7 +224,8 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     # shape (6, 4, 4) may be a stack of six matrices (4, 4), which different ranks compute.
     matrices = matrices_of(run, shapes)
     shapes_of_stacks = {name: shapes[name] for name in matrices}
-    run_on_stacks = on_stacks(run, shapes_of_stacks)  # it accepts any number of the matrices of a stack
+    # Equal transforms, which accept any number of the matrices of a stack.
+    run_on_stacks = tuple([(name, stacked(tx, shapes_of_stacks)[0]) for name, tx in run])
     compute = _assumed_dtype(device)
     cost_of = cost_of_run(run_on_stacks, device.type, compute)
     unassigned = _unassigned_shards(specs, matrices, layout, cost_of)

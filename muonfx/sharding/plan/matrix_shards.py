@@ -261,11 +261,6 @@ def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple
     return {name: matrix for name, matrix in sorted(common) if prod(shapes[name])}
 
 
-def on_stacks(run: Run, shapes: dict[str, tuple[int, ...]]) -> Run:
-    """Return the same transforms in a form that treats leaves of the given shapes as stacks of matrices."""
-    return tuple([(name, stacked(tx, shapes)[0]) for name, tx in run])
-
-
 def shards_of_parameter(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[MatrixShard]:
     """Divide a parameter into the parts that one rank each will compute, with the ranks that may compute them.
 
