@@ -236,7 +236,7 @@ def _averaged_factors(
         s: the state with the old L, ``s.left``, and the old R, ``s.right``.
         b2: the weight of the old factors.
         c2: Adam's bias correction of their averages, ``1 - b2^t``.
-        is_kl: whether the factors are those of KL-SOAP.
+        is_kl: True for KL-SOAP.
     """
     g_for_left = g
     g_for_right = g.mT

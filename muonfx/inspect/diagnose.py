@@ -331,7 +331,7 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
     if tx.factory is not orthogonalize and not is_rate:  # such as a chain, with the transforms to measure in it
         return tx.with_children([_watched(child, measurements) for child in tx.children])
 
-    # The name and the properties are those of ``tx``, so that errors and checks are as without measurements.
+    # With the name and the properties of ``tx``, so that errors and checks are as without measurements.
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
     def watched():
         """Do what ``tx`` does, an `orthogonalize` or the multiplication by a learning rate, and measure its updates."""
@@ -353,7 +353,8 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
 def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor) -> Spectrum:
     """Return the singular values of one parameter before and after its orthogonalization, as a few numbers.
 
-    The smallest, the largest and the RMS are those after it. The tail and the needed steps are those of the momentum.
+    The smallest and the largest value and the RMS are after the orthogonalization. The tail and the needed steps are
+    from the values of the momentum.
 
     Args:
         tx: the `orthogonalize`, with its coefficients and its view (how a parameter divides into matrices).

@@ -91,8 +91,8 @@ class Summary(Shown):
     def report(self) -> Report:
         """Return the printed table: a row for each tensor, subtotals for each branch of the tree, and the total.
 
-        The columns are "leaf", "shape", "dtype" and "bytes". If the tensors are sharded, "owner" is one more, and the
-        bytes are those of "this rank" and of "all ranks".
+        The columns are "leaf", "shape", "dtype" and "bytes". For sharded tensors, "owner" is a further column, and
+        "this rank" and "all ranks" take the place of "bytes".
         """
         text_titles = ["leaf", *self._text_titles]
         titles_of_bytes = ["bytes"] if self.ranks is None else ["this rank", "all ranks"]

@@ -526,7 +526,7 @@ def _router_component(name: _Name, ndim: int, gated_mlps: GatedMlps) -> str | No
 
     A layer "gate" is a router, too, unless it is a part of a gated MLP: inside an expert, as ``experts.0.gate``, or in
     a module that also has ``up`` or ``down``. ``gated_mlps`` has the path of each such module, with the number of dims
-    of its matrices. ``ndim`` is that of the parameter.
+    of its matrices. ``ndim`` is the number of dims of the parameter.
 
     >>> name = _Name("mlp.gate.weight")
     >>> _router_component(name, 2, frozenset()), _router_component(name, 2, frozenset({("mlp", 2)}))

@@ -115,13 +115,15 @@ class Labels(RoutedLabels):
                 pattern_of[name] = view.pattern
                 labels_with_views.add(self[name])
         # 2. Globs in place of names. They must match no other parameter of these labels. They may match parameters of
-        # other labels, since a transform receives only those of its own.
+        # other labels, since a transform receives only the parameters of its own label.
         names = [name for name, label in self.items() if label in labels_with_views]
         pattern_of_glob = patterns(pattern_of, names)
         return given.extended(pattern_of_glob)
 
     def restrict(self, names: Iterable[str]) -> Labels:
-        """Return `Labels` for these parameter names only. Reasons and views (division into matrices) are kept.
+        """Return the `Labels` of some of the parameters, in the order of ``names``.
+
+        Each parameter keeps its label, the reason for it, and its view, the division into matrices.
 
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})

@@ -90,8 +90,8 @@ class Structure(NamedTuple):
 def structure_of(model: object) -> Structure:
     """Return which layers of a model are its first and its last ones, and other facts that the widths of layers show.
 
-    The widths are those of the modules that the model defines. It is not run. Named tensors without a model have an
-    empty structure.
+    The widths are read from the modules that the model defines. The model is not run. Named tensors without a model
+    have an empty structure.
 
     >>> block = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     >>> parts = {"embed": nn.Linear(3, 8), "blocks": nn.ModuleList([block]), "head": nn.Linear(8, 5)}

@@ -203,7 +203,7 @@ def tolerance_of(tx: Recorded, *trees: PyTree) -> float:
     """Return the tolerance for comparing results of a transform, by the narrowest dtype in it and in the trees.
 
     >>> import muonfx as mfx
-    >>> tolerance_of(mfx.momentum(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float32))  # that of bfloat16
+    >>> tolerance_of(mfx.momentum(dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float32))  # for bfloat16
     0.25
     """
     tolerance = TOLERANCES[torch.float64]

@@ -577,7 +577,7 @@ def _names_of_result_dim(item: _Item) -> Group:
 def _check_dims(dims: Sequence[Dim]) -> None:
     """Check the left side of a pattern: each name occurs once, and all sizes follow from the shape of a tensor.
 
-    ``in in`` and ``(a b) in`` are errors: from 12 rows, neither the size of a nor that of b follows.
+    ``in in`` and ``(a b) in`` are errors: from 12 rows, neither the size of a nor the size of b follows.
     """
     names: set[str] = set()
     for dim in dims:
