@@ -654,7 +654,7 @@ class _Formula:
             raise TypeError(f"{self._name}: the step returns another state than declared. {error}") from error
 
     def _check_state_output(self, name: str, declared: object, operand: object, output: object) -> None:
-        """Raise TypeError for an item of the returned state, ``output``, that is of a wrong type or a count unchanged.
+        """Raise TypeError if an item of the returned state, ``output``, has a wrong type, or is an unchanged count.
 
         ``operand`` is the item that the step received: a placeholder for a tree, or a 0-d tensor for a number. The item
         is declared in the state, such as ``count=StepCount()``, and ``name`` is "count".
