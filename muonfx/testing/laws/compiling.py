@@ -71,26 +71,28 @@ def _check(tx: Transform, tx_of_step: list[Transform], params: PyTree, steps: li
         require_close(f"step {step}, compiled (updates, state)", results, expected, "in eager mode", tolerance)
         _, state = results
         _, eager_state = expected
-        _require_one_graph(step, counter.graphs, _other_strides(first_state, state))
+        _require_one_graph(step, counter.graphs, first_state, state)
 
 
 def _other_strides(first_state: PyTree, state: PyTree) -> str:
-    """Return a text on a leaf of a new state that has other strides than the one of `init`, or "" if there is none.
+    """Return a text on a leaf of a new state that has other strides than in the state of `init`, or "" if none has.
 
     Other strides are a reason to compile again.
     """
     for name, first_leaf, leaf in zip(tree.names(state), tree.leaves(first_state), tree.leaves(state), strict=True):
-        if isinstance(leaf, Tensor) and leaf.stride() != first_leaf.stride():
+        if not isinstance(leaf, Tensor) or not isinstance(first_leaf, Tensor):  # such as None
+            continue
+        if leaf.stride() != first_leaf.stride():
             return (
                 f"; the new state {name!r} has the strides {leaf.stride()}, expected {first_leaf.stride()} as in init"
             )
     return ""
 
 
-def _require_one_graph(step: int, graphs: int, other_strides: str) -> None:
+def _require_one_graph(step: int, graphs: int, first_state: PyTree, state: PyTree) -> None:
     """Raise `Breach` (a failed law) unless dynamo has compiled one graph by the end of a step, without a break.
 
-    ``other_strides`` is the text of `_other_strides`, a possible reason.
+    ``first_state`` is the state of `init`, and ``state`` the new state. Their strides may be the reason for more.
     """
     text = f"compiled {graphs} graphs until step {step}, expected one for all steps"
     breaks = list(torch._dynamo.utils.counters["graph_break"])  # the reasons, as texts
@@ -98,7 +100,7 @@ def _require_one_graph(step: int, graphs: int, other_strides: str) -> None:
         reason = " ".join(str(breaks[0]).split())
         raise Breach(None, f"{text}; the graph breaks: {reason}")
     if graphs > 1:  # there is none if the update computes nothing
-        raise Breach(None, text + other_strides)
+        raise Breach(None, text + _other_strides(first_state, state))
 
 
 def _steady(example: Example) -> Example:
