@@ -248,7 +248,7 @@ def _scheduler_text(step: int | None) -> str:
 def _with_keys_of(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Give the saved groups the keys that the optimizer's groups have now: the numbers of its chain, by transform.
 
-    The number of a transform that was not saved, such as "scale.factor", is that of the optimizer.
+    The number of a transform that was not saved, such as "scale.factor", is taken from the optimizer.
 
     >>> groups = [{"inner.momentum.decay": 0.9, "scale.factor": 2.0, "param_names": ["w"]}]
     >>> _with_keys_of(groups, [{"momentum.decay": 0.95, "param_names": ["w"]}])

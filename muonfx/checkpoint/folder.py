@@ -582,8 +582,8 @@ def _may_exist(path: Path) -> bool:
 def _leftover_files(folder: Path, verdicts: tuple[Verdict, ...], *, remove: bool = False) -> list[Path]:
     """Return the files of saves in a checkpoint's folder that are not part of the checkpoint, and maybe remove them.
 
-    With the ``verdicts`` ``("dead",)`` these are the files of killed saves, and with ``("unknown",)`` those of saves
-    that may still run on another machine.
+    With the ``verdicts`` ``("dead",)`` these are the files of killed saves, and with ``("unknown",)`` the files of
+    saves that may still run on another machine.
     """
     leftovers: list[Path] = []
     for save_id, names in _names_by_save(folder).items():

@@ -51,7 +51,7 @@ def renamed_groups(
 def without_removed_params(saved_groups: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
     """Leave out the saved parameters that an optimizer no longer has, and the groups of which none remains.
 
-    ``saved_groups`` are the parameter groups in a checkpoint, and ``groups`` those of the optimizer now.
+    ``saved_groups`` are the parameter groups in a checkpoint, and ``groups`` the groups of the optimizer.
 
     >>> saved_groups = [{"param_names": ["a", "b"]}, {"param_names": ["c"]}]
     >>> without_removed_params(saved_groups, [{"param_names": ["a", "d"]}])

@@ -179,7 +179,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 def _params_by_upper_levels(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Group the names of leaves by all levels but the last, which is the name of a parameter.
 
-    The result has a dict for each group, from the name of the parameter to that of the leaf.
+    The result has a dict for each group, from the name of a parameter to the name of the leaf.
 
     >>> _params_by_upper_levels(["momentum/trace/fc.weight", "momentum/trace/fc.bias"])
     {'momentum/trace': {'fc.weight': 'momentum/trace/fc.weight', 'fc.bias': 'momentum/trace/fc.bias'}}

@@ -712,8 +712,8 @@ def _product_dtype(tx: Transform, name: str, saved_dtype: str, device: torch.dev
     ``name`` is the part of the transform that computes them, such as "muon". If the transform has no such part, return
     ``saved_dtype``, the dtype in which they were computed when the checkpoint was saved.
     """
-    # Float64 parameters have products in float64, and those of all other dtypes have products of one dtype. A state
-    # does not have the dtype of its parameters, but the saved dtype of the products shows which of the two it was.
+    # Float64 parameters have products in float64, and all other parameters have products of one other dtype. A state
+    # does not have the dtype of its parameters, but the saved dtype of the products shows which of the two cases it is.
     param_dtype = torch.float32
     if saved_dtype == "float64":
         param_dtype = torch.float64

@@ -231,8 +231,8 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
 def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -> Shapes:
     """Leave out the leaves that the caller allows to be missing or extra, because no other leaf need be found for them.
 
-    ``shapes`` are the leaves of the checkpoint and ``partners`` those of the requested state, or the reverse. A leaf
-    that both have stays, whatever the ``allowed`` patterns are: "mu/a" in the example, but not "mu/b".
+    ``shapes`` has the leaves of the checkpoint and ``partners`` the leaves of the requested state, or the reverse. A
+    leaf that both have stays, whatever the ``allowed`` patterns are: "mu/a" in the example, but not "mu/b".
 
     >>> _leaves_to_match({"mu/a": (2,), "mu/b": (2,), "nu/b": (2,)}, {"mu/a": (2,)}, allowed=["mu"])
     {'mu/a': (2,), 'nu/b': (2,)}
@@ -537,7 +537,7 @@ class _Comparison:
         return _Differences(problems, [self.advice_on_shapes(reshaped_names)])
 
     def advice_on_shapes(self, reshaped_names: Sequence[str]) -> str:
-        """Return a sentence with the call that loads all leaves but those of another shape."""
+        """Return a sentence with the call that loads all leaves except the ones that have another shape."""
         if self.section != PARAMS:
             return f"to keep what fits: {self.call_of_load_changed()}"
         # `load_changed` has no counterpart for parameters. The caller leaves out those that do not fit.

@@ -228,8 +228,9 @@ def require_no_other_group(group: Any, path: Path) -> None:
 def raise_one_error(error_of_rank: Mapping[int, Exception], path: object) -> NoReturn:
     """Raise one error whose message lists the errors of all ranks, "ranks 0, 2: runs/a was not written: ...".
 
-    Every rank calls this with the same dict from rank to error, and so raises an equal error. Its class is that of the
-    first error, or `ReplacedError` if a rank has raised that, because the caller then reads the checkpoint again.
+    Every rank calls this with the same dict from rank to error, and so raises an equal error. It has the class of
+    the first error, or is a `ReplacedError` if a rank has raised one, because the caller then reads the checkpoint
+    again.
     """
     message = _message_of_all(error_of_rank, path)
     errors = list(error_of_rank.values())

@@ -188,7 +188,7 @@ class _Values(NamedTuple):
         )
 
     def local_params(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parameters of this rank, by its own names for them, from those of all ranks."""
+        """Return the parameters of this rank, by its own names for them, from the parameters of all ranks."""
         return {name: params[global_name] for name, global_name in self.global_name_of.items()}
 
     def local_leaves(self, state: PyTree) -> list[Any]:
