@@ -232,15 +232,17 @@ def _rename_path(path: tuple[Any, ...], new_name_of: Mapping[str, str]) -> tuple
 
 
 def _common_transform(tx: Transform, *, has_local_names: bool) -> Transform | None:
-    """Return the transform of this rank if all ranks have the same; else None. All ranks must call this together.
+    """Return the transform if all ranks have the same one; else None. All ranks must call this together.
 
     ``has_local_names`` is True if this rank has other names for its experts than the checkpoint. The labels of its
     transform, which name parameters, then do not fit the checkpoint, and the result is None on all ranks.
     """
-    # A fingerprint is a text by which transforms are compared.
-    fingerprints = gather_objects(None if has_local_names else tx.fingerprint)
-    is_common = all(fingerprint == tx.fingerprint for fingerprint in fingerprints)
-    return tx if is_common else None
+    # A fingerprint is a text by which transforms are compared. None differs from each of them.
+    local_fingerprint = None if has_local_names else tx.fingerprint
+    for fingerprint in gather_objects(local_fingerprint):  # of each rank
+        if fingerprint != tx.fingerprint:
+            return None
+    return tx
 
 
 def _with_leaves_of_others(leaves: dict[Any, Any]) -> dict[Any, Any]:
