@@ -473,17 +473,18 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
 
 
 def _are_unflattened(tensors: Sequence[Tensor], params: Collection[Tensor]) -> bool:
-    """Return True if the tensors of a param group have the shapes of its parameters, as at stage 0, and are not flat.
+    """Return True if the tensors of a param group are parameters or copies of them, as at stage 0; False if flat.
 
     >>> weight = torch.zeros(2, 3)
     >>> _are_unflattened([weight.double()], [weight]), _are_unflattened([weight.flatten()], [weight])
     (True, False)
     """
-    # A flat tensor may have the shape of a bias that is alone in its group.
-    may_be_flat = all(tensor.dim() == 1 for tensor in tensors)
-    if may_be_flat and are_partitioned(params):
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if shapes != [local_shape_of(param) for param in params]:
         return False
-    return [tuple(tensor.shape) for tensor in tensors] == [local_shape_of(param) for param in params]
+    # The flat tensor of a bias that is alone in its group may have the shape of the bias, too.
+    are_vectors = all(len(shape) == 1 for shape in shapes)
+    return not (are_vectors and are_partitioned(params))
 
 
 def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:
