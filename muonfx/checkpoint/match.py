@@ -246,21 +246,25 @@ def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -
 
 
 def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, str]:
-    """Leave out the moved step counts whose move no state of a parameter has made.
+    """Leave out the step counts that seem to have moved, although no state of a parameter has made the same move.
 
-    A step count alone does not show a move: the one with the closest name may be of another transform. The entry
-    "new/adam/count" from "adam/count" stays if "new/adam/mu/w" comes from "adam/mu/w", which is the same move. If all
-    leaves of the state are 0-d, as of a schedule, all entries stay.
+    A step count alone does not show a move: the one with the closest name may be of another transform. If the requested
+    state has nothing but step counts, as of a schedule, all of them stay.
 
     Args:
         moved: the name in the checkpoint of each moved leaf.
-        shapes: the shapes of all leaves of the state.
+        shapes: the shapes of all leaves of the requested state.
+
+    >>> shapes = {"new/adam/mu/w": (2,), "new/adam/count": (), "decay/count": ()}
+    >>> moved = {"new/adam/mu/w": "adam/mu/w", "new/adam/count": "adam/count", "decay/count": "warmup/count"}
+    >>> _without_lone_counts(moved, shapes)
+    {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
-    has_only_counts = all(shape == () for shape in shapes.values())
-    if has_only_counts:
+    counts = {name for name, shape in shapes.items() if shape == ()}
+    if counts == shapes.keys():
         return dict(moved)
     move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
-    moves_of_parameters = {move for name, move in move_of.items() if shapes[name] != ()}
+    moves_of_parameters = {move for name, move in move_of.items() if name not in counts}
     return {name: stored_name for name, stored_name in moved.items() if move_of[name] in moves_of_parameters}
 
 
