@@ -260,11 +260,11 @@ def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, 
     >>> _without_lone_counts(moved, shapes)
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
-    counts = {name for name, shape in shapes.items() if shape == ()}
-    if counts == shapes.keys():
+    has_only_counts = all(shape == () for shape in shapes.values())
+    if has_only_counts:
         return dict(moved)
     move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
-    moves_of_parameters = {move for name, move in move_of.items() if name not in counts}
+    moves_of_parameters = {move for name, move in move_of.items() if shapes[name] != ()}
     return {name: stored_name for name, stored_name in moved.items() if move_of[name] in moves_of_parameters}
 
 
