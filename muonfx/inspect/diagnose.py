@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -282,8 +283,8 @@ class _Measurements:
     """The root mean square of the update of each parameter before the learning rate multiplies it."""
     has_orthogonalized: bool = False
 
-    def measure_rate(self, updates: PyTree) -> None:
-        """Measure the size of updates that a learning rate will multiply."""
+    def measure_rate(self, updates: PyTree, _scaled: PyTree) -> None:
+        """Measure the size of updates before a learning rate multiplies them."""
         for name, update in _present(updates):
             self.per_rate[name] = _rms(update)
 
@@ -327,27 +328,28 @@ def _watched(tx: Transform, measurements: _Measurements) -> Transform:
     In ``chain(momentum(), orthogonalize(), scale_by_learning_rate(0.1))``, the second and the third transform are
     replaced by ones that also write into ``measurements``.
     """
-    is_rate = tx.position == "learning_rate" and not tx.children
-    if tx.factory is not orthogonalize and not is_rate:  # such as a chain, with the transforms to measure in it
-        return tx.with_children([_watched(child, measurements) for child in tx.children])
+    if tx.factory is orthogonalize:
+        return _measured(tx, partial(measurements.measure_orthogonalized, tx))
+    if tx.position == "learning_rate" and not tx.children:
+        return _measured(tx, measurements.measure_rate)
+    # Another transform, such as a chain, may call transforms to measure.
+    return tx.with_children([_watched(child, measurements) for child in tx.children])
+
+
+def _measured(tx: Transform, measure: Callable[[PyTree, PyTree], None]) -> Transform:
+    """Return a transform that runs ``tx``, and calls ``measure`` with the updates before and after it."""
 
     # With the name and the properties of ``tx``, so that errors and checks are as without measurements.
     @transform(name=f"muonfx.{tx.name}", locality=tx.locality, position=tx.position)
-    def watched():
-        """Do what ``tx`` does, an `orthogonalize` or the multiplication by a learning rate, and measure its updates."""
-
+    def measured():
         def update(updates: PyTree, state: PyTree, params: PyTree = None, **extras: Any):
-            """Run ``tx``, and measure the updates before it, and after it if they are orthogonalized."""
             new_updates, new_state = tx.run(updates, state, params, **extras)
-            if is_rate:
-                measurements.measure_rate(updates)
-            else:
-                measurements.measure_orthogonalized(tx, updates, new_updates)
+            measure(updates, new_updates)
             return new_updates, new_state
 
         return tx.functions.init, update
 
-    return watched()
+    return measured()
 
 
 def _spectrum(tx: Transform, name: str, momentum: Tensor, orthogonalized: Tensor) -> Spectrum:
