@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -401,67 +402,58 @@ def _sharded_leaf(layout: Layout, path: Sequence[object], placement: LeafPlaceme
     """
     if placement is None:
         return _leaf_of(path, None, leaf)
-    # The number of elements on all ranks, copies counted, and the ranks as text.
-    if placement.name is None:  # it belongs to no parameter, such as a count
-        elements = prod(placement.shape) * layout.size
-        owner = "every rank"
-    elif placement.owned:  # the rank that computes a matrix holds its state
-        elements, owner = _held_matrices(layout, placement)
-    else:  # sharded like its parameter
-        elements, owner = _held_shards(layout, placement.name)
+    parts = _parts_of(placement, layout)
+    elements = 0  # on all ranks, copies counted
+    holding_ranks: set[int] = set()
+    for numel, ranks in parts:
+        elements += numel * len(ranks)
+        holding_ranks.update(ranks)
+    owner = _ranks(holding_ranks, layout.size)
+    is_cut = len(parts) > 1 and not placement.owned  # matrices that ranks own are whole
+    if is_cut:
+        owner = f"cut over {owner}"
     total_nbytes = elements * placement.dtype.itemsize
     # This rank's shard may be None, which has no dtype: the placement has it.
     summary_of_shard = _leaf_of(path, tuple(placement.shape), leaf)
     return replace(summary_of_shard, dtype=_written(placement.dtype), total_nbytes=total_nbytes, owner=owner)
 
 
-def _held_matrices(layout: Layout, placement: LeafPlacement) -> tuple[int, str]:
-    """Return the number of elements on all ranks, and the ranks as text, for the state of matrices that ranks own.
+class _Part(NamedTuple):
+    """A part of a tensor on some ranks: its number of elements, and the ranks that each have a copy of it."""
 
-    The owner of a matrix is the rank that computes its update, and only this rank has its state. For two matrices of 48
-    elements with the owners 0 and 2, the result is ``(96, "ranks 0, 2")``.
+    numel: int
+    ranks: Sequence[int]
+
+
+def _parts_of(placement: LeafPlacement, layout: Layout) -> list[_Part]:
+    """Return the parts of a leaf of the state that ranks hold.
+
+    For a leaf of 96 elements in two halves on the ranks 0 and 1, they are ``[_Part(48, [0]), _Part(48, [1])]``. If both
+    ranks have all elements, the only part is ``_Part(96, [0, 1])``.
     """
-    elements = 0
-    owners: set[int | None] = set()
+    every_rank = range(layout.size)
+    if placement.name is None:  # it belongs to no parameter, such as a count
+        return [_Part(prod(placement.shape), every_rank)]
+    if not placement.owned:  # sharded like its parameter
+        return [_Part(shard.numel, ranks) for shard, ranks in layout.holders(placement.name).items()]
+    # The owner of a matrix, the rank that computes its update, holds its state.
+    parts: list[_Part] = []
     for shard in placement.shards:
         start, stop = interval_of(placement, shard)  # the elements of these matrices in the flattened leaf
-        copies = layout.size if shard.owner is None else 1  # without an owner, every rank computes the matrices
-        elements += (stop - start) * copies
-        owners.add(shard.owner)
-    return elements, _ranks(owners, layout.size)
+        owners = every_rank if shard.owner is None else [shard.owner]  # without an owner, every rank computes them
+        parts.append(_Part(stop - start, owners))
+    return parts
 
 
-def _held_shards(layout: Layout, name: str) -> tuple[int, str]:
-    """Return the number of elements on all ranks, and the ranks as text, for a tensor that is sharded as a parameter.
-
-    ``name`` is the name of the parameter. For 96 elements in two halves on the ranks 0 and 1, the result is ``(96, "cut
-    over ranks 0, 1")``. If both ranks have all elements, it is ``(192, "ranks 0, 1")``.
-    """
-    elements = 0
-    holding_ranks: set[int] = set()
-    ranks_of_shard = layout.holders(name)  # for each part of the parameter, the ranks that have a copy
-    for shard, ranks in ranks_of_shard.items():
-        elements += shard.numel * len(ranks)
-        holding_ranks.update(ranks)
-    owner = _ranks(holding_ranks, layout.size)
-    if len(ranks_of_shard) > 1:
-        owner = f"cut over {owner}"
-    return elements, owner
-
-
-def _ranks(ranks: Iterable[int | None], size: int) -> str:
-    """Return text for some of ``size`` ranks: "rank 3", "ranks 0, 2", "5 ranks" or "every rank".
-
-    None in ``ranks`` means all ranks.
-    """
-    listed = sorted(rank for rank in ranks if rank is not None)
-    if None in ranks or len(listed) == size:
+def _ranks(ranks: Collection[int], size: int) -> str:
+    """Return text for some of ``size`` ranks: "rank 3", "ranks 0, 2", "5 ranks" or "every rank"."""
+    if len(ranks) == size:
         return "every rank"
-    if len(listed) == 1:
-        return f"rank {listed[0]}"
-    if len(listed) <= 4:  # more would make the column too wide
-        return "ranks " + ", ".join(map(str, listed))
-    return f"{len(listed)} ranks"
+    if len(ranks) == 1:
+        return f"rank {min(ranks)}"
+    if len(ranks) <= 4:  # more would make the column too wide
+        return "ranks " + ", ".join(map(str, sorted(ranks)))
+    return f"{len(ranks)} ranks"
 
 
 def _nbytes_of(params: PyTree) -> int | None:
