@@ -256,17 +256,16 @@ def _with_keys_of(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
     """
     converted_groups: list[dict[str, Any]] = []
     for saved_group in saved_groups:
-        new_entries: dict[str, Any] = {}
-        replaced_keys = {CHAINS}  # the code of the chain that was saved, which may be another one now
+        converted = dict(saved_group)
+        converted.pop(CHAINS, None)  # the code of the chain that was saved, which may be another one now
         for group in _groups_with_params_of(saved_group, groups):
             for key, old_key in _old_keys(group, saved_group).items():
                 if old_key is None:
-                    new_entries[key] = group[key]
+                    converted[key] = group[key]
                 else:
-                    new_entries[key] = saved_group[old_key]
-                    replaced_keys.add(old_key)
-        kept_entries = {key: value for key, value in saved_group.items() if key not in replaced_keys}
-        converted_groups.append({**kept_entries, **new_entries})
+                    converted[key] = saved_group[old_key]
+                    converted.pop(old_key, None)  # two numbers may have had one key
+        converted_groups.append(converted)
     return converted_groups
 
 
