@@ -331,12 +331,9 @@ def _is_better_in_fp16(in_fp16: Plan, in_bf16: Plan) -> bool:
     return in_fp16.load < in_bf16.load  # the estimated times
 
 
-@called_once  # warns when it is traced
-def _warn_of_stages(stages: tuple[GramStage, ...], compute: torch.dtype, bound: float) -> bool:
-    """Warn that stages that the caller has chosen, such as ``method=(2, 3)``, may diverge in a dtype.
-
-    Return True, since torch.compile takes the result of a `called_once` function as a constant.
-    """
+@called_once  # a tracer calls this, and the warning is given while it traces
+def _warn_of_stages(stages: tuple[GramStage, ...], compute: torch.dtype, bound: float) -> None:
+    """Warn that stages that the caller has chosen, such as ``method=(2, 3)``, may diverge in a dtype."""
     warnings.warn(
         f"orthogonalize: in stages of {_lengths(stages)} steps, rounding to {compute} may make singular values "
         f"{bound:.3g} times as large as in exact arithmetic, above the accepted {TOLERANCE}: give shorter stages, a "
@@ -344,7 +341,6 @@ def _warn_of_stages(stages: tuple[GramStage, ...], compute: torch.dtype, bound: 
         RuntimeWarning,
         stacklevel=2,
     )
-    return True
 
 
 def _lengths(stages: Sequence[GramStage]) -> str:
@@ -420,12 +416,9 @@ def _is_stable(coefficients: Polynomials, compute: torch.dtype) -> bool:
     return largest(coefficients.steps, after_every_step, coefficients.safety, compute) <= TOLERANCE
 
 
-@called_once  # warns when it is traced
-def _warn_of_rounding(compute: torch.dtype) -> bool:
-    """Warn that the coefficients may diverge in a dtype.
-
-    Return True, since torch.compile takes the result of a `called_once` function as a constant.
-    """
+@called_once  # a tracer calls this, and the warning is given while it traces
+def _warn_of_rounding(compute: torch.dtype) -> None:
+    """Warn that the coefficients may diverge in a dtype."""
     warnings.warn(
         f"orthogonalize: in {compute} these coefficients may diverge: rounding can push singular values out of the "
         "interval that the polynomials were fitted for, where they grow without bound; use with_safety(set, 1.01), or "
@@ -433,7 +426,6 @@ def _warn_of_rounding(compute: torch.dtype) -> bool:
         RuntimeWarning,
         stacklevel=2,
     )
-    return True
 
 
 @called_once  # hardware queries cannot be traced
