@@ -119,7 +119,7 @@ class Plan(Shown):
         A multiply-add counts as two operations. The count of operations alone would be too low: a product that computes
         one half of a symmetric matrix takes more than half of the time, and passes over memory take time too.
         """
-        products = (self.products, self.small_products)
+        products = _ChosenProducts(self.products, self.small_products, self.reasons.products)
         multiply_adds = _cost(self.stages, *self.shape, self.rates, products)
         return 2 * multiply_adds
 
@@ -298,14 +298,14 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
     """
     coefficients = request.coefficients
     rates = _rates(request.device, compute, request.portable)  # how fast the device is at these products
-    products, small_products, why_products = _choose_products(compute, rates, request)
-    method, stages, why_method = _choose_method(compute, rates, request, (products, small_products))
+    products = _choose_products(compute, rates, request)
+    method, stages, why_method = _choose_method(compute, rates, request, products)
     bound = None  # of the singular values that rounding may produce; unknown for coefficients in a tensor
     if coefficients.table is None:
         bound = largest(coefficients.steps, restarts_of(stages), coefficients.safety, compute)
     shape = (request.short, request.long)
-    reasons = _Reasons(why_dtype, why_method, why_products)
-    return Plan(shape, compute, method, stages, products, small_products, reasons, bound, rates=rates)
+    reasons = _Reasons(why_dtype, why_method, products.why)
+    return Plan(shape, compute, method, stages, products.large, products.small, reasons, bound, rates=rates)
 
 
 @called_once  # hardware queries cannot be traced
@@ -462,11 +462,19 @@ def _why_dtype(
     return f"fp32 on devices of type {device.type}"
 
 
-def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> tuple[Products, Products, str]:
-    """Choose how symmetric products are computed: "batched" in full, "blocks" or "quack" by half and a mirrored copy.
+class _ChosenProducts(NamedTuple):
+    """How symmetric products are computed: "batched" in full, "blocks" or "quack" by half and a mirrored copy."""
 
-    Return the choice for the product `X X^T` of a large matrix, the choice for products of the small matrices
-    `X X^T`, and the reason as text.
+    large: Products
+    """How `X X^T` is computed, the product of the whole matrix `X`."""
+    small: Products
+    """How products of the small matrices `X X^T` are computed."""
+    why: str
+    """The reason, as text."""
+
+
+def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> _ChosenProducts:
+    """Choose how symmetric products are computed: in full, or one half, which is mirrored.
 
     A choice of the caller is taken as it is. Else quack-kernels is used where it runs. Everywhere else, half of a
     product is skipped if the product is large enough for the device.
@@ -475,20 +483,20 @@ def _choose_products(compute: torch.dtype, rates: Rates, request: Request) -> tu
     if requested not in ("auto", "batched", "blocks"):
         raise ValueError(f"products: found {requested!r}, expected 'auto', 'batched' or 'blocks'")
     if requested != "auto":
-        return requested, requested, "as given"
+        return _ChosenProducts(requested, requested, "as given")
     short, long = request.short, request.long
     if not request.portable and quack.is_capable(request.device):
         refusal = quack.refusal(short, long, compute, request.device)
         if refusal is None:
-            return "quack", "quack", f"quack-kernels passed its self-test on {request.device}"
-        return "batched", "batched", refusal
+            return _ChosenProducts("quack", "quack", f"quack-kernels passed its self-test on {request.device}")
+        return _ChosenProducts("batched", "batched", refusal)
     threshold = rates.halving_threshold  # the multiply-adds of a large enough product
-    multiply_adds_of_gram = short * short * long
+    multiply_adds_of_large = short * short * long
     multiply_adds_of_small = short**3
-    gram: Products = "blocks" if multiply_adds_of_gram >= threshold else "batched"
+    large: Products = "blocks" if multiply_adds_of_large >= threshold else "batched"
     small: Products = "blocks" if multiply_adds_of_small >= threshold else "batched"
     why = f"skipping half of a symmetric product pays from {threshold:.1e} multiply-adds on ({rates.source})"
-    return gram, small, why
+    return _ChosenProducts(large, small, why)
 
 
 class _Method(NamedTuple):
@@ -499,7 +507,7 @@ class _Method(NamedTuple):
     why: str
 
 
-def _choose_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
+def _choose_method(compute: torch.dtype, rates: Rates, request: Request, products: _ChosenProducts) -> _Method:
     """Choose the form of the iteration, by the argument `method` of `orthogonalize`, such as "auto" or ``(2, 3)``.
 
     A stage is the steps that share one Gram matrix ``X X^T``. The standard form has one step in each stage, and so
@@ -523,12 +531,10 @@ def _choose_method(compute: torch.dtype, rates: Rates, request: Request, product
     return _Method("gram", _gram_stages(restarts, request), "as given")
 
 
-def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: tuple[str, str]) -> _Method:
+def _cheaper_method(compute: torch.dtype, rates: Rates, request: Request, products: _ChosenProducts) -> _Method:
     """Return the Gram form if rounding permits it and it costs less than the standard form, else the standard form.
 
-    The Gram form takes several steps on one Gram matrix `X X^T` (a stage), and the standard form one. `products` are
-    the ways in which the Gram matrix and its square are computed, such as ``("blocks", "batched")``, since the cost
-    depends on them.
+    The Gram form takes several steps on one Gram matrix `X X^T` (a stage), and the standard form one.
     """
     standard_stages = standard(request.coefficients.steps)
     why_not_gram = _why_not_gram(compute, request)
@@ -586,26 +592,24 @@ def _gram_stages(restarts: tuple[int, ...], request: Request) -> tuple[GramStage
     return staged(coefficients.steps, restarts, mean, long / short)
 
 
-def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: tuple[str, str]) -> float:
+def _cost(stages: Sequence[GramStage], n: int, m: int, rates: Rates, products: _ChosenProducts) -> float:
     """Return the estimated time to orthogonalize an `n x m` matrix, in multiply-adds.
 
     A stage is the steps that share one Gram matrix `R = X X^T`. One stage of one step takes R, its square and a product
     with X, so `2 * n * n * m + n**3` multiply-adds if all are computed in full:
 
     >>> one_step = standard([(3.0, -3.2, 1.2)])
-    >>> _cost(one_step, 100, 1000, UNKNOWN, ("batched", "batched"))
+    >>> _cost(one_step, 100, 1000, UNKNOWN, _ChosenProducts("batched", "batched", why="as given"))
     21000000.0
 
-    `products` are the ways in which R and its square are computed. "blocks" and "quack" compute one half, in the part
-    `rates.share` of the time of the full product.
+    By `products`, one half of R or of its square may be skipped, which takes the part `rates.share` of the full time.
     """
-    gram_choice, small_choice = products
-    gram_share = _share(gram_choice, rates)
-    small_share = _share(small_choice, rates)
+    large_share = _share(products.large, rates)
+    small_share = _share(products.small, rates)
     total = 0.0
     for stage in stages:
         # 1. Products with the n x m matrix X: R, and at the end of the stage Q X, which has no half to skip.
-        long_products = (1 + gram_share) * n * n * m
+        long_products = (1 + large_share) * n * n * m
         # 2. Products of n x n matrices, as in `muonfx.polar.iteration.composed`. Each step takes R^2 for its polynomial
         # G = a I + b R + c R^2, unless c is 0. Each but the first also takes G R and G (G R), the new R, and G Q.
         squares = sum(1 for _, _, c in stage.steps if c != 0)
