@@ -41,7 +41,7 @@ from muonfx.polar.hardware import cpu_has_amx, cpu_has_bf16, cuda_capability
 from muonfx.polar.polynomials import Polynomials, polynomials
 from muonfx.polar.products import Products, ProductsLike
 from muonfx.polar.rates import BUILT_IN, UNKNOWN, Rates
-from muonfx.polar.stability import TOLERANCE, largest, stable_restarts
+from muonfx.polar.stability import TOLERANCE, growth_by_rounding, stable_restarts
 from muonfx.polar.stages import GramStage, restarts_of, staged, standard
 from muonfx.tree.elementwise import wide_dtype
 
@@ -302,7 +302,7 @@ def plan_in(compute: torch.dtype, request: Request, why_dtype: str = "") -> Plan
     method, stages, why_method = _choose_method(compute, rates, request, products)
     bound = None  # of the singular values that rounding may produce; unknown for coefficients in a tensor
     if coefficients.table is None:
-        bound = largest(coefficients.steps, restarts_of(stages), coefficients.safety, compute)
+        bound = growth_by_rounding(coefficients.steps, restarts_of(stages), coefficients.safety, compute)
     shape = (request.short, request.long)
     reasons = _Reasons(why_dtype, why_method, products.why)
     return Plan(shape, compute, method, stages, products.large, products.small, reasons, bound, rates=rates)
@@ -413,7 +413,7 @@ def stable_dtype(compute: torch.dtype, coefficients: Polynomials, requested: DTy
 def _is_stable(coefficients: Polynomials, compute: torch.dtype) -> bool:
     """Return True if rounding keeps singular values near their bound, with a new Gram matrix for each step."""
     after_every_step = tuple(range(1, len(coefficients.steps)))
-    return largest(coefficients.steps, after_every_step, coefficients.safety, compute) <= TOLERANCE
+    return growth_by_rounding(coefficients.steps, after_every_step, coefficients.safety, compute) <= TOLERANCE
 
 
 @called_once  # a tracer calls this, and the warning is given while it traces

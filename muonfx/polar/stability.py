@@ -44,10 +44,10 @@ _DIVERGED = 10.0
 
 
 @called_once  # a tracer calls this once and keeps the answer
-def largest(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
-    """Return a bound of the singular values after all steps in `dtype`, divided by their bound in exact arithmetic.
+def growth_by_rounding(steps: tuple[Step, ...], restarts: tuple[int, ...], safety: float, dtype: torch.dtype) -> float:
+    """Return the factor by which rounding to `dtype` may increase the largest singular value after all steps.
 
-    It is 1.02 if rounding may make singular values 2 percent larger, and infinity if rounding may make the iteration
+    It is 1.02 if it may be 2 percent larger than in exact arithmetic, and infinity if rounding may make the iteration
     diverge. It is 1 if the iteration diverges in exact arithmetic too, since rounding is not the reason then.
 
     Args:
@@ -83,7 +83,7 @@ def stable_restarts(
     after_every_step = tuple(range(1, len(steps)))
     last_two_together = after_every_step[:-1]
     for restarts in (wanted, last_two_together):
-        if largest(steps, restarts, safety, dtype) <= TOLERANCE:
+        if growth_by_rounding(steps, restarts, safety, dtype) <= TOLERANCE:
             return restarts
     return after_every_step
 

@@ -11,7 +11,7 @@ from benchmarks.simulator.operations import flops
 from muonfx.polar import explain, orthogonalize
 from muonfx.polar.cost import newton_schulz_cost
 from muonfx.polar.polynomials import polynomials
-from muonfx.polar.stability import largest
+from muonfx.polar.stability import growth_by_rounding
 
 SHAPE = (256, 1024)
 
@@ -35,7 +35,7 @@ def test_stages_that_round_too_much_are_taken_with_a_warning_and_shown() -> None
         plan = explain(SHAPE, method=(2, 3), dtype=torch.float16)
     assert lengths(plan) == [2, 3]
     steps, _, safety, *_ = polynomials("polar_express_5")
-    assert plan.bound == largest(steps, (2,), safety, torch.float16)
+    assert plan.bound == growth_by_rounding(steps, (2,), safety, torch.float16)
     assert "1.2571" in str(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
