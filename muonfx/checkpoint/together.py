@@ -61,13 +61,10 @@ class Together:
         """The rank of this process in the group."""
         self.size = 1
         """The number of ranks in the group."""
-        self._merging_rank = 0
-        """The rank among all processes, as torch requires it, of the rank 0 of the group."""
         if group is not None:
             check_group(group, action)  # `action` begins its error, such as "the save to runs/a: group=..."
             self.rank = dist.get_rank(group)
             self.size = dist.get_world_size(group)
-            self._merging_rank = dist.get_global_rank(group, 0)
 
     def meet(self, call: str) -> None:
         """Wait until all ranks make the same call, such as "checkpoint.save"; raise if some do not make it.
@@ -132,15 +129,17 @@ class Together:
         if self.rank == 0:
             outcomes = [None] * self.size  # torch fills this list
         with _communication():
+            merging_rank = dist.get_global_rank(self.group, 0)  # rank 0 of the group, by its number among all processes
             # torch requires None in place of a list on ranks that receive nothing.
-            dist.gather_object(outcome, outcomes or None, dst=self._merging_rank, group=self.group)
+            dist.gather_object(outcome, outcomes or None, dst=merging_rank, group=self.group)
         return outcomes
 
     def _scatter(self, replies: list[_Reply]) -> _Reply:
         """Return this rank's item of ``replies``, a list on rank 0 that is empty elsewhere."""
         received: list[Any] = [None]
         with _communication():
-            dist.scatter_object_list(received, replies or None, src=self._merging_rank, group=self.group)
+            merging_rank = dist.get_global_rank(self.group, 0)
+            dist.scatter_object_list(received, replies or None, src=merging_rank, group=self.group)
         return received[0]
 
 
