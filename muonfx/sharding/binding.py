@@ -20,7 +20,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.extras import sum_over_leaves
 from muonfx.core.transform import stacked
 from muonfx.core.value import Memory, with_memory
-from muonfx.core.visit import Visit, as_chain, stand_in, visit
+from muonfx.core.visit import Visit, stand_in, visit, with_inner
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import Store
@@ -345,11 +345,11 @@ def _stage(tx: Transform, binding: Binding, names: Sequence[str], device: torch.
     """
     members = chain_entries(tx) or {tx.name: tx}  # a single transform counts as a chain of one
     plan = binding.plan(tuple(members.items()), names, device)
-    reads_params = any(member.reads_params for member in members.values())
+    tx_on_stacks = tx
     if plan.stacks:
         shapes = {name: plan.specs[name].shape for name in plan.stacks}
-        tx = _for_parts_of_stacks(tx, shapes)
-    return MatrixStage(plan, tx, reads_params, binding.layout, binding.store)
+        tx_on_stacks = _for_parts_of_stacks(tx, shapes)
+    return MatrixStage(plan, tx_on_stacks, tx.reads_params, binding.layout, binding.store)
 
 
 def _for_parts_of_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -> Transform:
@@ -359,10 +359,9 @@ def _for_parts_of_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -
     compute only two of the six matrices. A plan has such transforms, too, but all transforms of one structure share it,
     so those may have another learning rate. ``shapes`` has the shape of each stack by parameter name.
     """
-    members = chain_entries(tx)
-    if members is None:
+    if chain_entries(tx) is None:
         return stacked(tx, shapes)[0]
-    return as_chain({name: stacked(member, shapes)[0] for name, member in members.items()})
+    return with_inner(tx, [stacked(member, shapes)[0] for member in tx.children])
 
 
 @stand_in
