@@ -128,68 +128,54 @@ def init_in_store(store: Store, init: Callable[[PyTree], PyTree], params: PyTree
     sizes = sizes_of(tree.names(params), meta_state, parameters_of(meta_state, params))
     # 2. The state. Without parameters, there is one bucket without names, so that `init` is called once.
     buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]
-    # In each call, the parameters of other buckets are meta tensors. So `init` can still decide by the names and shapes
-    # of all parameters.
-    return init_in_buckets(store, buckets, params, init, outside="meta")
+    return init_in_buckets(store, buckets, params, lambda bucket: init(_on_meta_outside(bucket, params)))
+
+
+def _on_meta_outside(bucket: Sequence[str], params: PyTree) -> PyTree:
+    """Return the parameters, with a meta tensor in place of each one that is not in a bucket, a list of names.
+
+    So an ``init`` of the bucket can still decide by the names and shapes of all parameters.
+    """
+    leaves, treedef = tree.flatten(params)
+    for index, name in enumerate(tree.names(params)):
+        if name not in bucket and leaves[index] is not None:
+            leaves[index] = torch.empty_like(leaves[index], device="meta")
+    return tree.unflatten(treedef, leaves)
 
 
 def init_in_buckets(
-    store: Store,
-    buckets: Sequence[Sequence[str]],
-    params: PyTree,
-    init: Callable[[PyTree], PyTree],
-    *,
-    outside: str | None,
+    store: Store, buckets: Sequence[Sequence[str]], params: PyTree, init: Callable[[Sequence[str]], PyTree]
 ) -> PyTree:
     """Call ``init`` once for each bucket of parameters. Return the whole state, in host memory or on disk (the store).
 
     For the buckets ``[["q", "k"], ["mlp"]]``, the first call gives the state of "q" and "k", and the second adds the
-    state of "mlp". In the first call, "mlp" is None, or an empty tensor on the device `outside`, such as "meta".
+    state of "mlp".
     """
     first_bucket, *other_buckets = buckets
-    whole_state = _init_bucket(store, first_bucket, params, init, outside)
+    whole_state = _init_bucket(store, first_bucket, params, init)
     for bucket in other_buckets:
         with warnings.catch_warnings():  # the first call has issued the warnings
             warnings.simplefilter("ignore")
-            bucket_state = _init_bucket(store, bucket, params, init, outside)
+            bucket_state = _init_bucket(store, bucket, params, init)
         whole_state = _add_bucket_state(whole_state, bucket_state)
     return whole_state
 
 
 def _init_bucket(
-    store: Store, bucket: Sequence[str], params: PyTree, init: Callable[[PyTree], PyTree], outside: str | None
+    store: Store, bucket: Sequence[str], params: PyTree, init: Callable[[Sequence[str]], PyTree]
 ) -> PyTree:
     """Return the initial state for the parameters of one bucket, in host memory or on disk (the store).
 
     The state of all other parameters is None: for the bucket ``["w"]`` of parameters "w" and "b", it is
-    ``{"w": tensor, "b": None}``. In the place of "b", ``init`` receives an empty tensor on the device `outside`, or
-    None if that is None.
+    ``{"w": tensor, "b": None}``.
     """
-    state = init(_params_of_bucket(params, bucket, outside))
-    # `init` may have made state for the empty tensors in place of other parameters: it is left out.
+    state = init(bucket)  # which may have state for other parameters, too
     parameters = parameters_of(state, params)  # for each leaf of the state, the parameter's name
     leaves, treedef = tree.flatten(state)
     for index, parameter in enumerate(parameters):
         if parameter is not None and parameter not in bucket:
             leaves[index] = None
     return store_away(store, device_of(params), tree.unflatten(treedef, leaves), parameters)
-
-
-def _params_of_bucket(params: PyTree, bucket: Sequence[str], outside: str | None) -> PyTree:
-    """Return parameters with None, or an empty tensor on the device `outside`, for each one outside of a bucket.
-
-    For the bucket ``["w"]`` and `outside` None, ``{"w": w, "b": b}`` becomes ``{"w": w, "b": None}``.
-    """
-    leaves, treedef = tree.flatten(params)
-    for index, name in enumerate(tree.names(params)):
-        if name in bucket or leaves[index] is None:
-            continue
-        # A parameter of another bucket.
-        if outside is None:
-            leaves[index] = None
-        else:
-            leaves[index] = torch.empty_like(leaves[index], device=outside)
-    return tree.unflatten(treedef, leaves)
 
 
 def _add_bucket_state(state: PyTree, bucket_state: PyTree) -> PyTree:

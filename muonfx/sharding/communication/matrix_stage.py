@@ -86,8 +86,12 @@ class MatrixStage:
         """Return this rank's initial state, for the matrices that it computes. All ranks call this together."""
         if self.store == IN_MEMORY or tree.device_of(params).type == "meta":
             return self._init(params)
+
+        def init_bucket(bucket: Sequence[str]) -> PyTree:
+            return self._init(map_named(lambda name, param: param if name in bucket else None, params))
+
         # With the state in host memory or on disk, it is built bucket by bucket.
-        return init_in_buckets(self.store, self._names_of_buckets(), params, self._init, outside=None)
+        return init_in_buckets(self.store, self._names_of_buckets(), params, init_bucket)
 
     def _names_of_buckets(self) -> list[list[str]]:
         """Return the parameters whose state is built with each bucket. There is at least one bucket, perhaps empty.
