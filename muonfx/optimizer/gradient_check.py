@@ -70,7 +70,7 @@ class GradientCheck:
             )
 
     def warn_of_none(self, named: NamedTensors) -> None:
-        """Warn once that no parameter has a gradient, so that a step changes nothing.
+        """Warn once that no parameter has a gradient, so that a step changes no parameter.
 
         The usual causes are a forgotten backward(), and a loss of detached tensors. Over ranks, the caller has found
         that no rank has a gradient.
@@ -85,8 +85,9 @@ class GradientCheck:
             parameters += " on any rank"
             cause_over_ranks = "Was model.set_requires_gradient_sync(False) left on? "
         warn_caller(
-            f"step() found no gradient on any of {parameters} and changes nothing: is backward() called before it, on "
-            f"these parameters? {cause_over_ranks}Tensors of state_dict() and detach() get no gradient. Else: {CAUSES}"
+            f"step() found no gradient on any of {parameters} and changes none of them: is backward() called before "
+            f"it, on these parameters? {cause_over_ranks}Tensors of state_dict() and detach() get no gradient. Else: "
+            f"{CAUSES}"
         )
 
 

@@ -546,10 +546,11 @@ def test_frozen_models_and_missing_gradients_do_nothing(given: Any):
     model = make_model()
     optimizer = mfx.TransformOptimizer(given(model), mfx.adamw(0.1))
     before = params_of(model)
-    with pytest.warns(UserWarning, match="found no gradient on any of 7 parameters"):
+    with pytest.warns(UserWarning, match="found no gradient on any of 7 parameters and changes none of them"):
         optimizer.step()
     optimizer.step()  # it is said once
     assert_equal(params_of(model), before)
+    assert optimizer.transform_state["scale_by_adam"].count == 2  # one count for all parameters: decision 0015
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         frozen = mfx.Muon(model.requires_grad_(False))
