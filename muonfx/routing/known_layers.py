@@ -55,6 +55,8 @@ class Stored:
 
 _QKV = "query, key, value"
 _ANY = r".*"
+_LATENT = "(heads={%s} (key={qk_nope_head_dim} + value={v_head_dim})) -> (heads key), (heads value)"
+_FOCAL = "(query={dim} + context={dim} + gates) -> query, context, gates"
 _BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
 # The first match applies. `holder` is the class that holds the layer. The entries are read from transformers 5.23, timm
 # 1.0, diffusers 0.42 and torchtitan 0.3.0. Each applies to classes of its package only: a class of this name elsewhere
@@ -108,6 +110,29 @@ FUSED = (
         pattern="(heads={config.num_attention_heads} (query={head_dim} + gate={head_dim})) "
         "-> (heads query), (heads gate)",
     ),
+    Fused(
+        "q_gate_proj",
+        "AXK2Attention",
+        "query, gate",
+        pattern="(heads={num_heads} (query={qk_head_dim} + gate={v_head_dim})) -> (heads query), (heads gate)",
+    ),
+    Fused(
+        "queries_keys_values",
+        "LevitAttention",
+        _QKV,
+        pattern="(heads={num_attention_heads} (query={key_dim} + key={key_dim} + value)) "
+        "-> (heads query), (heads key), (heads value)",
+    ),
+    Fused(
+        "keys_values",
+        "LevitAttentionSubsample",
+        "key, value",
+        pattern="(heads={num_attention_heads} (key={key_dim} + value)) -> (heads key), (heads value)",
+    ),
+    Fused("dense", "PPDocLayout.*GlobalPointer", "query, key"),
+    Fused("qkv_opreact", "xLSTMLayer", "query, key, value, gate", sizes=("qk_dim", "qk_dim", "v_dim", "v_dim")),
+    Fused("ifgate_preact", "xLSTMLayer", "input gate, forget gate"),
+    Fused("proj_up_gate_z", "xLSTMFeedForward", "gate, value"),
     Fused("in_proj_qkv", ".*GatedDeltaNet", _QKV, sizes=("key_dim", "key_dim", "value_dim")),
     Fused(
         "in_proj_qkvz",
@@ -124,7 +149,7 @@ FUSED = (
         "kv_b_proj",
         _ANY,
         "key, value",
-        pattern="(heads={num_heads} (key={qk_nope_head_dim} + value={v_head_dim})) -> (heads key), (heads value)",
+        pattern=_LATENT % "num_heads",
     ),
     Fused("in_proj", "(Mamba|FalconMamba|JambaMamba)Mixer", "state, gate"),
     Fused("in_proj", "ZambaMambaMixer", "state, gate", pattern="(dim part=2) -> part dim"),
@@ -150,7 +175,17 @@ FUSED = (
     Fused("linear_start", "Gemma.*LightConv1d", "value, gate"),
     Fused("ext_pw_conv_1d", "Phi4MultimodalAudioGluPointWiseConv", "value, gate"),
     Fused("proj", "ClvpGatedLinearUnit", "value, gate"),
-    Fused("pointwise_conv1", ".*ConvolutionModule", "value, gate"),
+    Fused("pointwise_(conv|lin)1", ".*ConvolutionModule", "value, gate"),
+    Fused("up_conv", "GraniteSpeech.*ConvModule", "value, gate"),
+    Fused("((residual|self_attn)_)?conv", ".*AdapterLayer", "value, gate"),
+    Fused("conv_layers", "Conv1dSubsampler", "value, gate"),
+    Fused("conv_proj|project", "Vits(PosteriorEncoder|TextEncoder)", "mean, log variance"),
+    Fused(
+        "projection_in",
+        "FocalNetModulation",
+        "query, context, gates",
+        pattern=_FOCAL,
+    ),
     # timm: query, key and value one after another, or head by head.
     Fused("qkv", _ANY, _QKV, pattern=_BY_HEAD % "num_heads", requires="head_first", package="timm."),
     Fused(
@@ -170,7 +205,23 @@ FUSED = (
         _QKV,
         package="timm.",
     ),
+    Fused("qkv", "BottleneckAttn", _QKV, sizes=("dim_out_qk", "dim_out_qk", "dim_out_v"), package="timm."),
+    Fused("qkv", "LambdaLayer", _QKV, sizes=("num_heads*dim_qk", "dim_qk", "dim_v"), package="timm."),
+    Fused("qk", "Attention|GPSA", "query, key", package="timm."),
     Fused("fc1", "GluMlp", "value, gate", package="timm."),
+    Fused("fc1", "GatedConvBlock", "gate, value", package="timm."),
+    Fused("hz_proj", "HSMSSD", "state, gate", package="timm."),
+    Fused("BCdt_proj", "HSMSSD", "B, C, dt", package="timm."),
+    Fused("v_gate", "SHMA", "value, gate", package="timm."),
+    Fused(
+        "in_proj",
+        "(Diff)?ParallelScalingBlock",
+        "mlp, query, key, value",
+        pattern="(mlp + query={num_heads*head_dim} + key={num_heads*head_dim} + value={num_heads*head_dim}) "
+        "-> mlp, query, key, value",
+        package="timm.",
+    ),
+    Fused("f", "FocalModulation", "query, context, gates", pattern=_FOCAL, package="timm."),
     Fused("proj", "GEGLU|SwiGLU", "value, gate", package="diffusers."),
     # diffusers: scales, shifts and gates of norms, in equal parts.
     Fused("linear", "SD35AdaLayerNormZeroX", "nine modulations", count=9, package="diffusers."),
@@ -187,6 +238,19 @@ FUSED = (
         _QKV,
         pattern="(groups (query={heads_per_kv} + key=1 + value=1) dim={head_dim}) "
         "-> (groups query dim), (groups key dim), (groups value dim)",
+        package="torchtitan.",
+    ),
+    Fused("wkv_a", "Attention", "latent, rotary", sizes=("kv_lora_rank", "qk_rope_head_dim"), package="torchtitan."),
+    Fused("wkv_b", "Attention", "key, value", pattern=_LATENT % "n_heads", package="torchtitan."),
+    Fused(
+        "mlp1_weight_EGD", "GptOssGroupedExperts", "gate, up", pattern="(dim part=2) -> part dim", package="torchtitan."
+    ),
+    Fused("qkv", "SelfAttention", _QKV, package="torchtitan."),
+    Fused(
+        "linear1",
+        "SingleStreamBlock",
+        "query, key, value, mlp",
+        sizes=("hidden_size", "hidden_size", "hidden_size", "mlp_hidden_dim"),
         package="torchtitan.",
     ),
 )

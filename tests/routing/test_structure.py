@@ -626,6 +626,80 @@ TWO = "(part=2 out) in -> part out in"
             "q_proj",
             "(heads=4 (query=8 + gate=8)) in -> (heads query) in, (heads gate) in",
         ),
+        (
+            of_package(
+                "transformers.models.axk2",
+                "AXK2Attention",
+                q_gate_proj=lin(40, D),
+                num_heads=2,
+                qk_head_dim=12,
+                v_head_dim=8,
+            ),
+            "q_gate_proj",
+            "(heads=2 (query=12 + gate=8)) in -> (heads query) in, (heads gate) in",
+        ),
+        (
+            of_package(
+                "transformers.models.levit",
+                "LevitAttention",
+                queries_keys_values=build({"linear": lin(4 * D, D)}),
+                num_attention_heads=4,
+                key_dim=4,
+            ),
+            "queries_keys_values.linear",
+            "(heads=4 (query=4 + key=4 + value)) in -> (heads query) in, (heads key) in, (heads value) in",
+        ),
+        (
+            of_package("transformers.models.x", "GraniteSpeechConformerConvModule", up_conv=lin(4 * D, D)),
+            "up_conv",
+            TWO,
+        ),
+        (
+            of_package("transformers.models.seamless", "SeamlessM4TConformerAdapterLayer", residual_conv=lin(2 * D, D)),
+            "residual_conv",
+            TWO,
+        ),
+        (
+            of_package(
+                "transformers.models.speech_to_text", "Conv1dSubsampler", conv_layers=nn.ModuleList([lin(2 * D, D)])
+            ),
+            "conv_layers.0",
+            TWO,
+        ),
+        (
+            of_package("timm.models.focalnet", "FocalModulation", f=lin(2 * D + 3, D), dim=D),
+            "f",
+            "(query=16 + context=16 + gates) in -> query in, context in, gates in",
+        ),
+        (of_package("timm.models.convit", "GPSA", qk=lin(2 * D, D)), "qk", TWO),
+        (
+            of_package("timm.models.vit", "ParallelScalingBlock", in_proj=lin(7 * D, D), num_heads=2, head_dim=8),
+            "in_proj",
+            "(mlp + query=16 + key=16 + value=16) in -> mlp in, query in, key in, value in",
+        ),
+        (
+            of_package(
+                "torchtitan.models.deepseek_v3",
+                "Attention",
+                wkv_b=lin(40, D),
+                n_heads=2,
+                qk_nope_head_dim=12,
+                v_head_dim=8,
+            ),
+            "wkv_b",
+            "(heads=2 (key=12 + value=8)) in -> (heads key) in, (heads value) in",
+        ),
+        (
+            of_package(
+                "torchtitan.models.flux",
+                "SingleStreamBlock",
+                linear1=lin(7 * D, D),
+                hidden_size=D,
+                mlp_hidden_dim=4 * D,
+            ),
+            "linear1",
+            "(query=16 + key=16 + value=16 + mlp=64) in -> query in, key in, value in, mlp in",
+        ),
     ],
     ids=[
         "timm",
@@ -641,6 +715,16 @@ TWO = "(part=2 out) in -> part out in"
         "Kyutai",
         "Lfm3",
         "Qwen3-Next",
+        "A.X K2",
+        "LeViT, query, key and value",
+        "Granite Speech",
+        "Seamless",
+        "Speech2Text",
+        "FocalNet",
+        "ConViT",
+        "ViT-22B",
+        "DeepSeek in torchtitan",
+        "Flux in torchtitan",
     ],
 )
 def test_fused_layers_of_known_packages_are_split_as_their_code_does(layer, name, pattern):
