@@ -101,7 +101,7 @@ _MATRIX_NAME = re.compile(r"w([qkvoiug12]|qkv|kv|in|out|up|down)?$")
 _ADAPTER = re.compile(
     r"lora_|hada_|lokr_|oft_|boft_|hra_|vera_|pvera_|randlora_|ia3_|fourierft_|waveft_|c3a_|shira_|miss_block|delora_|"
     r"gralora_|hira_|road_(theta|alpha)|vblora_|lily_|deft_[pr]$|psoft_|osf_|adamss_|glora_|tinylora_|unilora_|frod_|"
-    r"peanut_|supertuning_|poly_|adaption_prompt|bone_"
+    r"peanut_|supertuning_|poly_|adaption_prompt|bone_|shadow_(down|up|update)"
 )
 _FIRST_CONVOLUTIONS = frozenset({"conv1", "conv_in", "conv_pre", "mel_conv", "stem"})
 _FRONTS = frozenset({"encoder", "tower", "backbone", "visual", "vocoder", "trunk", "extractor", "embedder"})

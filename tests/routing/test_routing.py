@@ -467,6 +467,7 @@ ADAMW_NAMES = """
     block.scale_shift_table head_dist.weight head_dist.linear.weight logits_dense.weight tower.head_linear.weight
     proj_out_2.weight action_out_proj.weight postnet.feat_out.weight classifier_2.weight pos_embed.proj.weight
     x_embedder.proj.weight fc.hada_w1_a.default fc.lokr_w2.default fc.oft_R.default.weight fc.boft_R.default
+        fc.shadow_down.default.weight fc.shadow_update_gate.default.0.weight
     fc.hra_u.default
     fc.randlora_lambda.default fc.vera_lambda_b.default fc.ia3_l.default fc.c3a_kernel.default fc.miss_block.default
 """
