@@ -163,7 +163,7 @@ def _role(info: ParamInfo, model: _Model) -> Decision:
         or _by_shape(info, model)
         or _table(info, model)
         or _first_or_last_layer(info, model)
-        or _first_convolution(info)
+        or _first_convolution(info, is_read=module_path(info.name) in model.structure.read_in_their_block)
         or Decision("hidden", f"hidden matrix ({info.ndim}-D)")
     )
 
@@ -644,17 +644,18 @@ def _by_few_channels(info: ParamInfo) -> Decision | None:
     return Decision("other", f"convolution from or to {channels}")
 
 
-def _first_convolution(info: ParamInfo) -> Decision | None:
+def _first_convolution(info: ParamInfo, *, is_read: bool) -> Decision | None:
     """Return the decision if the name belongs to the convolution of the raw input, such as ``conv1.weight``; or None.
 
     The layer must be a direct child of the model, or of its front part, as in ``vision_tower.conv1.weight``. A layer
-    called "conv1" is also in each block of a ResNet, where it is hidden.
+    called "conv1" is also in each block of a ResNet, where it is hidden. ``is_read`` is True if another layer of its
+    block reads its outputs, which shows such a layer under any path, also ``backbone.4.0.conv1``.
 
-    >>> _first_convolution(ParamInfo("conv1.weight", (64, 12, 7, 7))).role
+    >>> _first_convolution(ParamInfo("conv1.weight", (64, 12, 7, 7)), is_read=False).role
     'other'
-    >>> _first_convolution(ParamInfo("layer1.0.conv1.weight", (64, 64, 3, 3)))  # None
+    >>> _first_convolution(ParamInfo("layer1.0.conv1.weight", (64, 64, 3, 3)), is_read=False)  # None
     """
-    if not is_convolution(info):
+    if is_read or not is_convolution(info):
         return None
     for name in map(_Name, info.names):
         if _is_first_of_speech_encoder(name):

@@ -53,6 +53,12 @@ def with_body(before: dict | None = None, inside: dict | None = None, after: dic
     return model
 
 
+def resnet() -> nn.Module:
+    """The layers of a ResNet in a list, without their names, as robot policies use it."""
+    blocks = [build({"conv1": nn.Conv2d(8, 8, 3), "conv2": nn.Conv2d(8, 8, 3)}) for _ in range(2)]
+    return nn.Sequential(nn.Conv2d(3, 8, 7), nn.Sequential(*blocks))
+
+
 def table(**shapes: tuple[int, ...]) -> dict:
     """Parameters that a module of the first block holds directly."""
     return {"inside": {"owner": Holder(**shapes)}}
@@ -164,6 +170,7 @@ ROUTES = [
     ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.q_head.weight", "muon"),
     ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.k_head.weight", "muon"),
     ("hidden", "Funnel", {"inside": {"attention": Attention()}}, "blocks.0.attention.v_head.weight", "muon"),
+    ("hidden", "VQ-BeT", {"before": {"backbone": resnet()}}, "backbone.1.0.conv1.weight", "muon"),
     # what is right must stay right
     ("hidden", "BERT", last("pooler.dense", lin(D, D)), "pooler.dense.weight", "muon"),
     (
