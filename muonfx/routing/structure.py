@@ -4,21 +4,21 @@ A module has no record of the order in which its layers run. The order of defini
 return, and the lists of blocks are known without running the model:
 
 - A *layer* is a linear layer or a convolution. It reads vectors of one width, and returns vectors of another width.
-- A *block* is a module with children in an ``nn.ModuleList``, or one of several such modules of the same class in an
-  ``nn.Sequential``. Blocks are the body of a model. An ``nn.Sequential`` whose last layer returns what no other layer
-  reads is no block, but one of several heads.
-- An *input* is a layer before the blocks of its part of the model, if no earlier layer returns what it reads, whole or
-  concatenated. The part is the innermost module around it that contains blocks.
+- A *block* is a module with children in an ``nn.ModuleList`` or in an ``nn.ModuleDict`` with numbers as keys, or one of
+  several such modules of the same class in an ``nn.Sequential``. Blocks are the body of a model. An ``nn.Sequential``
+  whose last layer returns what no other layer reads is no block, but one of several heads.
+- An *input* is a layer outside all blocks, if no earlier layer returns what it reads, whole or concatenated. After all
+  blocks, another layer must read what it returns.
 - A *head* is a layer outside all blocks whose outputs no other layer reads, whole or in parts. If it returns a multiple
   of the width that it reads, it may also be a fused projection. It is a head if it is after all blocks, and the module
   around it contains another head.
-- A layer is *read in parts* if a later layer reads a half or a third of its outputs, and no layer or norm reads the
-  whole: the layer returns several vectors, such as the two of a gated linear unit.
+- A layer is *read in parts* if a later layer reads a half or a third of its outputs, and no layer or norm in its module
+  reads the whole: the layer returns several vectors, such as the two of a gated linear unit.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -118,7 +118,7 @@ def structure_of(model: object) -> Structure:
         heads=heads,
         read_in_their_block=_read_in_their_block(layers),
         possible_heads=frozenset(possible_heads),
-        read_in_parts=_read_in_parts(layers, defined.read_widths),
+        read_in_parts=_read_in_parts(defined),
         read_one_channel=frozenset(read_one_channel),
     )
 
@@ -625,52 +625,88 @@ def _is_read_in_part(layer: Layer, later_layers: Sequence[Layer]) -> bool:
     return half in widths or width_with_another in widths
 
 
-def _read_in_parts(layers: Sequence[Layer], read_widths: set[int]) -> dict[str, int]:
+def _read_in_parts(modules: _Modules) -> dict[str, int]:
     """Return the number of vectors that a layer returns, 2 or 3, by the path of each layer that returns several.
 
     In an MLP with a gate, ``fc1`` returns a gate and a value of 64 features each, and ``fc2`` reads their product:
 
-    >>> _read_in_parts([Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)], read_widths={8, 64})
+    >>> mlp = [Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)]
+    >>> _read_in_parts(_Modules(mlp, norms=[], read_widths={8, 64}))
     {'mlp.fc1': 2}
 
-    Such a layer returns more features than it reads. No layer or norm reads all of them, and a layer that may run after
-    it reads a half, or else a third. ``read_widths`` are the widths that some layer or norm of the model reads.
+    Such a layer returns more features than it reads, and a layer that may run after it reads a half, or else a third.
+    No layer or norm in the module around both reads all of them. Layers outside do not count, since they may read as
+    many other features: in a pyramid, each stage is twice as wide as the one before it.
     """
+    layers = modules.layers
+    widths_in = _widths_by_module(modules)
+    first_in: dict[str, Layer] = {}  # the first layer of each module
     part_counts: dict[str, int] = {}
     for index, (layer, next_layer) in enumerate(pairwise(layers)):
+        holder = _module_around(layer.path)
+        first_layer = first_in.setdefault(holder, layer)
         returns_more = layer.reads is not None and layer.returns > layer.reads
-        # Alone, or concatenated with the outputs of another layer.
-        is_read_whole = layer.returns in read_widths or 2 * layer.returns in read_widths
-        if not returns_more or is_read_whole:
+        if not returns_more or _is_read_whole(layer, widths_in[holder]):
             continue
-        widths_read_after = _widths_read_after(layer, next_layer, layers[index + 1 :])
+        widths_after = _widths_read_beside(layer, layers[index + 1 :])
+        holder_of_both = _module_around_both(layer.path, next_layer.path)
+        if next_layer.block == layer.block and not _is_read_whole(layer, widths_in[holder_of_both]):
+            widths_after.add(next_layer.reads)
+        # A layer that reads the same width as this one, or the first one, may run on the same input, as a key does with
+        # a query. Only a depthwise convolution in the next place surely reads the outputs of the layer before it.
+        if not next_layer.is_grouped:
+            widths_after -= {layer.reads, first_layer.reads}
         for count in COUNTS_OF_PARTS:  # halves are tried before thirds
-            if layer.returns / count in widths_read_after:
+            if layer.returns / count in widths_after:
                 part_counts[layer.path] = count
                 break
     return part_counts
 
 
-def _widths_read_after(layer: Layer, next_layer: Layer, later_layers: Sequence[Layer]) -> set[int | None]:
-    """Return the widths of the layers that may run on a layer's outputs: the next one, and later ones in its module.
+def _is_read_whole(layer: Layer, widths: Collection[int]) -> bool:
+    """Return True if one of the widths is that of a layer's outputs, alone or concatenated with those of another layer.
 
-    ``layer`` here returns a gate and a value of 64 features, and the next layer reads their product.
-
-    >>> layer, down = Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)
-    >>> _widths_read_after(layer, down, [down])
-    {64}
+    >>> layer = Layer("mlp.fc1", 8, 128)
+    >>> _is_read_whole(layer, {8, 64}), _is_read_whole(layer, {8, 128}), _is_read_whole(layer, {8, 256})
+    (False, True, True)
     """
-    widths: set[int | None] = set(_widths_read_beside(layer, later_layers))
-    if next_layer.block == layer.block:
-        widths.add(next_layer.reads)
-    # A layer that reads the same width as this one may run on the same input, as a key does with a query. Only a
-    # depthwise convolution in the next place surely reads the outputs of the layer before it.
-    if not next_layer.is_grouped:
-        widths.discard(layer.reads)
+    return layer.returns in widths or 2 * layer.returns in widths
+
+
+def _module_around_both(path: str, other_path: str) -> str:
+    """Return the path of the innermost module that contains two layers.
+
+    >>> _module_around_both("h.0.attn.qkv.linear", "h.0.attn.proj.linear")
+    'h.0.attn'
+    """
+    innermost = ""
+    for module in _with_ancestors(_module_around(path)):
+        if other_path.startswith(f"{module}."):
+            innermost = module
+    return innermost
+
+
+def _widths_by_module(modules: _Modules) -> dict[str, set[int]]:
+    """Return the widths that the layers and norms in each module read, by the path of the module; "" is the model.
+
+    >>> mlp = [Layer("h.0.mlp.up", 8, 16), Layer("h.0.mlp.down", 16, 8), Layer("head", 8, 5)]
+    >>> widths = _widths_by_module(_Modules(mlp, norms=[], read_widths={8, 16}))
+    >>> widths["h.0.mlp"], widths[""]
+    ({8, 16}, {8, 16})
+    """
+    widths: dict[str, set[int]] = defaultdict(set)
+    for layer in modules.layers:
+        for path in _with_ancestors(_module_around(layer.path)):
+            # A convolution with groups, as between the two layers of a gated MLP, works on each vector by itself.
+            if layer.reads is not None and not layer.is_grouped:
+                widths[path].add(layer.reads)
+    for norm in modules.norms:
+        for path in _with_ancestors(_module_around(norm.path)):
+            widths[path].add(norm.width)
     return widths
 
 
-def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:
+def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int | None]:
     """Return the widths that later layers of the same module read; the model itself is not such a module.
 
     >>> _widths_read_beside(Layer("mlp.fc1", 8, 64), [Layer("mlp.fc2", 32, 8), Layer("head", 8, 5)])
@@ -679,7 +715,7 @@ def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]
     holder = _module_around(layer.path)
     if not holder:  # all later layers are in the model, also those that have nothing to do with this one
         return set()
-    widths: set[int] = set()
+    widths: set[int | None] = set()
     for later in later_layers:
         if later.reads and later.path.startswith(f"{holder}."):
             widths.add(later.reads)

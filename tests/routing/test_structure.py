@@ -519,6 +519,28 @@ FUSED = {
         "0.pw1.weight",
         2,
     ),
+    "Conformer, beside an MLP": (
+        lambda: wrapped(
+            mlp=build({"up": lin(4 * D, D), "down": lin(D, 4 * D)}),
+            conv=build({"pw1": nn.Conv1d(D, 2 * D, 1), "dw": nn.Conv1d(D, D, 7, groups=D), "pw2": nn.Conv1d(D, D, 1)}),
+        ),
+        "0.conv.pw1.weight",
+        2,
+    ),
+    "Sana": (
+        lambda: wrapped(
+            up=nn.Conv2d(D, 8 * D, 1), dw=nn.Conv2d(8 * D, 8 * D, 3, groups=8 * D), down=nn.Conv2d(4 * D, D, 1)
+        ),
+        "0.up.weight",
+        2,
+    ),
+    "MambaOut, of two stages": (
+        lambda: nn.ModuleList(
+            [build({"fc1": lin(8 * width, width), "fc2": lin(width, 4 * width)}) for width in (D, 2 * D)]
+        ),
+        "0.fc1.weight",
+        2,
+    ),
     "Mamba": (
         lambda: wrapped(
             mixer=build({"in_proj": lin(4 * D, D), "conv": nn.Conv1d(2 * D, 2 * D, 4, groups=2 * D)}),
