@@ -428,12 +428,17 @@ def _projection_in_embedder(name: _Name) -> str | None:
 
     >>> _projection_in_embedder(_Name("x_embedder.proj.weight")), _projection_in_embedder(_Name("attn.proj.weight"))
     ('x_embedder.proj', None)
+    >>> _projection_in_embedder(_Name("vit.embeddings.patch_projection.weight"))
+    'embeddings.patch_projection'
     """
     if len(name.components) < 3 or not name.is_of_layer:  # the embedder, the layer and "weight" are needed
         return None
     embedder, layer, _ = name.components[-3:]
-    is_embedder = embedder.split("_")[-1] in ("embed", "embedder")
-    if is_embedder and layer in ("proj", "projection"):
+    is_projection = layer in ("proj", "projection")
+    is_projection_of_patches = "patch" in name.words and _ends_in(name.words, {"proj", "projection"})
+    is_in_embedder = _ends_in(_words(embedder), {"embed", "embedder"})
+    is_in_embeddings = _ends_in(_words(embedder), _EMBEDDING_WORDS)
+    if (is_projection and is_in_embedder) or (is_projection_of_patches and is_in_embeddings):
         return f"{embedder}.{layer}"
     return None
 

@@ -104,8 +104,8 @@ def structure_of(model: object) -> Structure:
     defined = _modules_of(model)
     layers = defined.layers
     has_blocks = any(layer.block is not None for layer in layers)
-    if has_blocks:  # the repeated modules of the body: inputs are before them, and heads are outside of them
-        inputs = _inputs(layers)
+    if has_blocks:  # the repeated modules of the body: inputs and heads are outside of them
+        inputs = _inputs(defined)
         heads, possible_heads = _heads(defined, inputs)
     else:  # nothing shows which layers are the first and the last
         inputs = {}
@@ -330,9 +330,10 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
 def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
     """Yield the paths of blocks, the repeated modules that are the body of a model.
 
-    A block is a module of several layers in an ``nn.ModuleList``, or one of several of the same class in an
-    ``nn.Sequential``. Some models have a list of output heads, too. These are no blocks: each is an ``nn.Sequential``
-    whose last layer returns a width that is not in ``read_widths``, the widths that layers and norms of the model read.
+    A block is a module of several layers in an ``nn.ModuleList``, in an ``nn.ModuleDict`` with numbers as keys (as in
+    torchtitan), or one of several of the same class in an ``nn.Sequential``. Some models have a list of output heads,
+    too. These are no blocks: each is an ``nn.Sequential`` whose last layer returns a width that is not in
+    ``read_widths``, the widths that layers and norms of the model read.
 
     >>> body = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))])
     >>> heads = nn.ModuleList([nn.Sequential(nn.Linear(8, 5)), nn.Sequential(nn.Linear(8, 7))])
@@ -340,15 +341,28 @@ def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
     ['body.0', 'body.1']
     """
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
+        is_list = isinstance(module, nn.ModuleList) or _is_numbered_dict(module)
+        if not is_list and not isinstance(module, nn.Sequential):
             continue
         children = {name: child for name, child in module.named_children() if any(child.children())}  # no single layers
         count_of_class = Counter(map(type, children.values()))
         for name, child in children.items():
-            # An nn.ModuleList is written for repeated modules. An nn.Sequential may also be a chain of different parts.
-            is_repeated = isinstance(module, nn.ModuleList) or count_of_class[type(child)] > 1
+            # A list is written for repeated modules. An nn.Sequential may also be a chain of different parts.
+            is_repeated = is_list or count_of_class[type(child)] > 1
             if is_repeated and not _is_sequential_head(child, read_widths):
                 yield joined(path, name)
+
+
+def _is_numbered_dict(module: nn.Module) -> bool:
+    """Return True for an ``nn.ModuleDict`` with numbers as keys, which stands for a list that may have gaps.
+
+    >>> (
+    ...     _is_numbered_dict(nn.ModuleDict({"3": nn.Linear(8, 8)})),
+    ...     _is_numbered_dict(nn.ModuleDict({"fc": nn.Linear(8, 8)})),
+    ... )
+    (True, False)
+    """
+    return isinstance(module, nn.ModuleDict) and all(name.isdigit() for name in module)
 
 
 def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
@@ -381,60 +395,30 @@ def _with_ancestors(path: str) -> Iterator[str]:
             yield ancestor
 
 
-def _inputs(layers: Sequence[Layer]) -> dict[str, Layer]:
-    """Return the layers that read the raw input of a model, by path; ``layers`` are in the order of definition.
+def _inputs(modules: _Modules) -> dict[str, Layer]:
+    """Return the layers that read the raw input of a model, by path.
 
-    Such a layer is before the blocks, which are the repeated modules of the body, and reads features that no earlier
-    layer returns. An encoder and a decoder with blocks of their own each have inputs: ``decoder.embed`` is compared
-    with the blocks in ``decoder``.
+    Such a layer is outside all blocks, the repeated modules of the body, and reads features that no earlier layer
+    returns. A model may define it after its blocks, as the layer that reads the state of a robot beside images.
 
-    >>> list(_inputs([Layer("embed", 3, 8), Layer("blocks.0.fc", 8, 8, block="blocks.0"), Layer("head", 8, 5)]))
-    ['embed']
+    >>> layers = [Layer("embed", 3, 8), Layer("h.0.fc", 8, 8, block="h.0"), Layer("state", 7, 8), Layer("head", 8, 5)]
+    >>> list(_inputs(_Modules(layers, norms=[], read_widths={3, 7, 8})))
+    ['embed', 'state']
     """
-    first_in_blocks = _first_in_blocks(layers)
+    last_in_blocks = _last_in_blocks(modules.layers)
     inputs: dict[str, Layer] = {}
     earlier_widths: set[int] = set()  # that the layers before the current one return
-    for index, layer in enumerate(layers):
-        is_before_blocks = layer.block is None and index < _start_of_blocks(layer.path, first_in_blocks)
-        if is_before_blocks and _reads_raw_input(layer, earlier_widths):
+    for index, layer in enumerate(modules.layers):
+        is_read = index < last_in_blocks or layer.returns in modules.read_widths  # else it is a head
+        if layer.block is None and is_read and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
         earlier_widths.add(layer.returns)
     return inputs
 
 
-def _start_of_blocks(path: str, first_in_blocks: Mapping[str, int]) -> int:
-    """Return the index of the layer with which the blocks begin, in the innermost module with blocks around a layer.
-
-    ``path`` is the path of the layer, and ``first_in_blocks`` has the index for the path of each module with blocks.
-    The result is 0 if none of them is around the layer. Here, the blocks in the decoder count, not those in the model:
-
-    >>> _start_of_blocks("decoder.embed", {"": 1, "encoder": 1, "decoder": 5})
-    5
-    """
-    modules_inwards = list(_with_ancestors(path))  # "", "decoder" and "decoder.embed"
-    for module in reversed(modules_inwards):
-        if module in first_in_blocks:
-            return first_in_blocks[module]
-    return 0
-
-
-def _first_in_blocks(layers: Sequence[Layer]) -> dict[str, int]:
-    """Return the index of the first layer in a block, for the path of each module that contains blocks.
-
-    Layers before this index may be inputs. The path of the model itself is "".
-
-    >>> layers = [Layer("enc.embed", 3, 8), Layer("enc.h.0.fc", 8, 8, "enc.h.0"), Layer("enc.h.1.fc", 8, 8, "enc.h.1")]
-    >>> _first_in_blocks(layers)
-    {'': 1, 'enc': 1, 'enc.h': 1}
-    """
-    first_in_blocks: dict[str, int] = {}
-    for index, layer in enumerate(layers):
-        if layer.block is None:
-            continue
-        for path in _with_ancestors(layer.block):
-            if path != layer.block:  # a module around the block
-                first_in_blocks.setdefault(path, index)  # a later block does not replace the first
-    return first_in_blocks
+def _last_in_blocks(layers: Sequence[Layer]) -> int:
+    """Return the index of the last layer in a block."""
+    return max(index for index, layer in enumerate(layers) if layer.block is not None)
 
 
 def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
@@ -485,26 +469,26 @@ def _widths_between_modules(modules: _Modules, inputs: Collection[str]) -> set[i
     return widths
 
 
-def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], read_widths: set[int]) -> bool:
+def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], widths_between: set[int]) -> bool:
     """Return True if a layer returns one slice of features for each block: 48 -> 2 x 64, for 2 blocks that read 64.
 
     Such a layer, for example the embedding of a condition, is no head. A layer 32 -> 2 x 64 = 4 x 32 returns a multiple
     of its own width, as some heads do: its width is no evidence, so that the result is False.
 
-    >>> _returns_slices(48, 128, block_counts=[2], read_widths={64})
+    >>> _returns_slices(48, 128, block_counts=[2], widths_between={64})
     True
-    >>> _returns_slices(32, 128, block_counts=[2], read_widths={64})
+    >>> _returns_slices(32, 128, block_counts=[2], widths_between={64})
     False
 
     Args:
         reads: the width that the layer reads.
         returns: the width that it returns.
         block_counts: the number of blocks in each list of blocks.
-        read_widths: the widths that some layer or norm of the model reads.
+        widths_between: the widths of the vectors that pass between the modules of the model, without its raw inputs.
     """
     for count in block_counts:
         width_of_slice = returns / count
-        if width_of_slice not in read_widths:  # also if the features do not divide by the number of blocks
+        if width_of_slice not in widths_between:  # also if the features do not divide by the number of blocks
             continue
         may_be_head = width_of_slice % reads == 0
         if not may_be_head:
@@ -535,7 +519,7 @@ def _candidates_for_heads(modules: _Modules, inputs: Collection[str]) -> Iterato
         is_between_others = layer.returns == layer.reads
         if is_between_others or layer.returns in widths_between_modules:
             continue
-        if not _returns_slices(layer.reads, layer.returns, block_counts, modules.read_widths):
+        if not _returns_slices(layer.reads, layer.returns, block_counts, widths_between_modules):
             yield index, layer
 
 
@@ -554,7 +538,7 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
     ``inputs`` are the paths of the layers that read raw input.
     """
     layers = modules.layers
-    last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
+    last_in_blocks = _last_in_blocks(layers)
     heads: dict[str, Layer] = {}
     possible_heads: set[str] = set()
     multiples_after_blocks: list[Layer] = []  # they return a multiple of the width that they read, as "pool.fc"

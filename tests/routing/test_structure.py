@@ -161,6 +161,15 @@ ROUTES = [
         "embeddings.patch_projection.weight",
         "adamw",
     ),
+    (
+        "input",
+        "Pix2Struct",
+        first("embeddings.patch_projection", lin(D, D)),
+        "embeddings.patch_projection.weight",
+        "adamw",
+    ),
+    ("input", "ACT", {"after": {"state": lin(D, 7), "action_head": lin(6, D)}}, "state.weight", "adamw"),
+    ("input", "SmolVLA", {"after": {"action_in": lin(D, 6), "action_out": lin(6, D)}}, "action_in.weight", "adamw"),
     ("input", "LTX-Video", first("proj_in", lin(D, 99)), "proj_in.weight", "adamw"),
     ("input", "JoyImage", first("img_in", nn.Conv3d(8, D, (1, 2, 2))), "img_in.weight", "adamw"),
     ("input", "Granite Speech", first("encoder.input_linear", lin(D, 80)), "encoder.input_linear.weight", "adamw"),
@@ -222,6 +231,19 @@ def test_the_last_layer_of_a_model_with_blocks_is_for_adamw_under_any_name(name,
 def test_the_first_layer_of_a_model_with_blocks_is_for_adamw_under_any_name(name, features):
     labels = default_labels(with_body(before={name: lin(D, features)}))
     assert labels[f"{name}.weight"] == "adamw", labels.reason(f"{name}.weight")
+
+
+def test_a_head_that_returns_as_many_features_a_block_as_an_image_has_channels_is_a_head():
+    labels = default_labels(with_body({"stem": nn.Conv2d(3, D, 4)}, after={"mean": lin(2 * 3, D)}), roles=True)
+    assert labels["mean.weight"] == "head"
+
+
+def test_a_dict_with_numbers_as_keys_is_a_list_of_blocks():
+    model = with_body({"stem": lin(D, 75)}, after={"last": lin(99, D)})
+    model.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(model.blocks)})
+    labels = default_labels(model, roles=True)
+    names = ("stem.weight", "blocks.1.up.weight", "last.weight")
+    assert [labels[name] for name in names] == ["other", "hidden", "head"]
 
 
 def test_each_of_several_raw_inputs_is_an_input():
