@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -320,7 +320,7 @@ class TrackedParameters:
         """Return, by name, the tensors that modules now have in place of parameters of the optimizer.
 
         For example, ``{"0.weight": dtensor}`` after ``fully_shard(model)``. During forward and backward, FSDP2 also
-        puts gathered tensors there, which replace the parameters for a short time only.
+        puts other tensors there, which replace the parameters for a short time only.
         """
         others: dict[str, Tensor] = {}
         for name, tracked in self.tracked.items():
@@ -403,17 +403,17 @@ class TrackedParameters:
         ``named`` are the tensors in the param groups. A tensor of a model is left out in three cases:
 
         - An engine has put its own copy of the parameter into the groups, which takes precedence.
-        - FSDP2 has put a gathered tensor there for the time of forward and backward.
+        - FSDP2 has put it there for the time of forward and backward.
         - The tensor would be in the groups twice.
         """
         others = self._others_in_models()
-        if not others:  # usually; the search for gathered tensors walks through the models
+        if not others:  # usually; the search for temporary tensors walks through the models
             return {}
-        gathered_ids = self._gathered_by_fsdp2()
+        temporary_ids = self._temporary_in_fsdp2()
         replaced: dict[str, Tensor] = {}
         for name, new_param in others.items():
-            is_gathered = id(new_param) in gathered_ids
-            if not is_gathered and not self._is_of_engine(name, named[name]):
+            is_temporary = id(new_param) in temporary_ids
+            if not is_temporary and not self._is_of_engine(name, named[name]):
                 replaced[name] = new_param
         return _without_tied(replaced, named)  # the third case
 
@@ -424,22 +424,19 @@ class TrackedParameters:
         is_known = has_state or is_from_model
         return not is_known
 
-    def _gathered_by_fsdp2(self) -> set[int]:
+    def _temporary_in_fsdp2(self) -> set[int]:
         """Return the ids of the tensors that FSDP2 has put into modules for the time of forward and backward.
 
-        FSDP2 gathers the shards of a parameter there, and puts the sharded parameter, a DTensor, back afterwards. So a
-        plain tensor in such a module is a gathered one.
+        FSDP2 puts the parameter itself, a DTensor, back afterwards. Until then, the module has a gathered tensor, or
+        shards over fewer ranks (``reshard_after_forward=2``). Either may be a DTensor, too.
         """
-        gathered_ids: set[int] = set()
+        temporary_ids: set[int] = set()
         for module in self._modules():
-            # `fully_shard` adds FSDPModule to the bases of a module's class. Found by name, to import no FSDP here.
-            class_names = [base.__name__ for base in type(module).__mro__]
-            if "FSDPModule" not in class_names:
-                continue
-            for param in module.parameters():
-                if not is_dtensor(param):
-                    gathered_ids.add(id(param))
-        return gathered_ids
+            for fsdp_param in _params_of_fsdp2(module):
+                # The first forward sets the attributes. Until then, the module has the parameter itself.
+                temporary_ids.add(id(getattr(fsdp_param, "_unsharded_param", None)))
+                temporary_ids.add(id(getattr(fsdp_param, "_sharded_post_forward_param", None)))
+        return temporary_ids
 
     def added_in(self, groups: Iterable[Group]) -> NamedTensors:
         """Return, by name, the parameters of the models that somebody has put into the groups, and that have no state.
@@ -569,6 +566,26 @@ class TrackedParameters:
                 if known_model.has_all_params or is_replaced:
                     outside[name] = param
         return outside
+
+
+def _params_of_fsdp2(module: nn.Module) -> list[Any]:
+    """Return FSDP2's records of the parameters that it shards for a module (``FSDPParam``); none for other modules.
+
+    No public function of torch returns them. Parameters in ``ignored_params`` of `fully_shard` have no record.
+    """
+    # `fully_shard` adds FSDPModule to the bases of a module's class. Found by name, to import no FSDP here.
+    class_names = [base.__name__ for base in type(module).__mro__]
+    if "FSDPModule" not in class_names:
+        return []
+    state = cast("Any", module)._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older versions of torch, such as 2.10, have one group, or None without parameters
+        groups = [state._fsdp_param_group]
+    records: list[Any] = []
+    for group in groups:
+        if group is not None:
+            records += group.fsdp_params
+    return records
 
 
 def _new_tensor(index: int, param: Tensor, param_count: int, name_count: int) -> ValueError:

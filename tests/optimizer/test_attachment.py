@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
@@ -519,6 +520,46 @@ def test_parameters_that_fsdp2_has_gathered_for_a_while_are_not_followed(here: H
     other.zero_grad()
     other.load_state_dict(saved)
     for m, o in ((model, optimizer), (twin, other)):
+        one_step(m, o)
+    assert_same_bits(model, twin)
+
+
+def sharded_by(kind: str, model: nn.Sequential, here: Here) -> nn.Sequential:
+    if kind == "fewer ranks after the forward":
+        fully_shard(model[0], reshard_after_forward=2)
+        return fully_shard(model)
+    parallelize_module(model, here.grid["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=here.grid["outer"])
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "fewer ranks after the forward"])
+@on_ranks(4)
+def test_dtensors_that_fsdp2_has_put_into_a_model_for_a_while_are_not_followed(here: Here, kind: str):
+    model, twin = (sharded_by(kind, made(), here) for _ in range(2))
+    optimizer, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin))
+    params = list(model.parameters())
+    with torch.no_grad(), quiet():
+        model(torch.ones(3, 4))
+    assert any(current is not param for current, param in zip(model.parameters(), params, strict=True))
+    optimizer.zero_grad()
+    assert {param for group in optimizer.param_groups for param in group["params"]} == set(params)
+    for m, o in ((model, optimizer), (twin, other)):
+        one_step(m, o)
+    assert_same_bits(model, twin)
+
+
+@on_ranks(2)
+def test_a_parameter_that_fsdp2_ignores_is_followed(here: Here):
+    """It is a plain tensor, as those that FSDP2 gathers for a while."""
+    model, twin = made(), made()
+    for m in (model, twin):
+        fully_shard(m, mesh=here.mesh, ignored_params={m[2].weight})
+    optimizer, other = (mfx.Muon(m, orthogonalize=mfx.orthogonalize(**EXACT)) for m in (model, twin))
+    one_step(model, optimizer)
+    one_step(twin, other)
+    one_replaced(model)
+    for m, o in ((model, optimizer), (twin, other)):
+        o.zero_grad()
         one_step(m, o)
     assert_same_bits(model, twin)
 
