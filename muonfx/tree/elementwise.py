@@ -164,9 +164,14 @@ def _would_widen(xs: Sequence[Tensor]) -> bool:
     return bool([x for x in xs if x.dtype in _NARROW and x.ndim == 0])
 
 
+def _has_narrow(xs: Sequence[Tensor]) -> bool:
+    """Return True if a tensor is bf16 or fp16."""
+    return not _NARROW.isdisjoint(_dtypes(xs))
+
+
 def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     """Return True if ``_foreach_mul_`` rounds a Python number to bf16 or fp16, as torch 2.13 does on CPUs."""
-    if _NARROW.isdisjoint(_dtypes(xs)):  # the usual case: a set of dtypes takes less time than a test of each tensor
+    if not _has_narrow(xs):  # the usual case: a set of dtypes takes less time than a test of each tensor
         return False
     return bool([x for x in xs if x.dtype in _NARROW and x.is_cpu])
 
@@ -255,6 +260,8 @@ def mul(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     [tensor([10., 20.]), tensor([30.])]
     """
     if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
+        if _has_narrow(xs):  # else vmap may round `c` to bf16 or fp16, where it may underflow
+            return _in_wide(mul, xs, scalar=c, reuse=False)
         return _tensorwise(lambda x: x * c, xs)
     # From here on, one call for the whole list. A number and a 0-d tensor need different calls to give the same bits.
     if isinstance(c, Tensor):
@@ -320,10 +327,13 @@ def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Te
     >>> add([torch.tensor(1.0), torch.tensor(2.0)], [torch.tensor(3.0), torch.tensor(4.0)], 10.0)
     [tensor(31.), tensor(42.)]
     """
-    if _cannot_use_foreach(xs, ys, scalar=c):  # under torch.func or autograd
-        return _tensorwise(lambda x, y: x + c * y, xs, ys)
     is_number = not isinstance(c, Tensor)
-    if is_number and c == 1.0:  # no product, so nothing is rounded twice
+    is_sum = is_number and c == 1.0
+    if _cannot_use_foreach(xs, ys, scalar=c):  # under torch.func or autograd
+        if _has_narrow(xs) and not is_sum:  # else `c * y` would be rounded to bf16 or fp16, where it may underflow
+            return _in_wide(add, xs, ys, scalar=c, reuse=False)
+        return _tensorwise(lambda x, y: x + c * y, xs, ys)
+    if is_sum:  # no product, so nothing is rounded twice
         return _foreach("add", xs, ys, reuse=reuse)
     if _rounds_numbers(xs):  # bf16 or fp16 on a CPU
         return _in_wide(add, xs, ys, scalar=c, reuse=reuse)

@@ -163,6 +163,47 @@ def test_a_product_with_a_number_has_the_same_bits_in_a_long_list_and_alone(
     assert bits(ew.mul_each(ew.clone(xs), each, reuse=reuse)) == bits(alone)
 
 
+NUMBERS_OF_NARROW_LEAVES: dict[str, Callable[[Any], mfx.Transform]] = {
+    "scale": mfx.scale,
+    "rate": mfx.scale_by_learning_rate,
+    "decay": mfx.add_decayed_weights,
+    "clip": mfx.clip_by_global_norm,
+    "sam": mfx.contrib.sam,
+    "accumulated": lambda number: mfx.accumulate(mfx.scale(number), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NUMBERS_OF_NARROW_LEAVES)
+def test_a_number_under_vmap_is_not_rounded_to_the_dtype_of_a_narrow_leaf(name: str, dtype: torch.dtype):
+    """In bf16, 0.3001 would become 0.3008. In fp16, 2e-8 would become zero, and so would the update."""
+    params = {"w": torch.full((3,), 30000.0, dtype=dtype), "scalar": torch.tensor(3.0, dtype=dtype)}
+    grads = mfx.tree.map(torch.zeros_like, params) if name == "decay" else params
+
+    def updates(number: Any) -> dict[str, Tensor]:
+        tx = NUMBERS_OF_NARROW_LEAVES[name](number)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    for number in (0.3001, 2e-8):
+        batch = torch.func.vmap(updates)(torch.tensor([number, 1.0], dtype=torch.float64))
+        assert bits({key: value[0] for key, value in batch.items()}) == bits(updates(number)), number
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scalar_of_each_model_of_a_batch_is_scaled_as_in_a_vector(dtype: torch.dtype):
+    tx, scalars = mfx.scale(0.3001), torch.linspace(1.0, 2.0, 50).to(dtype)
+    batch = torch.func.vmap(lambda x: tx.update({"w": x}, mfx.core.EmptyState())[0]["w"])(scalars)
+    assert torch.equal(batch, tx.update({"w": scalars}, mfx.core.EmptyState())[0]["w"])
+
+
+def test_each_model_of_a_batch_in_fp16_is_clipped_by_its_own_exact_factor():
+    grads = {"w": torch.tensor([[30000.0, 30000.0], [0.25, 0.5]], dtype=torch.float16)}
+    tx = mfx.clip_by_global_norm(1e-3)  # the factor 2.4e-8 would become zero in fp16
+    batch = torch.func.vmap(lambda grads: tx.update(grads, mfx.core.EmptyState())[0])(grads)
+    for model in range(2):
+        assert torch.equal(batch["w"][model], tx.update({"w": grads["w"][model]}, mfx.core.EmptyState())[0]["w"])
+
+
 MIXED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FACTORIES = {name: value for name, value in NAMES.items() if hasattr(value, "definition")}
 PINNED = {
