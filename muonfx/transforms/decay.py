@@ -255,9 +255,9 @@ def _keep_agreeing(update: Tensor, gradient: Tensor | None, min_share: Scalar) -
         return update.clone()
     # Compare signs: the product of the values may underflow to zero.
     agrees = update.sign() * gradient.sign() > 0
-    is_kept = agrees.to(update.dtype)  # 1 for each element that is kept, and else 0
-    wide = ew.wide_dtype(update.dtype)
-    share = is_kept.to(wide).mean()
+    wide = ew.wide_dtype(update.dtype)  # in bf16, the share would be rounded under vmap
+    is_kept = agrees.to(wide)  # 1 for each element that is kept, and else 0
+    share = is_kept.mean()
     divisor = share.clamp(min=min_share)
-    scaled = update * is_kept / divisor
+    scaled = update.to(wide) * is_kept / divisor
     return scaled.to(update.dtype)

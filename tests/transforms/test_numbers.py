@@ -196,6 +196,24 @@ def test_a_scalar_of_each_model_of_a_batch_is_scaled_as_in_a_vector(dtype: torch
     assert torch.equal(batch, tx.update({"w": scalars}, mfx.core.EmptyState())[0]["w"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_model_of_a_narrow_batch_is_divided_by_its_own_exact_share(dtype: torch.dtype):
+    """Cautious updates are divided by the share of elements that are kept, such as 0.3, which bf16 cannot represent."""
+    generator = torch.Generator().manual_seed(0)
+    grads = torch.randn(2, 3, 10, generator=generator).to(dtype)  # of two steps and three models
+    tx = mfx.cautious(mfx.momentum(0.9))
+
+    def second_update(grads: Tensor) -> Tensor:
+        state = tx.init({"w": grads[0]})
+        for grad in grads:
+            updates, state = tx.update({"w": grad}, state)
+        return updates["w"]
+
+    batch = torch.func.vmap(second_update, in_dims=1)(grads)
+    for model in range(3):
+        assert torch.equal(batch[model], second_update(grads[:, model]))
+
+
 def test_each_model_of_a_batch_in_fp16_is_clipped_by_its_own_exact_factor():
     grads = {"w": torch.tensor([[30000.0, 30000.0], [0.25, 0.5]], dtype=torch.float16)}
     tx = mfx.clip_by_global_norm(1e-3)  # the factor 2.4e-8 would become zero in fp16
