@@ -105,6 +105,18 @@ def test_a_search_for_hyperparameters_changes_the_rate_of_each_run(form: str, tm
         assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [rate, 0.004]
 
 
+def test_a_cosine_to_a_min_lr_ends_at_it_for_muon_and_at_the_same_share_for_adamw() -> None:
+    import transformers
+
+    optimizer = optimizer_for(model_for())
+    scheduler = transformers.get_scheduler(
+        "cosine_with_min_lr", optimizer, 0, num_training_steps=2, scheduler_specific_kwargs={"min_lr": 0.001}
+    )
+    muon, adamw = [rate * factor(2) for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    assert muon == pytest.approx(0.001)
+    assert adamw == pytest.approx(0.001 * RATES["adamw_lr"] / 0.02)
+
+
 def test_a_mixin_after_the_trainer_is_refused() -> None:
     import transformers
 
