@@ -91,7 +91,7 @@ def facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arg
         # The numbers with which it computes this step.
         _NUMBERS: {**_comparable_numbers(tx), **schedules},
         _EXTRAS: _comparable_extras(tx, call.extras),
-        _COUNTERS: {name: _comparable(counter) for name, counter in counters.items()},
+        _COUNTERS: {name: comparable(counter) for name, counter in counters.items()},
     }
 
 
@@ -100,7 +100,7 @@ def _step_of(counters: Mapping[str, Any], progress: Progress) -> int:
 
     Without counters, it is the number of completed steps.
     """
-    host_counters = filter(_is_host_counter, counters.values())
+    host_counters = filter(is_host_counter, counters.values())
     return max(map(int, host_counters), default=progress.completed)
 
 
@@ -174,7 +174,7 @@ def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
     return schedules
 
 
-def _is_host_counter(leaf: object) -> bool:
+def is_host_counter(leaf: object) -> bool:
     """Return True for a 0-d int64 tensor on the CPU, which can be read without waiting for a device."""
     return isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and not leaf.ndim and leaf.device.type == "cpu"
 
@@ -290,10 +290,10 @@ SMALL = 64
 """Values of a CPU tensor are compared at every step if it has at most this number of elements."""
 
 
-def _comparable(value: object) -> object:
+def comparable(value: object) -> object:
     """Return a value for ranks to compare: a number or text, or a description. It never syncs with a GPU.
 
-    >>> _comparable(0.5), _comparable(torch.tensor(3)), _comparable(torch.zeros(100))
+    >>> comparable(0.5), comparable(torch.tensor(3)), comparable(torch.zeros(100))
     (0.5, '3 of torch.int64', 'a tensor (100,) of torch.float32')
     """
     if value is None or isinstance(value, bool | int | float | str):
@@ -314,7 +314,7 @@ def _comparable_numbers(tx: Transform) -> dict[str, object]:
         cache["numbers"] = dict(parts_of(tx))
     if not tx.tensors:
         return cache["numbers"]
-    return {name: _comparable(number) for name, number in cache["numbers"].items()}
+    return {name: comparable(number) for name, number in cache["numbers"].items()}
 
 
 def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, object]:
@@ -324,13 +324,13 @@ def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, ob
     "value": 0.5}``. Where the values may differ between ranks, the ranks compare shapes and dtypes only.
     """
     equal_leaves = equal_leaves_of_extras(tx, extras)
-    comparable: dict[str, object] = {}
+    texts: dict[str, object] = {}
     for name, leaf in tree.named_leaves(dict(extras)):  # sorted: ranks may pass them in different orders
         if name in equal_leaves:
-            comparable[name] = _comparable(leaf)
+            texts[name] = comparable(leaf)
         else:
-            comparable[name] = _kind_of_leaf(leaf)
-    return comparable
+            texts[name] = _kind_of_leaf(leaf)
+    return texts
 
 
 def equal_leaves_of_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, Any]:

@@ -338,7 +338,8 @@ OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "on other ranks": on_other_ranks,
     "unequal values": unequal_values,
     "unequal stages": unequal_stages,
-    "wrong rate": lambda here: wrong_rate(1, here),
+    "wrong rate, stage 0": lambda here: wrong_rate(0, here),
+    "wrong rate, stage 1": lambda here: wrong_rate(1, here),
     "schedulers": lambda here: scheduled_cases(),
 }
 # In this order: a pipeline leaves groups in DeepSpeed's global state, with which experts cannot be made.
@@ -349,7 +350,8 @@ NAMES = (
     *PIPELINE_CASES,
     "on other ranks",
     "unequal values",
-    "wrong rate",
+    "wrong rate, stage 0",
+    "wrong rate, stage 1",
     "unequal stages",
 )
 CASES: dict[str, Any] = {name: {} for name in NAMES}

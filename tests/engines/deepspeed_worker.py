@@ -94,6 +94,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     "clipping, stage 1": {"zero": ZERO["stage 1"], "clip": 0.05},
     "unused, stage 2": {"zero": ZERO["stage 2"], "unused": True},
 }
+COUNT = "adamw.scale_by_adam.count"
 ROUND_ROBIN = {"zero": {"stage": 2, "round_robin_gradients": True}}
 OVERFLOWS: dict[str, dict[str, Any]] = {
     "overflow, stage 1": {"zero": ZERO["stage 1"]},
@@ -382,7 +383,45 @@ def saved_and_loaded(here: Rank) -> dict[str, Any]:
     return found
 
 
+def unequal_steps(here: Rank) -> dict[str, Any]:
+    """Change one number or the step count of rank 1 at stage 0, and return the errors of the steps by change."""
+    found: dict[str, Any] = {}
+    for dtype in ("fp32", "bf16"):
+        case = {"zero": ZERO["stage 0"], **(BF16 if dtype == "bf16" else {})}
+        run = Run(dtype, case, *here)
+        run.step(batches()[0])
+        before = run.params()
+        muon, adamw = run.optimizer.param_groups
+        changes = {
+            "lr": (adamw, 0.5),
+            "betas": (adamw, (0.5, 0.95)),
+            "weight_decay": (muon, 0.5),
+            "momentum": (muon, "x"),
+        }
+        for key, (group, value) in changes.items():
+            equal_value = group[key]
+            if here.rank == 1:
+                group[key] = value
+            found[f"{dtype}, {key}"] = error_of_step(run)
+            group[key] = equal_value
+        if here.rank == 1:
+            for entries in run.optimizer.state.values():
+                entries[COUNT] = entries[COUNT] + 1
+        found[f"{dtype}, count"] = error_of_step(run)
+        found[f"{dtype}, unchanged"] = same(before, run.params())
+    return found
+
+
+def error_of_step(run: Run) -> str:
+    try:
+        run.step(batches()[1])
+    except (RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
+    "unequal steps": unequal_steps,
     "round robin": refused,
     "loaded into the model alone": loaded_into_the_model_alone,
     "under another layout": under_another_layout,

@@ -25,7 +25,14 @@ from tests.engines.processes import launched, real, result_of
 
 REAL = [*real("deepspeed", timeout=900), pytest.mark.dist]
 NAMES = {
-    "ranks_2": (*CASES, *OVERFLOWS, "round robin", "loaded into the model alone", "saved and loaded"),
+    "ranks_2": (
+        *CASES,
+        *OVERFLOWS,
+        "round robin",
+        "unequal steps",
+        "loaded into the model alone",
+        "saved and loaded",
+    ),
     "ranks_1": ("stage 2", "under another layout"),
     "ranks_3": ("stage 2", "stage 3, zero.Init", "under another layout"),
 }
@@ -76,6 +83,27 @@ class TestReal:
         said = result_of(found["ranks_2"], "round robin")["refused"]
         assert said.startswith("'")
         assert "round_robin_gradients" in said
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_ranks_that_would_step_differently_at_stage_0_raise_one_error_and_change_nothing(
+        self, found: Found, dtype: str
+    ) -> None:
+        first, second = [rank["unequal steps"] for rank in found["ranks_2"]]
+        muon, adamw = "param_groups[0] ('muon')", "param_groups[1] ('adamw')"
+        differences = {
+            "lr": f"numbers in {adamw}: 'lr' is 0.003 on rank 0 and 0.5 on rank 1",
+            "betas": f"numbers in {adamw}: 'betas' is [0.9, 0.95] on rank 0 and [0.5, 0.95] on rank 1",
+            "weight_decay": f"numbers in {muon}: 'weight_decay' is 0.1 on rank 0 and 0.5 on rank 1",
+            "count": f"step counts of {muon}: 'adamw.scale_by_adam.count' is 1 on rank 0 and 2 on rank 1",
+        }
+        for key, text in differences.items():
+            error_text = first[f"{dtype}, {key}"]
+            assert text in error_text
+            assert error_text == second[f"{dtype}, {key}"]
+        assert "rank 1: ValueError: 'momentum' in a group must be a number" in first[f"{dtype}, momentum"]
+        assert second[f"{dtype}, momentum"].startswith("'momentum' in a group must be a number")
+        assert first[f"{dtype}, unchanged"]
+        assert second[f"{dtype}, unchanged"]
 
     def test_weights_that_a_first_step_would_overwrite_are_refused_until_a_refresh(self, found: Found) -> None:
         case = result_of(found["ranks_2"], "loaded into the model alone")

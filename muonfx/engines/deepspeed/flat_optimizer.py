@@ -18,6 +18,7 @@ from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.state_entries import path_of
 from muonfx.optimizer.stepping import add_in_place
 from muonfx.sharding.communication.agree import agree
+from muonfx.sharding.facts import is_host_counter
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import from_global, sharded, to_global
 from muonfx.tree import PyTree, Spec
@@ -128,6 +129,15 @@ class FlatOptimizer:
             for key, spec in specs.items():
                 self._require_fit(key, state_of_key[key], spec)
                 state_of_key[key] = state_of_key[key].to(spec.dtype)
+
+    def step_counts(self, states: States) -> dict[str, int]:
+        """Return the step counts in ``states`` (``optimizer.state``), such as ``{"adamw.scale_by_adam.count": 3}``."""
+        state_of_key: dict[str, Any] = states[self.flat.tensors[0]]
+        counts: dict[str, int] = {}
+        for key, name in self._state_leaves:
+            if name is None and is_host_counter(state_of_key.get(key)):
+                counts[key] = int(state_of_key[key])
+        return counts
 
     def _require_keys(self, state_of_key: Mapping[str, Any], specs: Mapping[str, Spec]) -> None:
         """Raise unless the state of a tensor has exactly the keys of the transform, such as "momentum.trace"."""

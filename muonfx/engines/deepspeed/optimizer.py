@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from muonfx.engines.deepspeed.parallel import (
     expert_group_name,
     gather_objects,
     local_shape_of,
+    ranks_with_copies,
     tensor_group_of,
     whole_shape_of,
 )
@@ -39,6 +40,9 @@ from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, o
 from muonfx.optimizer.resuming import differences, entries_to_load, numbers_warning, schedule_entries
 from muonfx.optimizer.saved_chains import VisitedTransform, chain_warning, record_of_group
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
+from muonfx.sharding.communication.agree import agree
+from muonfx.sharding.communication.differences import Facts
+from muonfx.sharding.facts import comparable
 
 _REQUESTED_RATE = "requested_lr"
 """The key in a saved group with its learning rate at construction, which DeepSpeed's schedulers overwrite in "lr"."""
@@ -156,7 +160,7 @@ class ZeroOptimizer(Optimizer):
         # 1. Everything that may fail is done before any tensor is changed. The other ranks may wait for this one in the
         # step, so they get its error.
         try:
-            prepared = self._prepare_step()
+            prepared = self._prepare_step_together()
         except Exception as error:
             raise_on_all_ranks(error, self._flat_optimizers.values())
             raise  # if no rank waits for this one
@@ -173,6 +177,36 @@ class ZeroOptimizer(Optimizer):
         for optimizer, numbers in prepared:
             optimizer.step(numbers, self.state)
         return loss
+
+    def _prepare_step_together(self) -> list[tuple[FlatOptimizer, dict[str, Any]]]:
+        """Return the result of `_prepare_step`. At stage 0, raise on all ranks if they would take different steps.
+
+        At stages 1 to 3, and over the ranks of AutoTP, `sharded` compares the step of each flat tensor.
+        """
+        ranks = ranks_with_copies()
+        if ranks is None or are_partitioned(self._params.values()):
+            return self._prepare_step()
+        try:
+            prepared = self._prepare_step()
+        except Exception as error:
+            agree("a step", ranks, error)  # raises on all ranks
+            raise
+        facts = self._facts_of_step([optimizer for optimizer, _ in prepared])
+        agree("a step", ranks, same=facts, explain=lambda: facts)
+        return prepared
+
+    def _facts_of_step(self, optimizers: Sequence[FlatOptimizer]) -> Facts:
+        """Return what must be equal on all ranks that have copies of the same parameters, by the subject of an error.
+
+        For example, "numbers in param_groups[0] ('muon')" is ``{"lr": 0.02, "momentum": 0.95}``.
+        """
+        facts: dict[str, object] = {"transforms": self.tx.fingerprint}
+        for index, (group, optimizer) in enumerate(zip(self.param_groups, optimizers, strict=True)):
+            title = f"param_groups[{index}] ({group['label']!r})"
+            keys = self._record_of(group).numbers.keys
+            facts[f"numbers in {title}"] = _comparable_entries(group, keys)
+            facts[f"step counts of {title}"] = optimizer.step_counts(self.state)
+        return facts
 
     def _prepare_step(self) -> list[tuple[FlatOptimizer, dict[str, Any]]]:
         """Return the flat optimizers of all groups, each with its hyperparameters; raise before any of them steps.
@@ -429,6 +463,22 @@ def _whole_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta") for name, param in params.items()
     }
+
+
+def _comparable_entries(group: Group, keys: Iterable[str]) -> dict[str, object]:
+    """Return the hyperparameters of a group for ranks to compare, with a text for a tensor.
+
+    >>> _comparable_entries({"lr": torch.tensor(0.5), "betas": (0.9, 0.95)}, ["lr", "betas"])
+    {'lr': '0.5 of torch.float32', 'betas': [0.9, 0.95]}
+    """
+    entries: dict[str, object] = {}
+    for key in keys:
+        value = group[key]
+        if isinstance(value, Sequence):
+            entries[key] = [comparable(number) for number in value]
+        else:
+            entries[key] = comparable(value)
+    return entries
 
 
 def _with_first_rate(group: Group, requested_rate: float) -> dict[str, Any]:

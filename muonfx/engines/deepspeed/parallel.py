@@ -7,6 +7,7 @@ split as a whole (``partition_sizes``), or, in fused layers, part by part (``sub
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import prod
@@ -193,6 +194,22 @@ def global_names(model: nn.Module) -> dict[str, str]:
 
 
 # -------------------------------------------------------------------------------------------------------- communication
+
+
+def ranks_with_copies() -> dist.ProcessGroup | None:
+    """Return the ranks over which DeepSpeed averages gradients; None for a single rank, or without DeepSpeed.
+
+    At ZeRO stage 0 these ranks have copies of the same parameters. The ranks of another pipeline stage, or with other
+    rows of AutoTP, are not among them.
+    """
+    if not dist.is_initialized() or "deepspeed" not in sys.modules:
+        return None
+    from deepspeed.utils import groups
+
+    group: dist.ProcessGroup | None = groups._get_sequence_data_parallel_group()
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    return group
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
