@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     "clipping, stage 1": {"zero": ZERO["stage 1"], "clip": 0.05},
     "unused, stage 2": {"zero": ZERO["stage 2"], "unused": True},
 }
+WRITTEN = ("bf16, stage 0", "stage 1", "stage 2", "bf16, stage 2", "stage 3", "bf16, stage 3")
+"""The cases in which DeepSpeed steps on copies in fp32."""
 COUNT = "adamw.scale_by_adam.count"
 ROUND_ROBIN = {"zero": {"stage": 2, "round_robin_gradients": True}}
 OVERFLOWS: dict[str, dict[str, Any]] = {
@@ -412,6 +415,40 @@ def unequal_steps(here: Rank) -> dict[str, Any]:
     return found
 
 
+def written_weights(name: str, here: Rank) -> dict[str, Any]:
+    """Write weights into the model between steps; return of each step whether they are kept, and its warnings."""
+    case = {"zero": ZERO[name.removeprefix("bf16, ")], **(BF16 if name.startswith("bf16") else {})}
+    run = Run(name, case, *here)
+    run.step(batches()[0])
+    trained = run.params()
+    quarters = {name: torch.full_like(param, 0.25) for name, param in trained.items()}
+    threes = {name: torch.full_like(param, 3.0) for name, param in trained.items()}
+
+    def write(values: dict[str, Tensor]) -> None:
+        params = dict(run.engine.module.named_parameters())
+        with run.deepspeed.zero.GatheredParameters([*params.values()], modifier_rank=0, enabled=run.stage == 3):
+            run.engine.module.load_state_dict(values)
+
+    def step(written: dict[str, Tensor]) -> tuple[bool, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.step(batches()[1])
+        texts = [str(warning.message) for warning in caught]
+        return worst(run.params(), written) < 0.1, [text for text in texts if "fp32 copy" in text]
+
+    write(quarters)
+    write(trained)  # as after an evaluation of an average
+    found = {"exchanged and back": step(trained)}
+    write(quarters)
+    run.engine.optimizer.refresh_fp32_params()
+    found["refreshed"] = step(quarters)
+    write(threes)
+    found["not refreshed"] = step(threes)
+    write(threes)
+    found["again"] = step(threes)
+    return found
+
+
 def error_of_step(run: Run) -> str:
     try:
         run.step(batches()[1])
@@ -422,6 +459,7 @@ def error_of_step(run: Run) -> str:
 
 OTHERS: dict[str, Callable[[Rank], dict[str, Any]]] = {
     "unequal steps": unequal_steps,
+    "written weights": lambda here: {name: written_weights(name, here) for name in WRITTEN},
     "round robin": refused,
     "loaded into the model alone": loaded_into_the_model_alone,
     "under another layout": under_another_layout,

@@ -20,7 +20,7 @@ from torch import nn
 import muonfx as mfx
 from muonfx.engines import deepspeed as ours
 from muonfx.engines.deepspeed.making import require_own_step
-from tests.engines.deepspeed_worker import CASES, EXPORTED, OVERFLOWS, PORTABLE, SAVED_AFTER, WARMUP, ZERO
+from tests.engines.deepspeed_worker import CASES, EXPORTED, OVERFLOWS, PORTABLE, SAVED_AFTER, WARMUP, WRITTEN, ZERO
 from tests.engines.processes import launched, real, result_of
 
 REAL = [*real("deepspeed", timeout=900), pytest.mark.dist]
@@ -30,6 +30,7 @@ NAMES = {
         *OVERFLOWS,
         "round robin",
         "unequal steps",
+        "written weights",
         "loaded into the model alone",
         "saved and loaded",
     ),
@@ -109,6 +110,18 @@ class TestReal:
         case = result_of(found["ranks_2"], "loaded into the model alone")
         assert "engine.optimizer.refresh_fp32_params()" in case["refused"]
         assert case["from loaded"]
+
+    @pytest.mark.parametrize("name", WRITTEN)
+    def test_weights_that_are_written_into_the_model_are_lost_with_a_warning_and_kept_after_a_refresh(
+        self, found: Found, name: str
+    ) -> None:
+        case = found["ranks_2"][0]["written weights"][name]  # at stage 3, rank 0 writes the weights of all ranks
+        assert case["exchanged and back"] == [True, []]
+        assert case["refreshed"] == [True, []]
+        is_kept, (text,) = case["not refreshed"]
+        assert not is_kept
+        assert "call engine.optimizer.refresh_fp32_params()" in text
+        assert case["again"] == [False, []]
 
     @pytest.mark.parametrize("name", OVERFLOWS)
     def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped_by_all(self, found: Found, name: str) -> None:

@@ -455,12 +455,14 @@ def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
-    """Return the name of the first parameter whose values are not those in the flat tensor; None if all are.
+    """Return the name of the first of ``params`` whose values are not those in the flat tensor; None if all are.
 
     This finds an error in DeepSpeed's mapping, because of which a step would change other parameters. If two parameters
     were exchanged in the flat tensor, the values of the first would differ, and its name is returned.
     """
     for name, view in flat.params().items():
+        if name not in params:
+            continue
         shard = _local_shard(params[name], flat.intervals[name].start_in_param, view.numel())
         if shard.numel() < view.numel():  # DeepSpeed stores the values elsewhere, so that nothing can be compared
             _warn_of_unknown_values(name)
@@ -468,6 +470,16 @@ def _name_of_differing(flat: FlatParams, params: NamedTensors) -> str | None:
         if not _is_copy(view.reshape(-1), shard):
             return name
     return None
+
+
+def name_of_overwritten(flat: FlatParams, params: NamedTensors) -> str | None:
+    """Return the name of the first of ``params`` that a step would overwrite by other values; None if there is none.
+
+    ``params`` are parameters of a flat tensor, or at stage 0 of a group, into which something was written.
+    """
+    if flat.is_flat:
+        return _name_of_differing(flat, params)
+    return _name_of_stale_copy({name: flat.tensor_of[name] for name in params}, params)
 
 
 def _name_of_stale_copy(stepped_tensors: NamedTensors, params: NamedTensors) -> str | None:

@@ -23,6 +23,7 @@ from muonfx.engines.deepspeed.flat_params import (
     flats_of,
     locate,
     locate_at_stage_0,
+    name_of_overwritten,
     stage_3_of,
     trained_parameters,
 )
@@ -90,6 +91,9 @@ class ZeroOptimizer(Optimizer):
         """Those that exist, by their first tensor: a flat tensor, or at stage 0 the first parameter of a group."""
         self._has_stepped = False
         """True after the first call of `step`, also if that only allocated the state."""
+        self._version_of: dict[str, int] = {}
+        """The number of writes to each parameter of the model at the last step."""
+        self._has_warned_of_overwritten = False
         super().__init__(self._new_groups(), {})
         own_groups(self)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
@@ -224,7 +228,29 @@ class ZeroOptimizer(Optimizer):
         # A state that DeepSpeed has loaded may be of another transform.
         for optimizer, _ in prepared:
             optimizer.check_and_cast(self.state)
+            self._warn_if_overwritten(optimizer)
         return prepared
+
+    def _warn_if_overwritten(self, optimizer: FlatOptimizer) -> None:
+        """Warn, once, of weights that were written into the model since the last step, and that this step overwrites.
+
+        DeepSpeed steps on copies in fp32, and then writes these into the model. `_version` counts the writes to a
+        tensor, except those to its ``data``, which DeepSpeed uses.
+        """
+        written: dict[str, Tensor] = {}
+        for name, tensor in optimizer.flat.tensor_of.items():
+            param = self._params[name]
+            if tensor is param:  # as at stage 0 in fp32
+                continue
+            if self._version_of.get(name, param._version) != param._version:
+                written[name] = param
+            self._version_of[name] = param._version
+        if self._has_warned_of_overwritten or not written:
+            return
+        overwritten_name = name_of_overwritten(optimizer.flat, written)
+        if overwritten_name is not None:
+            self._has_warned_of_overwritten = True
+            warn_caller(_overwritten(overwritten_name))
 
     def _only_allocates(self) -> bool:
         """Return True if DeepSpeed takes this step only to allocate the state.
@@ -497,6 +523,15 @@ def _trained_has_changed(name: str, when: str) -> ValueError:
     return ValueError(
         f"{name!r} {when} when the optimizer was made; DeepSpeed steps on the parameters from then: "
         "freeze, unfreeze, add or remove it first, then make the optimizer and DeepSpeed's engine"
+    )
+
+
+def _overwritten(name: str) -> str:
+    """Return a warning of weights in the model that a step overwrites."""
+    return (
+        f"{name!r}: found values that were written into the model after the last step. They are lost: DeepSpeed writes "
+        "its fp32 copy over them. After each such write, as of an average or by load_state_dict, call "
+        "engine.optimizer.refresh_fp32_params()"
     )
 
 
