@@ -206,7 +206,7 @@ def ranks_with_copies() -> dist.ProcessGroup | None:
         return None
     from deepspeed.utils import groups
 
-    group: dist.ProcessGroup | None = groups._get_sequence_data_parallel_group()
+    group: Any = groups._get_sequence_data_parallel_group()
     if group is None or dist.get_world_size(group) == 1:
         return None
     return group
