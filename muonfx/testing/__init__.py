@@ -17,12 +17,12 @@ from muonfx.testing.examples import DTYPES, Example, Pair, params_and_grads, sta
 from muonfx.testing.law import LAWS, Law, law
 from muonfx.testing.optimizers import OPTIMIZER_LAWS, OptimizerLaw, OptimizerReport, check_optimizer
 from muonfx.testing.transforms import MATRIX_ONLY, arguments, chains, schedules, transforms
-from muonfx.testing.violation import LawViolation
+from muonfx.testing.violation import LawViolation, LawViolations
 
 # fmt: off
 __all__ = [
     # checking a transform
-    "check_transform", "laws_for", "suitable_params", "LawReport", "LawViolation",
+    "check_transform", "laws_for", "suitable_params", "LawReport", "LawViolation", "LawViolations",
     # checking any torch optimizer
     "check_optimizer", "OptimizerReport", "OptimizerLaw", "OPTIMIZER_LAWS",
     # laws

@@ -19,7 +19,7 @@ from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
 from muonfx.testing.examples import Example, params_and_grads, standard_examples
 from muonfx.testing.law import LAWS, Law, LawFunction, select
-from muonfx.testing.violation import LawViolation
+from muonfx.testing.violation import LawViolation, LawViolations
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ def check_transform(
     max_examples: int | None = None,
     seed: int | None = None,
     updates_dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None,
+    stop_at_first: bool = True,
     progress: bool | Callable[[str], None] = True,
 ) -> LawReport:
     """Check a transform against every law that applies to it, on generated trees of parameters and gradients.
@@ -169,6 +170,8 @@ def check_transform(
         seed: the seed of the examples. None: the hypothesis profile decides whether examples are reproducible.
         updates_dtype: the documented dtype of the updates, if it is not the dtype of the gradients; or a function from
             the dtype of a parameter to the dtype of its update.
+        stop_at_first: True: raise at the first law that does not hold, since it often explains later ones. False: check
+            all laws, and then raise one `LawViolations` with every violation.
         progress: True: the law that is checked is shown on stderr; on a terminal it replaces the law before, elsewhere
             a line is printed every three seconds. False: nothing is shown. A function: it is called with one line for
             each law, such as ``"muon: law 3 of 58, empty_trees_are_taken"``.
@@ -179,6 +182,7 @@ def check_transform(
     Raises:
         LawViolation: a law does not hold. The message names the law, the leaf and the values found, and shows the
             smallest example that was found.
+        LawViolations: with ``stop_at_first=False``, one or more laws do not hold. The message has all their messages.
         ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
         TypeError: without ``params``, the transform raises an error on the examples of `suitable_params`.
 
@@ -211,6 +215,7 @@ def check_transform(
         standard = standard_examples(ranks)[: number - number // 4]  # the others are drawn
     drawn = _drawn(params, number - len(standard), seed)
     held: dict[str, int] = {}
+    violations: list[LawViolation] = []
     with reporting(progress) as report:
         for index, law in enumerate(checked, start=1):
             report(f"{tx.name}: law {index} of {len(checked)}, {law.name}")
@@ -223,9 +228,15 @@ def check_transform(
                 smaller = None
                 if law.share >= SLOW:
                     smaller = _shrunk(check, params, number, seed)
-                # The cause is the error within the law, if it raised one.
-                raise smaller or _on_one_leaf(check, violation) from violation.__cause__
-            held[law.name] = len(examples_of_law)
+                smallest = smaller or _on_one_leaf(check, violation)
+                if stop_at_first:
+                    # The cause is the error within the law, if it raised one.
+                    raise smallest from violation.__cause__
+                violations.append(smallest)
+            else:
+                held[law.name] = len(examples_of_law)
+    if violations:
+        raise LawViolations(violations)
     return LawReport(repr(tx), held, left_out)
 
 

@@ -1,4 +1,4 @@
-"""The error `LawViolation`, and the comparisons of trees that find it."""
+"""The errors `LawViolation` and `LawViolations`, and the comparisons of trees that find it."""
 
 from __future__ import annotations
 
@@ -50,6 +50,29 @@ class LawViolation(AssertionError):
         if self.example is not None:
             message += "\n  on the example\n" + textwrap.indent(repr(self.example), "    ")
         return message
+
+
+class LawViolations(AssertionError):
+    """Raised if a transform violates laws, and all laws were to be checked. The message has the text of each violation.
+
+    Attributes:
+        violations: a list with a `LawViolation` for each law that does not hold.
+
+    >>> print(LawViolations([LawViolation("identity_is_neutral", "scale(factor=2.0)", "w", "found 3.0")]))
+    1 law does not hold:
+    identity_is_neutral does not hold for scale(factor=2.0)
+      at w: found 3.0
+    """
+
+    def __init__(self, violations: list[LawViolation]) -> None:
+        super().__init__(violations)
+        self.violations = violations
+
+    def __str__(self) -> str:
+        """Return the message."""
+        number = len(self.violations)
+        title = "1 law does not hold:" if number == 1 else f"{number} laws do not hold:"
+        return "\n".join([title, *map(str, self.violations)])
 
 
 class Breach(Exception):

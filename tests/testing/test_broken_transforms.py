@@ -210,6 +210,28 @@ def test_laws_can_be_chosen_and_skipped_by_name_or_function():
     assert "update_remembers_nothing (" in str(report)
 
 
+def test_one_error_has_every_law_that_does_not_hold():
+    laws = ["updates_look_like_the_gradients", "identity_is_neutral", "element_transforms_see_one_element"]
+    tx = made("is_not_elementwise_in_bfloat16")
+    with pytest.raises(kit.LawViolation):  # the first one alone
+        kit.check_transform(tx, laws=laws, max_examples=25)
+
+    promoting = mfx.chain(tx, made("promotes_updates_of_bfloat16"))
+    with pytest.raises(kit.LawViolations) as caught:
+        kit.check_transform(promoting, laws=laws, max_examples=25, stop_at_first=False)
+    violations = caught.value.violations
+    assert [violation.law for violation in violations] == [laws[0], laws[2]]
+    assert str(caught.value).startswith("2 laws do not hold:\nupdates_look_like_the_gradients does not hold for chain(")
+    for violation in violations:
+        assert str(violation) in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_report_is_returned_if_all_laws_hold():
+    report = kit.check_transform(mfx.identity(), laws=["identity_is_neutral"], max_examples=3, stop_at_first=False)
+    assert list(report.held) == ["identity_is_neutral"]
+
+
 def test_an_unknown_law_is_an_error_that_lists_those_known():
     with pytest.raises(ValueError, match=r"found 'purity', expected names of laws: absent_leaves"):
         kit.check_transform(mfx.identity(), laws=["purity"])
