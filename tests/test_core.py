@@ -114,6 +114,39 @@ def init(params):
 
 
 @pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (lambda updates, state: (updates, state), r"found \(updates, state\)$"),
+        (lambda updates, state, params, value: (updates, state), r".*: if value is an extra .*, write a \* before it$"),
+    ],
+)
+def test_an_update_that_cannot_be_called_is_refused_when_it_is_made(update, message):
+    @mfx.transform
+    def wrong():
+        return init, update
+
+    with pytest.raises(TypeError, match=rf"^wrong: update must accept .*\(updates, state, params\), {message}"):
+        wrong()
+
+
+def test_a_function_of_updates_alone_makes_no_stateless_transform():
+    with pytest.raises(TypeError, match=r"^stateless: function must accept .*\(updates, params\), found \(updates\)$"):
+        mfx.stateless(lambda updates: updates)
+
+
+def test_an_update_that_is_called_without_the_parameters_that_it_reads_says_so():
+    def update(updates, state, params=None):
+        return mfx.tree.map(torch.add, updates, params), state
+
+    @mfx.transform
+    def adds_the_parameters():
+        return init, update
+
+    with pytest.raises(ValueError, match=r"tree 2 is None.*parameters, call update\(updates, state, params\)"):
+        adds_the_parameters().update({"w": torch.ones(2)}, mfx.core.EmptyState())
+
+
+@pytest.mark.parametrize(
     ("returned", "message"),
     [
         (None, r"wrong: the decorated function must return \(init, update\), two functions, found NoneType"),

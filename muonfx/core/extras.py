@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,44 @@ def check_functions(owner: str, built: object) -> None:
         raise TypeError(
             f"{owner}: the decorated function must return (init, update), two functions, found {type(built).__name__}"
         )
+
+
+def require_arguments(what: str, function: Callable[..., object], names: Sequence[str]) -> None:
+    """Raise TypeError unless a function of a user can be called with these positional arguments.
+
+    Args:
+        what: the name of the function in the error.
+        function: the function. It may also have keyword-only arguments, which are extra arguments of an update.
+        names: the names of the arguments in the error; the function may have others.
+
+    >>> require_arguments("halve: update", lambda updates, state: None, ("updates", "state", "params"))
+    Traceback (most recent call last):
+    TypeError: halve: update must accept the arguments (updates, state, params), found (updates, state)
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function of C may have none that Python can read
+        return
+    extras: dict[str, str] = {}  # any value for each keyword-only argument
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            extras[parameter.name] = parameter.name
+    try:
+        signature.bind(*names, **extras)
+    except TypeError:
+        expected = f"must accept the arguments ({', '.join(names)})"
+        raise TypeError(f"{what} {expected}, found {signature}{_advice_on_extras(signature, names)}") from None
+
+
+def _advice_on_extras(signature: inspect.Signature, names: Sequence[str]) -> str:
+    """Return advice for a function that requires more positional arguments than it receives; "" for any other."""
+    positional = [parameter for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL_KINDS]
+    if len(positional) <= len(names):
+        return ""
+    return f": if {positional[len(names)].name} is an extra argument, write a * before it"
+
+
+_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def extras_of(update: Callable[..., object]) -> Extras:

@@ -9,6 +9,7 @@ import torch
 from muonfx import tree
 from muonfx.core.checks import check_structure
 from muonfx.core.donation import NOTHING, Donation
+from muonfx.core.extras import require_arguments
 from muonfx.core.transform import EmptyState, Locality, transform
 from muonfx.tree import PyTree
 
@@ -56,7 +57,7 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
             The default TREE is always correct; a smaller locality saves communication if parameters are sharded.
 
     Raises:
-        TypeError: ``function`` cannot be called.
+        TypeError: ``function`` cannot be called with two arguments.
 
     >>> halve = stateless(lambda updates, params: tree.map(lambda u: u / 2, updates))
     >>> halve.update({"w": torch.ones(2)}, EmptyState())[0]
@@ -64,6 +65,8 @@ def stateless(function: Callable[[PyTree, PyTree], PyTree], locality: Locality =
     """
     if not callable(function):
         raise TypeError(f"stateless: function must be a function (updates, params) -> updates, found {function!r}")
+    if not torch.compiler.is_compiling():  # it was checked when the transform was created
+        require_arguments("stateless: function", function, ("updates", "params"))
 
     def update(updates: PyTree, state: EmptyState, params: PyTree = None):
         out = function(updates, params)

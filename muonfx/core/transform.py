@@ -45,6 +45,7 @@ from muonfx.core.extras import (
     check_functions,
     extras_of,
     forwarding,
+    require_arguments,
     sum_over_leaves,
 )
 from muonfx.core.hyperparams import check_numbers
@@ -385,7 +386,10 @@ class Transform(Recorded):
         They follow from the signature of ``update``. With ``*, value`` in it, only "value" is accepted. With
         ``**extras``, as for a chain, these go to each inner transform, so all that one of them accepts are accepted.
         """
-        extras = extras_of(self.functions.update)
+        update = self.functions.update
+        if not self.factory.definition.is_ours:  # the tests of this package call its own functions
+            require_arguments(f"{self.factory.__name__}: update", update, ("updates", "state", "params"))
+        extras = extras_of(update)
         if not extras.takes_all:  # no ``**extras``
             return extras
         # An empty chain has nothing to forward to, and so accepts none.

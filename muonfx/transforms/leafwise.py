@@ -382,9 +382,24 @@ def state_and_step(
         if not isinstance(item, types):
             type_names = " and ".join([expected.__name__ for expected in types])
             raise TypeError(f"{caller} constructor returns a state of {type_names}, found {item!r} at {name!r}")
-    if not reads_params:
+    if reads_params:
+        _require_params(caller, step)
+    else:
         _require_no_params(caller, state, step)
     return state, step
+
+
+def _require_params(caller: str, step: Step) -> None:
+    """Raise TypeError if a step accepts no third argument, although it is called as ``step(u, s, p)``."""
+    if not isinstance(step, FunctionType):
+        return
+    code = step.__code__
+    takes_any_number = code.co_flags & inspect.CO_VARARGS  # it has *args
+    if code.co_argcount < 3 and not takes_any_number:
+        names = ", ".join(code.co_varnames[: code.co_argcount])
+        raise TypeError(
+            f"{caller} constructor with reads_params=True returns a step of three arguments, (u, s, p), found ({names})"
+        )
 
 
 def _require_no_params(caller: str, state: PyTree, step: Step) -> None:

@@ -392,6 +392,11 @@ def _require_structure(tree: PyTree, rest: Sequence[PyTree]) -> None:
     """Raise ValueError unless each tree of `rest` has the structure of the first tree above its leaves, for `map`."""
     treedef = flatten(tree)[1]
     for number, further_tree in enumerate(rest, 2):
+        if further_tree is None:
+            raise ValueError(
+                f"tree.map: tree {number} is None, expected the structure of tree 1: if it is the tree of the "
+                "parameters, call update(updates, state, params)"
+            )
         try:
             subtrees(treedef, further_tree)
         except ValueError as error:

@@ -342,6 +342,14 @@ def test_a_step_that_reads_parameters_asks_for_them():
         tx.update(GRADS, ())
 
 
+@pytest.mark.parametrize("step", [lambda u, s: (u, s), lambda u: (u, ())])
+def test_a_step_without_an_argument_for_the_parameters_is_refused(step: Any):
+    message = r"bad: a leafwise constructor with reads_params=True returns a step of three .*, found \(u"
+    with pytest.raises(TypeError, match=message):
+        made(step, reads_params=True)
+    assert made(lambda *operands: operands[:2], reads_params=True).update(GRADS, (), GRADS) == (GRADS, ())
+
+
 def test_a_step_may_read_parameters_as_they_will_be():
     tx = made(lambda u, s, p: (p * 1.0, s), reads_params="updated")
     params = {"w": torch.tensor([1.0, 2.0], dtype=torch.bfloat16)}
