@@ -470,9 +470,16 @@ class Plan:
                 owners.setdefault(shard.name, []).append(shard.owner)
         return owners
 
-    def explain(self) -> Report:
-        """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank."""
-        tables_of_runs = map(_table_of_run, self.runs)
+    @plain_arguments
+    def explain(self, depth: int | None = None) -> Report:
+        """Return two tables to print: a row per matrix with the rank that computes it and why, and a row per rank.
+
+        Args:
+            depth: 0 leaves out the rows of matrices, of which large models have thousands. None: all rows.
+        """
+        tables_of_runs: list[Table] = []
+        if depth != 0:
+            tables_of_runs = list(map(_table_of_run, self.runs))
         rows: list[tuple[str, ...]] = []
         for rank, (flops, sent) in enumerate(zip(self.flops, self.sent, strict=True)):
             gflop = f"{flops / 1e9:.4g}"

@@ -240,6 +240,14 @@ def test_a_sharded_chain_has_the_plan_of_the_chain_and_a_chain_without_matrices_
     assert "balance" in str(plan.explain())
 
 
+def test_an_explanation_may_leave_out_the_rows_of_matrices():
+    layout = sharding.zero({"w": torch.zeros(8, 8), "v": torch.zeros(4, 8)}, 2)
+    plan = sharding.plan_for(mfx.muon(0.1, orthogonalize=FP32), layout)
+    *tables_of_runs, table_of_ranks, balance = str(plan.explain()).split("\n\n")
+    assert len(tables_of_runs) == 1
+    assert str(plan.explain(depth=0)) == f"{table_of_ranks}\n\n{balance}"
+
+
 COSTS = st.lists(st.one_of(st.floats(0, 100), st.sampled_from([1.0, 3.0, 5.0])), max_size=40)
 RANKS = st.integers(1, 9)
 
