@@ -117,15 +117,14 @@ def _warn_of_suggestions(used_views: Iterable[_UsedView], routes: Mapping[str, R
         used_views: the parameters, each with its route (label and suggested pattern) and the view of its transform.
         routes: the route of every parameter of the model, also of those without a suggestion.
     """
-    suggested: dict[str, str] = {}  # {"attn.qkv": "(part=3 out) in -> part out in"}
-    views: list[MatrixView] = []
+    # By the view of the transform: {"attn.qkv": "(part=3 out) in -> part out in"}. Most optimizers have one view.
+    suggested_for_view: dict[MatrixView, dict[str, str]] = {}
     for name, route, view in used_views:
         if route.suggested is not None and not _is_set_by_user(name, route, view):
-            suggested[name] = route.suggested
-            views.append(view)
-    if suggested:
-        # The warning shows one argument of Muon, which has one view. Most optimizers have just one.
-        _warn_of_suggested(suggested, views[0], routes)
+            suggested_for_view.setdefault(view, {})[name] = route.suggested
+    # Each warning shows one argument of Muon, with the patterns of its view.
+    for view, suggested in suggested_for_view.items():
+        _warn_of_suggested(suggested, view, routes)
 
 
 def _is_set_by_user(name: str, route: Route, view: MatrixView) -> bool:

@@ -585,6 +585,21 @@ def test_every_way_to_a_fused_matrix_warns_and_every_view_silences_it():
                 way(orthogonalize=mfx.orthogonalize(view=mfx.MatrixView(pattern)))
 
 
+def test_transforms_of_several_views_have_a_warning_each_with_their_own_patterns():
+    model = nn.ModuleList([Block(qkv=12, other=8), Block(qkv=12, other=8)])
+    labels = default_labels(model, [(mfx.routing.path("1.*"), "second")])
+    patterns = ["(part=2 out) in -> part out in", "(part=4 out) in -> part out in"]
+    first, second = (mfx.orthogonalize(view=mfx.MatrixView({"*.other.weight": pattern})) for pattern in patterns)
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mfx.partition({"muon": first, "second": second}, labels).init(params)
+    for name, pattern, warning in zip(("0.qkv.weight", "1.qkv.weight"), patterns, caught, strict=True):
+        split, _ = views_of([warning])
+        assert split.text(name) == THREE
+        assert split.text(name.replace("qkv", "other")) == pattern
+
+
 def test_a_name_that_means_one_matrix_is_not_warned_of():
     one_matrix = ("q_proj", "kv_b_proj", "rwkv", "gate_proj", "qkvo_norm", "up_proj", "w1", "w2")
     mfx.Muon(nn.ModuleList([Block(**dict.fromkeys(one_matrix, 12))]))
