@@ -260,9 +260,9 @@ def leafwise(
     Results are rounded to the update's dtype and to the storage dtypes of the state.
 
     Keyword-only arguments of the step are extra arguments of `update`, such as ``step(u, s, *, value)`` for
-    ``update(..., value=loss)``. One of them is supplied: with ``step(u, s, *, sum_over_leaves)``,
-    ``sum_over_leaves((u * u).sum())`` is the sum over all leaves that have a gradient, and over all ranks, as a 0-d
-    tensor. Its argument must have one shape for all leaves.
+    ``update(..., value=loss)``; one with a default may be left out. One of them is supplied: with ``step(u, s, *,
+    sum_over_leaves)``, ``sum_over_leaves((u * u).sum())`` is the sum over all leaves that have a gradient, and over all
+    ranks, as a 0-d tensor. Its argument must have one shape for all leaves.
 
     Use `muonfx.transform` instead if one step needs shapes, other transforms, or leaves without a gradient.
 
@@ -503,6 +503,8 @@ class _Formula:
         self._step = step
         self._extra_names = _extra_names(step)
         """The names of the extra arguments of the step, such as "sum_over_leaves"."""
+        self._default_extras: dict[str, Any] = getattr(step, "__kwdefaults__", None) or {}
+        """The values of extra arguments that a caller may leave out, such as 1.0 for ``step(u, s, *, value=1.0)``."""
         self._reads_params = reads_params
         self._saved_step: RecordedStep | None = None
         """The operations of the step, if they are the same at each update."""
@@ -527,7 +529,8 @@ class _Formula:
         def update(
             updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
         ) -> tuple[PyTree, PyTree]:
-            step_extras = {name: extras[name] for name in self._extra_names}  # {"value": ...}
+            given_extras = {name: extras[name] for name in self._extra_names if name in extras}  # {"value": ...}
+            step_extras = {**self._default_extras, **given_extras}
             return self._run(updates, state, params, donate, step_extras)
 
         if not torch.compiler.is_compiling():  # the signature was read when the transform was created
@@ -535,7 +538,8 @@ class _Formula:
             # All parameters but the last one, ``**extras``, and then a keyword-only parameter for each name.
             *parameters, _extras = signature.parameters.values()
             for name in self._extra_names:
-                parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
+                default = self._default_extras.get(name, inspect.Parameter.empty)
+                parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
             update.__signature__ = signature.replace(parameters=parameters)
         return self.init, update
 

@@ -334,6 +334,17 @@ def test_a_step_that_cannot_be_carried_out_says_why(step: Any, state: Any, messa
         made(step, state).update(GRADS, made(step, state).init(GRADS), GRADS)
 
 
+def test_an_extra_argument_with_a_default_may_be_left_out():
+    def step(u: mfx.Leaf, s: Any, *, value: float = 2.0):
+        return u * value, s
+
+    tx = mfx.chain(made(step))
+    state = tx.init(GRADS)
+    for extras, factor in (({}, 2.0), ({"value": 3.0}, 3.0), ({}, 2.0)):
+        updates, _ = tx.update(GRADS, state, **extras)
+        assert torch.equal(updates["w"], GRADS["w"] * factor)
+
+
 def test_a_step_that_reads_parameters_asks_for_them():
     tx = made(lambda u, s, p: (u + p, s), reads_params=True)
     assert tx.reads_params
