@@ -399,6 +399,17 @@ def test_a_local_function_that_cannot_be_pickled_is_reported_with_advice():
 
 
 @pytest.mark.slow
+def test_a_transform_of_the_user_may_have_a_name_of_muonfx():
+    @mfx.leafwise
+    def momentum(decay: float = 0.9):
+        def step(u, s):
+            return decay * u, s
+
+        return mfx.core.EmptyState(), step
+
+    kit.laws.repr_evaluates_to_an_equal_transform(momentum(0.5), {}, [])
+
+
 def test_a_state_whose_strides_change_is_named_where_it_is_compiled_twice():
     @broken.of_traces()
     def transposes_its_trace(u, trace):

@@ -53,8 +53,8 @@ def repr_evaluates_to_an_equal_transform(tx: Transform, params: PyTree, steps: l
     >>> import muonfx as mfx
     >>> repr_evaluates_to_an_equal_transform(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {}, [])
     """
-    # All names that the printed text may use: its own parts, `muonfx.contrib` and `muonfx`.
-    names = {**names_within(tx), **vars(contrib), **vars(sys.modules["muonfx"])}
+    # All names that the printed text may use. A factory of the user may have the name of one of muonfx, and is meant.
+    names = {**vars(contrib), **vars(sys.modules["muonfx"]), **names_within(tx)}
     printed = eval(repr(tx), names)
     if printed != tx:
         raise Breach(None, f"its repr evaluates to {printed!r}, which is not equal to it")
