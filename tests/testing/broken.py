@@ -711,6 +711,13 @@ def depends_on_the_number_of_equal_shapes(updates, state, params):
     return tree.map(scaled, updates)
 
 
+@of_trees(LEAF)
+def scales_by_the_place_of_a_leaf(updates, state, params):
+    leaves, treedef = tree.flatten(updates)
+    scaled = [u if u is None else u * 0.5**place for place, u in enumerate(leaves)]
+    return tree.unflatten(treedef, scaled)
+
+
 @mfx.transform(locality=ELEMENT)
 def cuts_the_graph_of_parameters():
     def update(updates, state, params=None):
@@ -747,6 +754,18 @@ factor_of_shape = {}
 @of_trees(LEAF)
 def keeps_the_first_norm_of_each_shape(updates, state, params):
     return tree.map(lambda u: u / (1 + factor_of_shape.setdefault(u.shape, u.double().norm())).to(u.dtype), updates)
+
+
+power_of_shape = {}
+
+
+@mfx.transform(locality=LEAF)
+def keeps_the_first_power_of_each_shape(decay: float = 0.9):
+    def scaled(u):
+        power = power_of_shape.setdefault(u.shape, decay**3)
+        return (u * power).to(u.dtype)
+
+    return no_state, lambda updates, state, params=None: (tree.map(scaled, updates), state)
 
 
 @of_trees()

@@ -77,7 +77,9 @@ CAUGHT_BY = {
         "reads_the_clock starts_from_the_seed_of_the_process differs_between_threads scales_by_the_hash_of_a_name"
     ),
     "settings_stay_as_they_were": "seeds_the_generator_of_torch silences_warnings",
-    "another_process_gives_the_same_bits": "keeps_the_first_norm_of_each_shape takes_names_in_the_order_of_a_set",
+    "another_process_gives_the_same_bits": (
+        "keeps_the_first_norm_of_each_shape keeps_the_first_power_of_each_shape takes_names_in_the_order_of_a_set"
+    ),
     # representation
     "strides_change_nothing": (
         "reads_in_the_order_of_memory branches_on_contiguity looks_at_the_storage_offset "
@@ -97,7 +99,7 @@ CAUGHT_BY = {
     "large_and_small_gradients_give_finite_updates": "loses_small_gradients overflows_in_fourth_powers",
     "narrow_gradients_are_computed_in_wider_dtypes": "squares_in_half_precision rounds_single_precision_to_half",
     "counts_hold_ten_million_steps": "counts_in_half_precision counts_in_bfloat16 counts_in_eight_bits",
-    "a_leaf_has_the_same_bits_in_any_company": "depends_on_the_number_of_equal_shapes",
+    "a_leaf_has_the_same_bits_in_any_company": ("depends_on_the_number_of_equal_shapes scales_by_the_place_of_a_leaf"),
     "derivatives_by_parameters_are_right": "cuts_the_graph_of_parameters",
 }
 """The broken transforms that each law finds."""

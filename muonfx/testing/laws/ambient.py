@@ -193,7 +193,7 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     """Check that another process returns the same bits. No cache is shared with it.
 
     The other process has another hash of strings, so that sets of names have another order. It runs the examples in the
-    reverse order, so a value that is cached at the first call of a process differs.
+    reverse order, and first with other numbers, so a value that is cached at the first call of a process differs.
 
     >>> import muonfx as mfx
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
@@ -207,6 +207,12 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     # Other values for the same shapes: a cached result of the first example would be wrong for them.
     other_values = example.map_trees(lambda values: scaled(values, -3.0))
     runs.append((other_values, history(tx, *other_values)))
+    # Other numbers for the same shapes, too: this process runs them last, and the other process first.
+    scaled_tx = scaled(tx, 0.9)
+    expected_of_scaled = [history(scaled_tx, *other_values)]
+    results_of_scaled = histories_elsewhere(scaled_tx, [other_values])
+    what = "with all numbers times 0.9, (updates, state) in another process"
+    require_same(what, results_of_scaled, expected_of_scaled, "in this process")
     runs.reverse()
     expected = [histories for _, histories in runs]
     results = histories_elsewhere(tx, [example for example, _ in runs])

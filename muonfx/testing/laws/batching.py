@@ -116,14 +116,16 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
 
 
 def _check_among_others(tx: Transform, example: Example, usual_updates: list[PyTree]) -> None:
-    """Raise `Breach` (a failed law) if leaves have other updates among one or two others of their shapes."""
-    for copies in (2, 3):
-        params, steps = example.map_trees(functools.partial(_with_others, copies))
+    """Raise `Breach` (a failed law) if leaves have other updates before or after one or two others of their shapes."""
+    for others in (1, 2):
+        params, steps = example.map_trees(functools.partial(_with_others, others))
         if not accepts_names(tx, params):  # the longer names, such as "copy0.w"
             return
-        updates_of_first = [updates["copy0"] for updates in updates_of(tx, params, steps)]
-        what = f"updates among {copies - 1} others of each shape"
-        require_same(what, updates_of_first, usual_updates, "without them")
+        updates_by_step = updates_of(tx, params, steps)
+        for place, key in {"before": "copy0", "after": f"copy{others + 1}"}.items():
+            updates_of_copy = [updates[key] for updates in updates_by_step]
+            what = f"updates {place} {others} others of each shape"
+            require_same(what, updates_of_copy, usual_updates, "without them")
 
 
 def _rounds_at_random(tx: Transform) -> bool:
@@ -131,15 +133,16 @@ def _rounds_at_random(tx: Transform) -> bool:
     return any(dtype.resolved.seed is not None for dtype in quantized_dtypes)
 
 
-def _with_others(copies: int, values: PyTree) -> PyTree:
-    """Return ``{"copy0": values, "copy1": ...}``, where later trees have leaves of the same shapes and other values.
+def _with_others(others: int, values: PyTree) -> PyTree:
+    """Return a dict with a tree at its first and last place, and between them ``others`` trees with other values.
 
-    Each later leaf has its elements moved on by one more place.
+    These have leaves of the same shapes, each with its elements moved on by one more place.
 
-    >>> _with_others(2, {"b": torch.tensor([1, 2, 3])})
-    {'copy0': {'b': tensor([1, 2, 3])}, 'copy1': {'b': tensor([3, 1, 2])}}
+    >>> _with_others(1, {"b": torch.tensor([1, 2, 3])})
+    {'copy0': {'b': tensor([1, 2, 3])}, 'copy1': {'b': tensor([3, 1, 2])}, 'copy2': {'b': tensor([1, 2, 3])}}
     """
     trees: dict[str, PyTree] = {"copy0": values}  # with its strides, on which the order of a sum may depend
-    for number in range(1, copies):
+    for number in range(1, others + 1):
         trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)
+    trees[f"copy{others + 1}"] = tree.map(torch.clone, values)
     return trees
