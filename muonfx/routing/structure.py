@@ -354,7 +354,7 @@ def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
 
 
 def _is_numbered_dict(module: nn.Module) -> bool:
-    """Return True for an ``nn.ModuleDict`` with numbers as keys, which stands for a list that may have gaps.
+    """Return True for an ``nn.ModuleDict`` with numbers as keys, which is used as a list of blocks with gaps.
 
     >>> (
     ...     _is_numbered_dict(nn.ModuleDict({"3": nn.Linear(8, 8)})),
@@ -399,7 +399,7 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
     """Return the layers that read the raw input of a model, by path.
 
     Such a layer is outside all blocks, the repeated modules of the body, and reads features that no earlier layer
-    returns. A model may define it after its blocks, as the layer that reads the state of a robot beside images.
+    returns. A model may define it after its blocks, as the layer that reads the state of a robot next to images.
 
     >>> layers = [Layer("embed", 3, 8), Layer("h.0.fc", 8, 8, block="h.0"), Layer("state", 7, 8), Layer("head", 8, 5)]
     >>> list(_inputs(_Modules(layers, norms=[], read_widths={3, 7, 8})))
