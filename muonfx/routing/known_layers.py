@@ -26,7 +26,7 @@ class Fused:
     """The names of the matrices, separated by commas."""
     _: KW_ONLY
     count: int | None = None
-    """The number of matrices of equal sizes, if it is not the number of names in ``parts``."""
+    """The number of matrices of equal sizes, if it is not the number of names in ``parts``; 1 for no fused layer."""
     sizes: tuple[str, ...] | None = None
     """The number of rows of each matrix, if they differ."""
     pattern: str | None = None
@@ -143,6 +143,8 @@ FUSED = (
     ),
     Fused("in_proj_ba", ".*GatedDeltaNet", "b, a", pattern="(heads={num_k_heads} part=2 dim) -> part (heads dim)"),
     Fused("kv_proj", "JetMoeAttention", "key, value"),
+    Fused("kv_proj", "DeepseekV4(Attention|HCACompressor)", "shared by key and value", count=1),
+    Fused("(kv|gate)_proj", "DeepseekV4(CSACompressor|Indexer)", "previous window, current window"),
     Fused("to_kv", _ANY, "key, value"),
     Fused("kv_a_proj_with_mqa", _ANY, "latent, rotary", sizes=("kv_lora_rank", "qk_rope_head_dim")),
     Fused(
@@ -179,6 +181,9 @@ FUSED = (
     Fused("up_conv", "GraniteSpeech.*ConvModule", "value, gate"),
     Fused("((residual|self_attn)_)?conv", ".*AdapterLayer", "value, gate"),
     Fused("conv_layers", "Conv1dSubsampler", "value, gate"),
+    Fused("linear", "Qwen2_5_OmniAdaLayerNormZero", "six modulations", count=6),
+    Fused("linear", "Qwen2_5_OmniAdaLayerNormZero_Final", "scale, shift"),
+    Fused("adaln_linear", "EsmFold2AtomLayer", "six modulations", count=6),
     Fused("conv_proj|project", "Vits(PosteriorEncoder|TextEncoder)", "mean, log variance"),
     Fused(
         "projection_in",
@@ -207,9 +212,40 @@ FUSED = (
     ),
     Fused("qkv", "BottleneckAttn", _QKV, sizes=("dim_out_qk", "dim_out_qk", "dim_out_v"), package="timm."),
     Fused("qkv", "LambdaLayer", _QKV, sizes=("num_heads*dim_qk", "dim_qk", "dim_v"), package="timm."),
+    Fused("qkv", "LiteMLA", _QKV, pattern="(heads part=3 dim={dim}) -> part (heads dim)", package="timm."),
+    Fused(
+        "qkv_proj",
+        "LinearSelfAttention",
+        _QKV,
+        pattern="(query=1 + key={embed_dim} + value={embed_dim}) -> query, key, value",
+        package="timm.",
+    ),
+    Fused("pwise", "ConvAttention", _QKV, pattern=_BY_HEAD % "num_heads", package="timm."),
     Fused("qk", "Attention|GPSA", "query, key", package="timm."),
+    Fused(
+        "kv",
+        "HaloAttn",
+        "key, value",
+        pattern="(heads={num_heads} (key={dim_head_qk} + value={dim_head_v})) -> (heads key), (heads value)",
+        package="timm.",
+    ),
+    Fused(
+        "kv",
+        "AttentionDownsample",
+        "key, value",
+        pattern="(heads={num_heads} (key={key_dim} + value={val_dim})) -> (heads key), (heads value)",
+        package="timm.",
+    ),
+    Fused("kv", "(Class|GlobalSubSample)?Att(entio)?n(PoolLatent)?", "key, value", package="timm."),
     Fused("fc1", "GluMlp", "value, gate", package="timm."),
     Fused("fc1", "GatedConvBlock", "gate, value", package="timm."),
+    Fused(
+        "fc_select",
+        "SelectiveKernelAttn",
+        "one matrix a path",
+        pattern="(part={num_paths} out) -> part out",
+        package="timm.",
+    ),
     Fused("hz_proj", "HSMSSD", "state, gate", package="timm."),
     Fused("BCdt_proj", "HSMSSD", "B, C, dt", package="timm."),
     Fused("v_gate", "SHMA", "value, gate", package="timm."),

@@ -155,6 +155,8 @@ def _of_known_layer(param: _Param, storage: _Storage) -> Division | None:
         fused = fused_layer(layer.name, layer.holder)  # the matrices of the layer, from a table of known layers
         if fused is None:
             continue
+        if fused.count == 1:  # one matrix in spite of its name
+            return Division(MatrixView(undivided(storage.pattern)), _join_notes(storage.note, fused.parts))
         rows = number_of_rows(storage.pattern, param.info.shape)
         pattern = split_pattern(fused, storage.pattern, layer.holder, rows)
         note = fused.parts
