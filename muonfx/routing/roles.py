@@ -66,7 +66,11 @@ _HEADS = frozenset(
 )
 # Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere. A
 # number above 1 marks the last of several layers, such as proj_out_2 in DiT. fc_2 is often the name of a hidden layer.
-_TOP_HEAD = re.compile(r"fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?")
+# The loss of wav2vec 2.0 compares the vectors of project_hid and project_q.
+_TOP_HEAD = re.compile(r"fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?|project_(hid|q)")
+# The same in a model with a scale of the similarities, such as CLIP. Elsewhere, text_projection is often hidden.
+_SCALES_OF_SIMILARITIES = frozenset({"logit_scale", "temperature"})
+_CONTRASTIVE = re.compile(r"(text|visual|image|audio)_projection")
 _ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network"})
 # A router also has a name such as token_router or routers, and a gate with a word of a mixture of experts: moe_gate,
 # shared_expert_gate.
@@ -89,6 +93,7 @@ _TABLE_NAME = re.compile(
 )
 _GAINS = frozenset({"scale", "scales", "gamma", "gain"})
 _BIAS_WORDS = frozenset({"bias", "biases"})
+_DIMS = re.compile(r"_[A-Z]{2,}$")  # the dims of a parameter, as torchtitan writes them: mlp1_bias_EG
 _NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
 # Words in the name of a matrix that a module holds without a layer: c_fc, qkvo_w, mm_input_projection_weight. Names
 # such as wq and w_gate are recognized by their beginning.
@@ -119,6 +124,8 @@ class _Model(NamedTuple):
     """The names of all parameters."""
     has_classifier: bool
     """True if a direct child of the model is called "classifier"."""
+    is_contrastive: bool
+    """True if the model itself has a scale of similarities, as CLIP."""
     gated_mlps: GatedMlps
     """The paths of modules in which a ``gate`` is not a router, with the ndim of their matrices."""
     projections: frozenset[str]
@@ -139,6 +146,7 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
     model = _Model(
         names=frozenset(names),
         has_classifier="classifier" in children_of_model,
+        is_contrastive=not _SCALES_OF_SIMILARITIES.isdisjoint(children_of_model),
         gated_mlps=_gated_mlps(infos),
         projections=_projections_of_attention(infos),
         structure=structure,
@@ -272,15 +280,20 @@ def _by_part(info: ParamInfo, model: _Model) -> Decision | None:
 
 
 def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision for a direct child of a model that projects features for a classifier: a part of the head.
+    """Return the decision for a direct child of a model that projects features for a classifier or a similarity.
 
-    It is the ``projector.weight`` of a model that also has a ``classifier``. In other models, the name "projector"
-    shows nothing, and the result is None.
+    It is the ``projector.weight`` of a model that also has a ``classifier``, or the ``text_projection.weight`` of one
+    with a ``logit_scale``. In other models, these names show nothing, and the result is None.
     """
-    if not model.has_classifier or _Name(info.name).child_of_model != "projector":
+    child = _Name(info.name).child_of_model
+    if child is None:
+        return None
+    is_before_classifier = model.has_classifier and child == "projector"
+    is_before_similarity = model.is_contrastive and _CONTRASTIVE.fullmatch(child)
+    if not is_before_classifier and not is_before_similarity:
         return None
     role: Role = "vector" if info.ndim < 2 else "head"
-    return Decision(role, "name component 'projector'")
+    return Decision(role, f"name component {child!r}")
 
 
 def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
@@ -306,7 +319,7 @@ def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | N
     """
     name = _Name(full_name)
     leaf = name.components[-1]
-    if _ends_in(_words(leaf), _BIAS_WORDS):
+    if _ends_in(_words(_DIMS.sub("", leaf)), _BIAS_WORDS):
         return Decision("vector", f"bias (name component {leaf!r})")
     # Each function returns the component that it recognizes, such as "embed_tokens", or None.
     component_of_role: list[tuple[Role, str | None]] = [

@@ -205,22 +205,25 @@ def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
     For a layer that returns 48 features, a reader is a layer that reads
 
     - 48 features, the whole; or 24 or 16, a half or a third, as in a gated MLP;
-    - 96 features, which are several such vectors, concatenated or flattened (48 channels at 2 positions).
+    - 96 features, which are several such vectors, concatenated or flattened (48 channels at 2 positions); such a reader
+      is defined after the layer.
 
     >>> layers = [Layer("fc1", 8, 48), Layer("fc2", 24, 5)]
     >>> _is_read(layers[0], layers), _is_read(layers[1], layers)
     (True, False)
     """
     returned_widths = {other.returns for other in layers}
+    is_later = False
     for reader in layers:
+        if reader is layer:
+            is_later = True  # for the layers that follow
         if reader is layer or reader.reads is None:
             continue
         reads_whole_or_part = layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads)
         if reads_whole_or_part:
             return True
-        # It combines no vectors if a layer returns just the width that it reads, or if it is first: it reads raw input.
-        may_combine = reader.reads not in returned_widths and reader is not layers[0]
-        if may_combine and reader.reads % layer.returns == 0:
+        # It combines no vectors if a layer returns just the width that it reads.
+        if is_later and reader.reads not in returned_widths and reader.reads % layer.returns == 0:
             return True
     return False
 
@@ -406,13 +409,15 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
     ['embed', 'state']
     """
     last_in_blocks = _last_in_blocks(modules.layers)
+    part_counts = _read_in_parts(modules)
     inputs: dict[str, Layer] = {}
     earlier_widths: set[int] = set()  # that the layers before the current one return
     for index, layer in enumerate(modules.layers):
         is_read = index < last_in_blocks or layer.returns in modules.read_widths  # else it is a head
         if layer.block is None and is_read and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
-        earlier_widths.add(layer.returns)
+        # A gated linear unit passes on a half of what its layer returns.
+        earlier_widths |= {layer.returns, layer.returns // part_counts.get(layer.path, 1)}
     return inputs
 
 

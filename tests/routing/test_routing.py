@@ -527,6 +527,13 @@ def test_roles_divide_what_adamw_trains_and_leave_hidden_matrices_and_views_as_t
     assert {name for name, role in roles.items() if role == "vector"} == vectors
 
 
+def test_a_bias_with_its_dims_in_the_name_is_a_vector():
+    for name in ("mlp1_bias_EG", "mlp2_bias_ED"):  # torchtitan's gpt-oss
+        assert (
+            default_labels_by_name({f"experts.{name}": torch.zeros(4, 32)}, roles=True)[f"experts.{name}"] == "vector"
+        )
+
+
 def test_a_tied_head_has_the_role_of_the_embedding():
     assert "head" not in default_labels(gpt2(), roles=True).values()
     assert default_labels(torchtitan(), roles=True)["output.weight"] == "head"

@@ -253,6 +253,21 @@ def test_each_of_several_raw_inputs_is_an_input():
     assert roles == ["other", "other", "hidden", "hidden"]
 
 
+def test_a_layer_that_reads_the_halves_of_a_gated_one_is_hidden():
+    gated = build({"up": lin(72, D), "down": lin(D, 36)})
+    assert default_labels(with_body({"tokens": nn.Embedding(9, D), "gated": gated}))["gated.down.weight"] == "muon"
+
+
+def test_the_projections_of_a_contrastive_model_are_heads_at_any_width():
+    for name in ("text_projection", "visual_projection", "project_q"):
+        for width in (D, 24):
+            model = with_body(after={name: lin(width, D)})
+            model.logit_scale = nn.Parameter(torch.zeros(()))
+            assert default_labels(model, roles=True)[f"{name}.weight"] == "head"
+    hidden = with_body(before={"tokens": nn.Embedding(9, 24), "text_projection": lin(D, 24)})  # Grounding DINO
+    assert default_labels(hidden)["text_projection.weight"] == "muon"
+
+
 def test_a_layer_that_reads_a_whole_and_a_half_of_earlier_features_is_hidden():
     before = {"tokens": nn.Embedding(9, D), "split": lin(24, D), "join": lin(D, 36)}
     assert default_labels(with_body(before))["join.weight"] == "muon"
@@ -408,6 +423,10 @@ def with_readout(count: int) -> Callable[[], nn.Module]:
         (lambda: nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8)), "1.weight"),
         (lambda: nn.Sequential(Dense(8, 32), Dense(10, 8)), "1.linear.weight"),
         (actor_critic, "policy.weight"),
+        (
+            lambda: build({"torso": lin(64, 8), "flat": lin(8, 48), "policy": lin(6, 64), "value": lin(1, 64)}),
+            "policy.weight",
+        ),
         (lambda: build({"torso": lin(64, 8), "policy": two_layers(6), "value": two_layers(1)}), "policy.2.weight"),
         *((with_readout(count), "readout.weight") for count in (2, 3, 4, 6, 8, 12)),
         (lambda: with_body(before={"tokens": nn.Embedding(99, D), "readout": lin(8 * D, D)}), "readout.weight"),
@@ -751,6 +770,13 @@ TWO = "(part=2 out) in -> part out in"
             "linear1",
             "(query=16 + key=16 + value=16 + mlp=64) in -> query in, key in, value in, mlp in",
         ),
+        (of_package("transformers.models.x", "DeepseekV4Indexer", kv_proj=lin(2 * D, D)), "kv_proj", TWO),
+        (of_package("timm.models.pvt_v2", "Attention", kv=lin(2 * D, D)), "kv", TWO),
+        (
+            of_package("timm.layers", "HaloAttn", kv=lin(2 * D, D), num_heads=2, dim_head_qk=4, dim_head_v=12),
+            "kv",
+            "(heads=2 (key=4 + value=12)) in -> (heads key) in, (heads value) in",
+        ),
     ],
     ids=[
         "timm",
@@ -776,9 +802,21 @@ TWO = "(part=2 out) in -> part out in"
         "ViT-22B",
         "DeepSeek in torchtitan",
         "Flux in torchtitan",
+        "DeepSeek V4, two windows",
+        "PVT",
+        "HaloNet",
     ],
 )
 def test_fused_layers_of_known_packages_are_split_as_their_code_does(layer, name, pattern):
     model = nn.ModuleList([build({"attn": layer, "proj": lin(D, D)})])
     assert default_labels(model).views[f"0.attn.{name}.weight"].pattern == pattern
+    mfx.Muon(model)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_shared_key_and_value_of_deepseek_v4_are_one_matrix():
+    layer = of_package("transformers.models.deepseek_v4", "DeepseekV4Attention", kv_proj=lin(2 * D, D))
+    model = nn.ModuleList([build({"attn": layer, "proj": lin(D, D)})])
+    labels = default_labels(model)
+    assert labels.reason("0.attn.kv_proj.weight") == "hidden matrix (2-D); shared by key and value"
     mfx.Muon(model)
