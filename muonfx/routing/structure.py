@@ -416,7 +416,7 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
         is_read = index < last_in_blocks or layer.returns in modules.read_widths  # else it is a head
         if layer.block is None and is_read and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
-        # A gated linear unit passes on a half of what its layer returns.
+        # A gated linear unit returns half as many features as its layer.
         earlier_widths |= {layer.returns, layer.returns // part_counts.get(layer.path, 1)}
     return inputs
 
