@@ -48,6 +48,13 @@ WRONG = {
     "contrib.reduce_on_plateau(min_scale=-1.0)": "min_scale",
     "contrib.reduce_on_plateau(rtol=0.0, atol=0.0)": "rtol",
     "contrib.schedule_free(scale(-0.1), 0.1, b1=0.0)": "b1",
+    # factors of parameters, which would reverse them
+    "contrib.radial_brake(inward=3.0)": "inward must be from 0 to 1, found 3.0",
+    "contrib.radial_brake(1.5)": "outward must be from 0 to 1, found 1.5",
+    "contrib.radial_brake(linear_schedule(0.5, 2.0, 10))": "radial_brake: at step 10, outward must be from 0 to 1",
+    "subtract_decayed_weights(1.5)": "weight_decay must be from 0 to 1, found 1.5",
+    "contrib.scion(1.5)": "learning_rate must be from 0 to 1, found 1.5",
+    "contrib.reduce_on_plateau(min_scale=2.0)": "min_scale must be from 0 to 1, found 2.0",
     "contrib.sam(-1.0)": "rho must be at least 0",
     "contrib.scion(norms={'muon': ('sign', -1.0)})": r"scion: norms\['muon'\] has the radius -1.0",
     "contrib.scion(norms={'muon': ('spectrum', 1.0)})": r"scion: norms\['muon'\] has the norm 'spectrum', expected",

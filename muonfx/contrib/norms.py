@@ -261,13 +261,14 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
     transform after `scale_by_learning_rate`. A weight that is zero is not constrained.
 
     Args:
-        outward: the factor $s$ if the norm grows: 0 prevents growth, 1 changes nothing; not negative.
-        inward: the factor $s$ if the norm falls: 0 prevents a decrease, 1 changes nothing; not negative.
+        outward: the factor $s$ if the norm grows, from 0 (no growth) to 1 (no change of the update).
+        inward: the factor $s$ if the norm falls, from 0 (no decrease) to 1 (no change of the update). A larger factor
+            could reverse the weight.
         view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:
-        ValueError: a number is negative; at `init`, a leaf is not a matrix or does not fit the view; at `update`,
-            ``params`` is missing.
+        ValueError: a number is not from 0 to 1; at `init`, a leaf is not a matrix or does not fit the view; at
+            `update`, ``params`` is missing.
 
     Follows the radial brake in records of May 2026 in the optimization track of modded-nanogpt, and the hook of this
     name in Emerging-Optimizers. If both fractions are zero, each weight keeps its norm, as with `keep_weight_norms`.
@@ -280,8 +281,8 @@ def radial_brake(outward: ScalarOrSchedule = 0.5, inward: ScalarOrSchedule = 1.0
         >>> mfx.apply_updates(params, updates)["w"]
         tensor([[4.5000, 6.0000]])
     """
-    outward = checks.at_least("outward", outward, 0.0)
-    inward = checks.at_least("inward", inward, 0.0)
+    outward = checks.fraction("outward", outward)
+    inward = checks.fraction("inward", inward)
 
     def step(u: Tensor, s: EmptyState, p: Tensor):
         """Return the update after which the weight p has the norm ``|p| + fraction * (|p + u| - |p|)``.

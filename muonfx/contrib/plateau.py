@@ -68,7 +68,7 @@ def reduce_on_plateau(
         rtol: the relative threshold, in [0, 1]: a loss is an improvement if it is below ``(1 - rtol) * best - atol``.
         atol: the absolute threshold, 0 or more. ``rtol`` or ``atol`` must be positive.
         cooldown: the number of losses after a reduction that are not counted towards ``patience``, 0 or more.
-        min_scale: the lower bound of the scale, 0 or more.
+        min_scale: the lower bound of the scale, from 0 to 1.
 
     Raises:
         TypeError: ``patience`` or ``cooldown`` is not an int; at `update`, ``value`` is missing or not a real number.
@@ -89,11 +89,9 @@ def reduce_on_plateau(
     factor = checks.positive("factor", factor)
     checks.positive_int("patience", patience)
     checks.whole_number("cooldown", cooldown)
-    rtol = checks.at_least("rtol", rtol, 0.0)
+    rtol = checks.fraction("rtol", rtol)
     atol = checks.at_least("atol", atol, 0.0)
-    min_scale = checks.at_least("min_scale", min_scale, 0.0)
-    if not isinstance(rtol, Tensor) and rtol > 1.0:
-        raise ValueError(f"rtol must be at most 1, found {rtol!r}")
+    min_scale = checks.fraction("min_scale", min_scale)
     if not isinstance(rtol, Tensor) and not isinstance(atol, Tensor) and rtol == atol == 0.0:
         raise ValueError("one of rtol and atol must be above 0, found 0.0 for both")
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from muonfx.contrib.norms import normalize_columns, normalize_leaves, normalize_rows
-from muonfx.core import Transform, chain
+from muonfx.core import Transform, chain, checks
 from muonfx.core.partition import masked, partition
-from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.internal.arguments import plain_arguments
 from muonfx.recipes import view_of
 from muonfx.routing import default_labels, ndim
@@ -41,7 +41,8 @@ def scion(
     """Scion: take steps of steepest descent in a norm that is chosen for each kind of parameter.
 
     Args:
-        learning_rate: a number or a schedule.
+        learning_rate: a number or a schedule; with ``constrained``, a number from 0 to 1, because each step multiplies
+            parameters by 1 minus the rate.
         norms: a dict from each label (the name of a group of parameters) to a norm and a radius, which multiplies the
             direction. None is ``{"muon": ("spectral", 50.0), "adamw": ("sign", 3000.0)}``, the authors' values for a
             GPT with shared embeddings. The norms are "spectral" for hidden matrices, "sign" for heads, "rows" (the
@@ -55,7 +56,8 @@ def scion(
         labels: a label in ``norms``, or None, for each parameter, as in `partition`.
 
     Raises:
-        ValueError: a norm is unknown, or a radius is negative; the message names the label.
+        ValueError: a norm is unknown, or a radius is negative; the message names the label. Or the learning rate is out
+            of range.
 
     Follows Scion (arXiv 2502.07529). A convolution kernel is one flattened matrix here; the authors also divide its
     factor by the root of the kernel's size.
@@ -69,6 +71,8 @@ def scion(
     """
     if norms is None:
         norms = _NORMS_OF_GPT
+    if constrained and not isinstance(learning_rate, Schedule):
+        checks.fraction("learning_rate", learning_rate)
     average = momentum(decay, nesterov=False)
     view = view_of(orthogonalize)
     directions = {

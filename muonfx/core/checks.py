@@ -39,6 +39,7 @@ __all__ = [
     "check_update",
     "check_updates_fit",
     "finite",
+    "fraction",
     "in_unit_interval",
     "is_usable",
     "positive",
@@ -94,6 +95,16 @@ def at_least(name: str, value: object, low: float) -> float:
     ValueError: steps must be at least 1, found 0
     """
     return _number(name, value, f"at least {low:g}", lambda number: number >= low)
+
+
+def fraction(name: str, value: object) -> float:
+    """Check that an argument, such as a share, is from 0 to 1, and return it. A tensor is returned unchecked.
+
+    >>> fraction("outward", 3.0)
+    Traceback (most recent call last):
+    ValueError: outward must be from 0 to 1, found 3.0
+    """
+    return _number(name, value, "from 0 to 1", lambda number: 0.0 <= number <= 1.0)
 
 
 def in_unit_interval(name: str, value: object) -> float:

@@ -215,7 +215,7 @@ _OWN: dict[Callable[..., Transform], dict[str, Strategy]] = {
     tfs.ema_params: {"dtype": _STATE},
     tfs.master_params: {"dtype": st.sampled_from(("auto", torch.float32))},
     tfs.orthogonalize: {"steps": st.sampled_from((None, 3)), "dtype": _COMPUTE},
-    tfs.subtract_decayed_weights: {"weight_decay": _RATES},
+    tfs.subtract_decayed_weights: {"weight_decay": _SHARES | st.builds(sch.linear_schedule, _SHARES, _SHARES, _COUNTS)},
     contrib.schedule_free: {"inner": _WITHOUT_MOMENTUM, "b1": st.sampled_from((0.9, 1.0, 0.5))},
     recipes.muonclip: {"labels": _BY_NAME["labels"]},
 }

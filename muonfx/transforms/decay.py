@@ -166,14 +166,14 @@ def subtract_decayed_weights(
     weight_decay``, whatever the learning rate.
 
     Args:
-        weight_decay: a number of 0 or more, or a schedule. The learning rate does not multiply it, so usual values are
+        weight_decay: a number from 0 to 1, or a schedule. The learning rate does not multiply it, so usual values are
             smaller than for `add_decayed_weights`: 1e-4 rather than 0.1.
         mask: the parameters that decay, as in `masked`: a tree or dict of bools, a predicate of `muonfx.routing`, or a
             function of the parameters. None: all.
         cautious: decay an element only if the decay does not oppose its update, as in `add_decayed_weights`.
 
     Raises:
-        ValueError: the factor is negative or not finite; at `update`, ``params`` is missing.
+        ValueError: the factor is not from 0 to 1; at `update`, ``params`` is missing.
 
     Follows the independent weight decay of Wortsman et al. (arXiv 2309.14322) and NVIDIA's Emerging-Optimizers.
 
@@ -184,6 +184,7 @@ def subtract_decayed_weights(
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
         {'w': tensor([-0.5000])}
     """
+    weight_decay = checks.fraction("weight_decay", weight_decay)  # a larger one would reverse the parameters
     return _init_and_update(
         "subtract_decayed_weights",
         weight_decay,

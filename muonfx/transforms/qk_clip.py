@@ -457,9 +457,7 @@ def qk_clip(
         tensor([0.5000, 1.0000])
     """
     tau = checks.positive("tau", tau)
-    alpha = checks.at_least("alpha", alpha, 0.0)
-    if isinstance(alpha, float | int) and alpha > 1:
-        raise ValueError(f"alpha must be from 0 to 1, found {alpha!r}")
+    alpha = checks.fraction("alpha", alpha)
     all_heads = _as_tuple(heads)
 
     def init(params: PyTree) -> EmptyState:
