@@ -63,7 +63,10 @@ def scale_by_shampoo(
             smaller number, updates depend more on rounding.
         refresh: the number of steps from one computation of the roots to the next. The eigendecompositions run at every
             step for any value, because no branch may depend on a count, so larger values save no time. They reproduce
-            runs of optimizers that compute the roots rarely.
+            runs of optimizers that compute the roots rarely. If all gradients up to a refresh are zero, as for an
+            adapter whose other factor starts at zero, updates are the gradients themselves until the next refresh. In
+            Distributed Shampoo and pytorch_optimizer they are multiples of the gradients, of the size that grafting
+            sets; here `normalize_matrices` sets it.
         view: a `MatrixView`, which divides each parameter into matrices, as for `orthogonalize`.
 
     Raises:

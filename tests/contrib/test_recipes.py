@@ -326,6 +326,18 @@ def test_the_chain_of_shampoo_has_updates_of_one_size():
         torch.testing.assert_close(sizes, torch.full_like(sizes, 0.2 * RATE))
 
 
+def test_shampoo_returns_gradients_until_the_refresh_that_follows_a_zero_gradient():
+    tx = mfx.contrib.scale_by_shampoo(damping=1e-7, refresh=3)
+    grads = {"w": torch.diag(torch.tensor([30.0, 10.0]))}
+    state = tx.init(grads)
+    _, state = tx.update({"w": torch.zeros(2, 2)}, state)
+    for _ in range(2):
+        updates, state = tx.update(grads, state)
+        torch.testing.assert_close(updates["w"], grads["w"])
+    updates, state = tx.update(grads, state)
+    assert updates["w"].diagonal().max() < 1.5
+
+
 def test_the_first_update_of_shampoo_is_the_polar_factor():
     params, (grads,) = kit.Example.of(SHAPES, steps=1, dtype=torch.float64)
     tx = mfx.contrib.scale_by_shampoo(damping=1e-13)
