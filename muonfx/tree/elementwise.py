@@ -352,8 +352,7 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
     For x = 1, y = 3 and the weight 0.25, the result is 1.5. With ``reuse``, the results overwrite ``xs``.
     """
     if _cannot_use_foreach(xs, ys, scalar=weight):  # under torch.func or autograd
-        weights = _scalar_for_each(weight, xs)
-        return _tensorwise(lambda x, y, w: torch.lerp(x, y.to(x.dtype), w), xs, ys, weights)
+        return _tensorwise(_lerp, xs, ys, _scalar_for_each(weight, xs))
     if not isinstance(weight, Tensor):
         return _foreach("lerp", xs, ys, weight, reuse=reuse)
     if _on_cpu(xs):  # there a 0-d weight gives the same bits as a number
@@ -361,6 +360,16 @@ def lerp(xs: Tensors, ys: Tensors, weight: Scalar, *, reuse: bool = False) -> Te
     # On other devices, the formula itself: the differences, their products with the weight, and the sums.
     steps = list(torch._foreach_sub(ys, xs))
     return add(xs, mul(steps, weight, reuse=True), reuse=reuse)
+
+
+def _lerp(x: Tensor, y: Tensor, weight: Scalar) -> Tensor:
+    """Return ``x + weight * (y - x)``, also if x or y has a derivative of another dtype.
+
+    In forward mode, torch gives the product of a number and a 0-d fp32 tensor a derivative in fp64, which
+    ``torch.lerp`` refuses. A copy casts the derivative too.
+    """
+    has_no_dims = x.ndim == 0
+    return torch.lerp(x.to(x.dtype, copy=has_no_dims), y.to(x.dtype, copy=has_no_dims), weight)
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:

@@ -9,6 +9,7 @@ from torch import Tensor
 import muonfx as mfx
 from muonfx import testing as kit
 from muonfx.core.transform import within
+from muonfx.testing.law import without_torchs_own_warnings
 from muonfx.testing.laws.compiling import Counter
 from tests.transforms.tables import EVERY_CASE, Case
 
@@ -202,3 +203,33 @@ def test_derivatives_by_the_initial_parameters_equal_finite_differences(case: Ca
     distances = torch.tensor([-0.1, 0.0, 0.2], dtype=torch.float64)
     looped = torch.stack([along(distance) for distance in distances])
     torch.testing.assert_close(torch.func.vmap(along)(distances), looped, rtol=1e-9, atol=1e-9)
+
+
+def test_forward_mode_differentiates_a_scalar_parameter_by_the_interpolation_of_schedule_free():
+    def last(b1: Tensor) -> Tensor:
+        tx = mfx.contrib.schedule_free(mfx.scale(-0.1), 0.1, b1=b1)
+        params = {"w": torch.tensor(1.0)}
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update({"w": 0.3 * params["w"]}, state, params)
+            params = mfx.apply_updates(params, updates)
+        return params["w"]
+
+    b1 = torch.tensor(0.9, dtype=torch.float64)
+    with without_torchs_own_warnings():
+        tangent = torch.func.jvp(last, (b1,), (torch.ones_like(b1),))[1]
+    torch.testing.assert_close(tangent.double(), torch.func.grad(last)(b1).double(), rtol=1e-4, atol=1e-6)
+
+
+def test_forward_mode_differentiates_the_momentum_of_a_scaled_scalar():
+    tx = mfx.chain(mfx.scale(0.5), mfx.momentum(0.9))
+
+    def update(grad: Tensor) -> Tensor:
+        params = {"w": torch.tensor(1.0)}
+        updates, _ = tx.update({"w": grad}, tx.init(params), params)
+        return updates["w"]
+
+    grad = torch.tensor(2.0)
+    with without_torchs_own_warnings():
+        tangent = torch.func.jvp(update, (grad,), (torch.ones(()),))[1]
+    torch.testing.assert_close(tangent.float(), torch.func.grad(update)(grad))
