@@ -228,10 +228,15 @@ def _name_in_package(value: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return True if two arguments are equal. Tensors, also within lists, must agree in values, shape and dtype.
+    """Return True if two arguments are equal, so that their texts are equal too, up to numbers.
 
-    >>> same([torch.tensor(1.0)], [torch.tensor(1.0)]), same(1, 1.0)
-    (True, False)
+    Tensors, also within lists, must agree in values, shape and dtype. Dicts must have the same order, which may have a
+    meaning: of two patterns that match a name, the first counts.
+
+    >>> same([torch.tensor(1.0)], [torch.tensor(1.0)]), same(1, 1.0), same({"a": 1}, {"a": 1.0})
+    (True, False, False)
+    >>> same({"*.q": 1, "*": 2}, {"*": 2, "*.q": 1})
+    False
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):  # `a == b` would be a tensor
         return a.dtype == b.dtype and bool(torch.equal(a, b))
@@ -239,4 +244,12 @@ def same(a: Any, b: Any) -> bool:
         return False
     if type(a) in (tuple, list):
         return len(a) == len(b) and all(map(same, a, b))
-    return a is b or bool(a == b)
+    if isinstance(a, dict):
+        return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
+    if a is b:
+        return True
+    is_equal = bool(a == b)
+    is_container = isinstance(a, tuple | Mapping | Set) or is_dataclass(a)
+    if is_equal and is_container:  # it may have a dict, whose order `==` ignores, or 1 where the other has 1.0
+        return text_of(a) == text_of(b)
+    return is_equal

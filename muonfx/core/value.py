@@ -328,22 +328,6 @@ def _names_of_holes(skeleton: Any, name: str) -> list[str]:
     return names
 
 
-def _keys_in(skeleton: Any) -> list[object]:
-    """Return the keys of all dicts in an argument, in order, to compare two arguments in which order has a meaning.
-
-    >>> _keys_in({"head*": 0.1, "*": {"b": 1, "a": 2}})
-    ['head*', '*', 'b', 'a']
-    """
-    if type(skeleton) not in _CONTAINERS:
-        return []
-    keys: list[object] = []
-    if type(skeleton) is dict:
-        keys += skeleton
-    for _, item in _items(skeleton):
-        keys += _keys_in(item)
-    return keys
-
-
 R = TypeVar("R", bound="Recorded")
 
 
@@ -374,8 +358,7 @@ class Structure:
             return True
         if self.kind is not other.kind or self.factory != other.factory:
             return False
-        # Python ignores the order of dicts, but here it has a meaning: of two patterns, the first that matches counts.
-        return self.skeleton == other.skeleton and _keys_in(self.skeleton) == _keys_in(other.skeleton)
+        return same(self.skeleton, other.skeleton)  # `==` would ignore the order of dicts, and equate 1 and True
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))

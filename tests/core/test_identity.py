@@ -1,12 +1,14 @@
 """Fingerprints and public names: equal in every process, wherever code is stored and whatever is added to it."""
 
+import copy
 import os
 import pkgutil
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,6 +43,51 @@ def momentum_like(*, module: str, name: str = "averaged", declared: str | None =
     made = later if newer else older
     made.__module__, made.__name__, made.__qualname__ = module, name, name
     return mfx.transform(made, name=declared)
+
+
+@dataclass(frozen=True)
+class Options:
+    """An argument with a dict, whose order ``==`` ignores."""
+
+    factors: dict[str, Any]
+
+
+class Pair(NamedTuple):
+    """An argument of a type that is no plain tuple."""
+
+    factors: dict[str, Any]
+    other: int
+
+
+@mfx.leafwise
+def with_options(options: Any = None):
+    return mfx.core.EmptyState(), lambda u, s: (u, s)
+
+
+FACTORS = {"head*": 1, "*": 2}
+REORDERED = {"*": 2, "head*": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        (FACTORS, REORDERED),
+        ([(FACTORS,)], [(REORDERED,)]),
+        (defaultdict(int, FACTORS), defaultdict(int, REORDERED)),
+        (Options(FACTORS), Options(REORDERED)),
+        (Pair(FACTORS, 0), Pair(REORDERED, 0)),
+        (frozenset([1]), frozenset([1.0])),
+        ({"*": 1}, {"*": 1.0}),
+        ({"*": (1, 2)}, {"*": (True, 2)}),
+    ],
+    ids=["dict", "nested", "subclass", "dataclass", "named tuple", "set", "int and float", "int and bool"],
+)
+def test_transforms_are_equal_only_if_their_fingerprints_are(options: Any, others: Any):
+    tx = with_options(options)
+    assert tx.fingerprint != with_options(others).fingerprint
+    assert tx != with_options(others)
+    assert tx == with_options(copy.deepcopy(options))
+    assert tx.fingerprint == with_options(copy.deepcopy(options)).fingerprint
 
 
 def test_a_fingerprint_does_not_change_when_a_module_of_ours_moves():
