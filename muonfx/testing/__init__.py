@@ -14,6 +14,7 @@ except ImportError as error:  # pragma: no cover - the extra is installed wherev
 from muonfx.testing import laws
 from muonfx.testing.check import LawReport, check_transform, laws_for, suitable_params
 from muonfx.testing.examples import DTYPES, Example, Pair, params_and_grads, standard_examples
+from muonfx.testing.extras import with_extras
 from muonfx.testing.law import LAWS, Law, law
 from muonfx.testing.optimizers import OPTIMIZER_LAWS, OptimizerLaw, OptimizerReport, check_optimizer
 from muonfx.testing.transforms import MATRIX_ONLY, arguments, chains, schedules, transforms
@@ -22,7 +23,7 @@ from muonfx.testing.violation import LawViolation, LawViolations
 # fmt: off
 __all__ = [
     # checking a transform
-    "check_transform", "laws_for", "suitable_params", "LawReport", "LawViolation", "LawViolations",
+    "check_transform", "laws_for", "suitable_params", "with_extras", "LawReport", "LawViolation", "LawViolations",
     # checking any torch optimizer
     "check_optimizer", "OptimizerReport", "OptimizerLaw", "OPTIMIZER_LAWS",
     # laws

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.core.transform import check_extras
 from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
 from muonfx.testing.examples import Example, params_and_grads, standard_examples
+from muonfx.testing.extras import Extra, with_extras
 from muonfx.testing.law import LAWS, Law, LawFunction, select
 from muonfx.testing.violation import LawViolation, LawViolations
 
@@ -152,6 +154,7 @@ def check_transform(
     max_examples: int | None = None,
     seed: int | None = None,
     updates_dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None,
+    extras: Mapping[str, Extra] | None = None,
     stop_at_first: bool = True,
     progress: bool | Callable[[str], None] = True,
 ) -> LawReport:
@@ -170,6 +173,9 @@ def check_transform(
         seed: the seed of the examples. None: the hypothesis profile decides whether examples are reproducible.
         updates_dtype: the documented dtype of the updates, if it is not the dtype of the gradients; or a function from
             the dtype of a parameter to the dtype of its update.
+        extras: the extra arguments of every update, such as ``{"value": 0.5}`` for a transform that reads the loss: a
+            dict from each name to a number, a 0-d tensor, or a function of the number of the step, which receives and
+            returns a 0-d tensor. `with_extras` passes them.
         stop_at_first: True: raise at the first law that does not hold, since it often explains later ones. False: check
             all laws, and then raise one `LawViolations` with every violation.
         progress: True: the law that is checked is shown on stderr; on a terminal it replaces the law before, elsewhere
@@ -184,7 +190,8 @@ def check_transform(
             smallest example that was found.
         LawViolations: with ``stop_at_first=False``, one or more laws do not hold. The message has all their messages.
         ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
-        TypeError: without ``params``, the transform raises an error on the examples of `suitable_params`.
+        TypeError: without ``params``, the transform raises an error on the examples of `suitable_params`. Or it
+            requires an extra argument that ``extras`` lacks, or reads none of a name in ``extras``.
 
     >>> import muonfx as mfx
     >>> report = check_transform(
@@ -196,6 +203,12 @@ def check_transform(
     ['update_remembers_nothing', 'identity_is_neutral']
     """
     _require_transform(tx)
+    extras = dict(extras or {})
+    if tx.extras.required - extras.keys():
+        raise _requires_extras(tx)
+    check_extras(tx, dict.fromkeys(extras, torch.ones(())))  # the names, with some number as their values
+    if extras:
+        tx = with_extras(tx, {name: _as_number(extra) for name, extra in extras.items()})
     selected, left_out = select(LAWS, laws, skip)
     checked: list[Law] = []
     for law in selected:
@@ -238,6 +251,26 @@ def check_transform(
     if violations:
         raise LawViolations(violations)
     return LawReport(repr(tx), held, left_out)
+
+
+def _as_number(extra: Any) -> Any:
+    """Return a number as a float32 tensor, which is a numeric argument of `with_extras`; other values as they are.
+
+    Laws change numeric arguments and take derivatives by them. A float in a dict would be fixed.
+    """
+    if isinstance(extra, int | float) and not isinstance(extra, bool):
+        return torch.tensor(extra, dtype=torch.float32)
+    return extra
+
+
+def _requires_extras(tx: Transform) -> TypeError:
+    """Return the error for a transform with an extra argument, such as ``value``, that has no default."""
+    names = sorted(tx.extras.required)
+    expected = ", ".join([f"{name!r}: 0.5" for name in names])
+    return TypeError(
+        f"{tx.name} requires the extra argument {'= and '.join(names)}=: give check_transform the values of every "
+        f"update, as in extras={{{expected}}}. A value is a number, a 0-d tensor, or a function of the step"
+    )
 
 
 Check = Callable[[Example], None]
