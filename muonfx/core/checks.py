@@ -291,6 +291,26 @@ def mixed_devices(**trees: PyTree) -> str | None:
     return f"{leaves}, expected one device: move one of them with .to(device)"
 
 
+def kept_at_init(error: Exception, **trees: PyTree) -> str | None:
+    """Explain an error of torch by a meta tensor that is no leaf of the trees; return None for any other error.
+
+    To find the form of a state, `init` also runs on meta parameters. A tensor that it keeps outside of the state, for
+    example in a variable of the constructor, is then one of these.
+
+    >>> kept_at_init(RuntimeError("Expected all tensors on one device, found cpu and meta"), updates={"w": None})
+    'found a tensor on the device meta that is in no argument: init also runs on meta parameters, ...
+    """
+    if "meta" not in str(error):
+        return None
+    for leaf in tree.tensors(trees):
+        if leaf.device.type == "meta":
+            return None
+    return (
+        "found a tensor on the device meta that is in no argument: init also runs on meta parameters, so a tensor that "
+        "it keeps outside of its result, as in a variable of the constructor, is one: return it in the state"
+    )
+
+
 def check_tree(tree_name: str, values: PyTree) -> None:
     """Raise TypeError unless each leaf of a tree is None or has a shape and a dtype, as all tensors have.
 

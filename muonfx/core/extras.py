@@ -174,6 +174,7 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
     if accepted is not None:  # else it accepts any name
         unknown = sorted(extras.keys() - accepted - _OUR_EXTRAS)
         if unknown:
+            _require_keyword(transforms, unknown[0])
             raise _unknown(outermost, unknown[0])
     check_values_of_extras(transforms, extras)
 
@@ -198,6 +199,21 @@ def _missing(transforms: list[Any], name: str) -> TypeError:
         f"{requiring[-1].name}: the extra argument {name}= is missing: call update(..., {name}=...) or "
         f"optimizer.step({name}=...)"
     )
+
+
+def _require_keyword(transforms: list[Any], name: str) -> None:
+    """Raise TypeError if the update of a transform has a positional argument of this name, such as ``value=1.0``.
+
+    Only keyword-only arguments are extra arguments, because ``update(grads, state, params, other)`` is a mistake.
+    """
+    for tx in transforms:
+        parameters = list(inspect.signature(tx.functions.update).parameters.values())
+        for parameter in parameters[3:]:  # after updates, state and params
+            if parameter.name == name and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                raise TypeError(
+                    f"{tx.name}: the argument {name} of update is positional, expected a keyword-only one: write a * "
+                    f"before it, as in update(updates, state, params=None, *, {name})"
+                )
 
 
 def _unknown(outermost: Any, name: str) -> TypeError:

@@ -483,6 +483,8 @@ class Transform(Recorded):
         except RuntimeError as error:
             problem = checks.mixed_devices(updates=updates, params=params, state=state)
             if problem is None:
+                problem = checks.kept_at_init(error, updates=updates, params=params, state=state)
+            if problem is None:
                 raise
             raise ValueError(f"{self.name}: {problem}") from error
         if donation.state or torch.compiler.is_compiling():

@@ -127,3 +127,68 @@ def test_an_extra_that_is_no_number_is_an_error(value: Any):
 def test_an_extra_that_no_transform_reads_is_an_error():
     with pytest.raises(TypeError, match=r"reads_a_float: found the extra argument values= \(did you mean 'value'"):
         kit.check_transform(reads_a_float(), extras={"values": 0.5})
+
+
+# ------------------------------------------------------------------------------------------ mistakes that are named
+
+
+def test_an_extra_without_a_star_is_named():
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def lacks_a_star():
+        def update(updates, state, params=None, value=1.0):
+            return mfx.tree.map(lambda u: u * value, updates), state
+
+        return no_state, update
+
+    params = {"w": torch.ones(2)}
+    tx = lacks_a_star()
+    message = r"lacks_a_star: the argument value of update is positional.*write a \* before it"
+    with pytest.raises(TypeError, match=message):
+        tx.update(params, tx.init(params), params, value=0.5)
+    with pytest.raises(TypeError, match=message):
+        kit.check_transform(mfx.chain(mfx.momentum(), tx), extras={"value": 0.5})
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def keeps_its_state_in_a_variable():
+    traces: dict[str, Any] = {}
+
+    def init(params):
+        traces["all"] = mfx.tree.map(torch.zeros_like, params)
+        return mfx.core.EmptyState()
+
+    def update(updates, state, params=None):
+        traces["all"] = mfx.tree.map(lambda trace, u: 0.9 * trace + u, traces["all"], updates)
+        return traces["all"], state
+
+    return init, update
+
+
+def test_a_state_outside_of_the_state_is_named():
+    params = {"w": torch.ones(2)}
+    tx = keeps_its_state_in_a_variable()
+    message = "found a tensor on the device meta that is in no argument.*return it in the state"
+    with pytest.raises(ValueError, match=message):
+        tx.update(params, tx.init(params), params)
+    with pytest.raises(TypeError, match=message) as caught:
+        kit.check_transform(keeps_its_state_in_a_variable())
+    assert "dims" not in str(caught.value)
+
+
+def test_a_number_in_float64_under_vmap_is_named():
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def multiplies(factor: float = 0.5):
+        return no_state, lambda updates, state, params=None: (mfx.tree.map(lambda u: u * factor, updates), state)
+
+    @mfx.transform(locality=mfx.Locality.ELEMENT)
+    def converts(factor: float = 0.5):
+        def update(updates, state, params=None):
+            return mfx.tree.map(lambda u: (u * factor).to(u.dtype), updates), state
+
+        return no_state, update
+
+    example = kit.Example.of({"w": ()})
+    law = kit.laws.vmap_over_the_transform_equals_a_loop
+    with pytest.raises(kit.LawViolation, match=r"a number of the transform is a float64 tensor.*\.to\(leaf\.dtype\)"):
+        law(multiplies(), *example)
+    law(converts(), *example)

@@ -18,7 +18,7 @@ from muonfx.core.hyperparams import stack
 from muonfx.testing.examples import Example, accepts_names, history, only_leaf, scaled, updates_of
 from muonfx.testing.law import law
 from muonfx.testing.laws.locality import wider_than
-from muonfx.testing.violation import require_close, require_same, tolerance_of, values_within
+from muonfx.testing.violation import Breach, require_close, require_same, tolerance_of, values_within
 from muonfx.tree import PyTree
 
 
@@ -90,7 +90,25 @@ def vmap_over_the_transform_equals_a_loop(tx: Transform, params: PyTree, steps: 
         return
     # `stack` returns one transform whose numbers are tensors of three elements, over which vmap runs.
     results = torch.func.vmap(last_step)(stack(variants))
+    _require_dtypes(results, expected)
     require_close("last step, vmapped [updates, state]", results, expected, "in a loop", tolerance_of(tx, expected))
+
+
+def _require_dtypes(results: list[Tensor], expected: list[Tensor]) -> None:
+    """Raise `Breach` (a failed law) if a leaf without dims has become float64, which its equal in a loop is not.
+
+    Under vmap a number of the transform is a float64 tensor without dims. Torch gives the product of it and a float32
+    leaf the dtype of the leaf, except for a leaf without dims.
+    """
+    for result, expected_result in zip(results, expected, strict=True):
+        is_leaf_without_dims = expected_result.ndim == 1  # its values of the runs are stacked
+        if is_leaf_without_dims and result.dtype == torch.float64 and expected_result.dtype != torch.float64:
+            raise Breach(
+                "a leaf without dims",
+                f"found {result.dtype} under vmap, expected as in a loop {expected_result.dtype}: a number of the "
+                "transform is a float64 tensor here, which makes the result float64; write "
+                "(leaf * number).to(leaf.dtype), or use the functions of muonfx.tree.elementwise",
+            )
 
 
 @law(on=lambda example: example.dense().shortened(), unless=wider_than(Locality.LEAF), share=0.1)
