@@ -503,8 +503,6 @@ class _Formula:
         self._step = step
         self._extra_names = _extra_names(step)
         """The names of the extra arguments of the step, such as "sum_over_leaves"."""
-        self._default_extras: dict[str, Any] = getattr(step, "__kwdefaults__", None) or {}
-        """The values of extra arguments that a caller may leave out, such as 1.0 for ``step(u, s, *, value=1.0)``."""
         self._reads_params = reads_params
         self._saved_step: RecordedStep | None = None
         """The operations of the step, if they are the same at each update."""
@@ -529,16 +527,17 @@ class _Formula:
         def update(
             updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: object
         ) -> tuple[PyTree, PyTree]:
-            given_extras = {name: extras[name] for name in self._extra_names if name in extras}  # {"value": ...}
-            step_extras = {**self._default_extras, **given_extras}
+            step_extras = {name: extras[name] for name in self._extra_names if name in extras}  # {"value": ...}
             return self._run(updates, state, params, donate, step_extras)
 
         if not torch.compiler.is_compiling():  # the signature was read when the transform was created
             signature = inspect.signature(update)
+            # Not read while torch's compiler traces, which fails for this attribute. The step has its defaults anyway.
+            defaults: dict[str, Any] = getattr(self._step, "__kwdefaults__", None) or {}
             # All parameters but the last one, ``**extras``, and then a keyword-only parameter for each name.
             *parameters, _extras = signature.parameters.values()
             for name in self._extra_names:
-                default = self._default_extras.get(name, inspect.Parameter.empty)
+                default = defaults.get(name, inspect.Parameter.empty)
                 parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
             update.__signature__ = signature.replace(parameters=parameters)
         return self.init, update
@@ -612,17 +611,17 @@ class _Formula:
         if self._saved_step is not None:
             return self._saved_step
         recorded = self._call_step(containers, old_trees, extras)
-        if not self._may_vary(recorded.plan, extras):
+        if not self._may_vary(recorded.plan):
             self._saved_step = recorded
         return recorded
 
-    def _may_vary(self, plan: Plan, extras: dict[str, Any]) -> bool:
+    def _may_vary(self, plan: Plan) -> bool:
         """Return True if the step has to be recorded again at the next update, since a number in it may change.
 
         The number 0.9 in ``s.trace * 0.9`` cannot change. A step count, an extra argument of the step and a learning
         rate that is a tensor can.
         """
-        if extras:
+        if self._extra_names:  # one that is left out now may be given later
             return True
         for store in self._stores:
             if isinstance(store, SharedNumber):  # such as a step count

@@ -345,6 +345,19 @@ def test_an_extra_argument_with_a_default_may_be_left_out():
         assert torch.equal(updates["w"], GRADS["w"] * factor)
 
 
+@mfx.leafwise
+def doubles():
+    return mfx.core.EmptyState(), lambda u, s, *, value=2.0: (u * value, s)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_new_numbers_is_one_graph_with_an_absent_parameter():
+    example = kit.Example.of({"w": (2, 3), "b": (3,)}, steps=3)
+    without_b = example.map_trees(lambda values: {"w": values["w"], "b": None})
+    for tx in (mfx.chain(mfx.momentum(), doubles()), mfx.accumulate(mfx.momentum(), 2)):
+        kit.laws.changing_a_number_does_not_recompile(tx, *without_b)
+
+
 def test_a_step_that_reads_parameters_asks_for_them():
     tx = made(lambda u, s, p: (u + p, s), reads_params=True)
     assert tx.reads_params
