@@ -50,7 +50,7 @@ _MISTAKEN = {
     Transform: "its state, which tx.init(params) or tx.update(...) returned",
     torch.optim.Optimizer: "a muonfx.TransformOptimizer, or save its state_dict() by torch.distributed.checkpoint with "
     "muonfx.checkpoint.Writer",
-    torch.nn.Module: "its parameters, dict(model.named_parameters())",
+    torch.nn.Module: "its parameters and buffers, model.state_dict()",
 }
 """Classes of objects that are easily passed instead of a tree, and the code for the tree."""
 

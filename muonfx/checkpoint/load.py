@@ -83,8 +83,8 @@ def load(
             checkpoint's. A `StateSpec` from `muonfx.spec` contains the transform already. If `muonfx.sharding.sharded`
             made ``tx``, ``like`` and the result are this rank's local state, as ``tx.init`` returns it. Not given for
             an optimizer, which has its transform.
-        params: with an optimizer, the parameters of the model to load too, such as ``dict(model.named_parameters())``,
-            if `save` has stored them. They are overwritten. ``allow_extra`` and ``rename`` apply to them too, as in
+        params: with an optimizer, the parameters and buffers of the model to load too, ``model.state_dict()``, if
+            `save` has stored them. They are overwritten. ``allow_extra`` and ``rename`` apply to them too, as in
             ``allow_extra=["params/head.weight"]``. For missing parameters or other dtypes, call `load_params`. None:
             they are not loaded.
         scheduler: a scheduler of torch for the optimizer ``like``, whose state `save` has stored, to load that too.

@@ -81,7 +81,8 @@ def save(
             its matrix products are recorded, so that `load` can compare them. If `muonfx.sharding.sharded` made ``tx``,
             pass this rank's shards as ``state`` and ``params``, on all ranks; the whole tensors are stored. Not given
             for an optimizer, which has its transform.
-        params: parameters to store in the same checkpoint.
+        params: parameters to store in the same checkpoint. ``model.state_dict()`` also has buffers, such as the running
+            statistics of batch norm.
         scheduler: a scheduler of torch for the optimizer ``state``, to store its ``state_dict()`` with it.
         step: the number of steps taken.
         extra: JSON values, such as a seed, the position in the data, or losses. With a group, all ranks pass the same.
@@ -127,9 +128,9 @@ def save(
         >>> model = torch.nn.Linear(2, 2)
         >>> optimizer = mfx.Muon(model, lr=1e-3, adamw_lr=4e-3)
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
-        >>> params = dict(model.named_parameters())
+        >>> params = model.state_dict()
         >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), optimizer, params=params, scheduler=scheduler)
-        >>> _ = mfx.checkpoint.load(path, optimizer, scheduler=scheduler)
+        >>> _ = mfx.checkpoint.load(path, optimizer, params=params, scheduler=scheduler)
     """
     request = _request(path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group)
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0

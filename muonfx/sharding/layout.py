@@ -165,7 +165,8 @@ class Layout(ShardTable):
         It needs no communication. `muonfx.checkpoint.save` calls this for a sharded transform.
 
         Args:
-            local: the tree of this rank's shards. A leaf that is already in the returned form is not changed.
+            local: the tree of this rank's shards. A leaf that is already in the returned form is not changed, and
+                neither is one that is no parameter, such as a buffer of the model: it is equal on all ranks.
 
         Returns:
             A tree of `DTensor`, `muonfx.checkpoint.FlatShard` (an interval of a flattened tensor, with its position),
@@ -186,9 +187,11 @@ class Layout(ShardTable):
 
         Raise if it is neither this rank's shard nor the whole tensor.
         """
-        position = self.position(name)
         if isinstance(leaf, FlatShard) or is_dtensor(leaf):  # it is in global form already
             return leaf
+        if name not in self.specs:  # no parameter, such as a buffer of batch norm: a save compares it between the ranks
+            return leaf
+        position = self.position(name)
         # A leaf of the whole shape counts as whole on all ranks, even if this rank's shard has the same shape.
         whole_shape = self.specs[name].shape
         if tuple(leaf.shape) == whole_shape and name not in self.dtensors:

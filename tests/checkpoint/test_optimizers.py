@@ -130,6 +130,55 @@ def test_a_model_may_be_sharded_between_the_optimizer_and_the_load(world: World,
     assert world.check(2, resume_run, path=tmp_path, kind="cosine", shard_late=True) == saved
 
 
+class WithBuffers(nn.Module):
+    """A batch norm, whose buffers are floats and a count, a mask, and a head that is tied to a layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.down = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.down.weight
+        self.register_buffer("mask", torch.arange(6) % (seed + 2) > 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mask * self.down(self.norm(self.up(x))))
+
+
+def save_and_load_buffers(here: Here | None, path: Path) -> None:
+    models = WithBuffers(0), WithBuffers(1)
+    if here is not None:
+        for model in models:
+            fully_shard(model, mesh=here.mesh)
+    model, new_model = models
+    optimizer = muon(model)
+    torch.manual_seed(0 if here is None else here.rank)
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    if here is not None and here.size > 1:
+        with pytest.raises(ck.CheckpointError, match=r"'params/norm\.running_mean' has other values on rank 1"):
+            ck.save(path, optimizer, params=model.state_dict())
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, group=here.group, group_src=0)
+    ck.save(path, optimizer, params=model.state_dict())
+    ck.load(path, muon(new_model), params=new_model.state_dict())
+    saved = {name: bits(value) for name, value in model.state_dict().items()}
+    assert {name: bits(value) for name, value in new_model.state_dict().items()} == saved
+    assert new_model.norm.num_batches_tracked.item() == 1
+    assert new_model.head.weight is new_model.down.weight
+
+
+def test_a_state_dict_of_the_model_has_its_buffers_and_tied_weights(tmp_path: Path):
+    save_and_load_buffers(None, tmp_path)
+
+
+@pytest.mark.dist
+def test_a_state_dict_of_a_sharded_model_has_its_buffers(world: World, tmp_path: Path):
+    world.check(2, save_and_load_buffers, path=tmp_path)
+
+
 def load_whole_tensors(here: Here) -> None:
     optimizer = muon(model_of(here))
     before = [bits(leaf) for leaf in mfx.tree.tensors(optimizer.transform_state)]
