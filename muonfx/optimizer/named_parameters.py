@@ -27,11 +27,11 @@ NamedParameters = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
 
 
 def names_in(models: Iterable[nn.Module]) -> dict[Tensor, str]:
-    """Return a dict from each parameter of the models to its name."""
+    """Return a dict from each parameter of the models to its name in the first model that has it."""
     name_of: dict[Tensor, str] = {}
     for model in models:
         for name, param in model.named_parameters():
-            name_of[param] = name
+            name_of.setdefault(param, name)
     return name_of
 
 
@@ -39,8 +39,8 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     """Convert the argument ``params`` of an optimizer to a list of groups whose "params" are (name, tensor) pairs.
 
     For example, ``model`` becomes ``[{"params": [("weight", tensor), ("bias", tensor)]}]``. A list of groups keeps its
-    other entries, such as "lr". ``model`` provides the names of tensors without names. Raise unless each parameter is
-    given once.
+    other entries, such as "lr". ``model`` provides the names of its parameters. Raise unless each parameter is given
+    once.
     """
     require_parameters(params)
     if model is not None and not isinstance(model, nn.Module):
@@ -146,18 +146,24 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> NamedPairs:
-    """Convert a model, named parameters or tensors to (name, tensor) pairs. ``known`` maps unnamed tensors to names.
+    """Convert a model, named parameters or tensors to (name, tensor) pairs.
 
     For example, ``{"w": tensor}`` becomes ``[("w", tensor)]``, and so does ``[tensor]`` if ``known`` is
-    ``{tensor: "w"}``.
+    ``{tensor: "w"}``. ``known`` has the names of the parameters of known models. They replace other names, such as
+    "weight" from ``block.named_parameters()`` for the parameter "blocks.0.weight" of the model.
     """
+    pairs: NamedPairs
     if isinstance(params, nn.Module):
-        return list(params.named_parameters())
-    if isinstance(params, Mapping):
-        return list(params.items())
-    if isinstance(params, Tensor):
-        return [_named_pair(params, known)]
-    return [_named_pair(item, known) for item in params]
+        pairs = list(params.named_parameters())
+    elif isinstance(params, Mapping):
+        pairs = list(params.items())
+    elif isinstance(params, Tensor):
+        pairs = [_named_pair(params, known)]
+    else:
+        pairs = [_named_pair(item, known) for item in params]
+    if not known:
+        return pairs
+    return [(known.get(param, name), param) for name, param in pairs]
 
 
 def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:
@@ -177,6 +183,7 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
         return item
     raise TypeError(
         f"expected named parameters, found {type(item).__name__}: pass the model, model.named_parameters(), or model= "
-        "with the tensors, because labels, masks and checkpoints use names. Hugging Face's Trainer takes "
-        "muonfx.engines.huggingface.muon(args)"
+        "with the tensors, because labels, masks and checkpoints use names. A program that passes model.parameters() "
+        "itself needs code that has the model, such as configure_optimizers for Lightning (not the CLI's --optimizer), "
+        "and muonfx.engines.huggingface.muon(args) for Hugging Face's Trainer"
     )

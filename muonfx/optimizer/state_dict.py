@@ -19,6 +19,12 @@ from muonfx.optimizer.stepping import Stepping
 SavedGroups = Sequence[Mapping[str, Any]]
 """The groups in a state dict or a checkpoint."""
 
+_IF_CHANGED = (
+    "if the chain, labels or layers have changed: muonfx.checkpoint.load_changed(path, optimizer) loads what fits. It "
+    "reads a checkpoint; load a file of torch.save into the old optimizer, and save that by muonfx.checkpoint.save"
+)
+"""Advice for a state dict of an optimizer with another chain, other labels or other layers."""
+
 
 def groups_with_names(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], rename: Rename) -> list[Group]:
     """Return the groups of a state dict with this optimizer's names of the parameters as "param_names".
@@ -259,7 +265,7 @@ def _other_parameters(lacking: Sequence[str], unknown: Sequence[str]) -> ValueEr
     return ValueError(
         f"nothing was loaded: the state dict {'; it '.join(differences)}; expected parameters of this optimizer, or of "
         "its model: load it into an optimizer for the model that was saved; if only names differ: rename={saved name: "
-        "name here}"
+        f"name here}}; {_IF_CHANGED}"
     )
 
 
@@ -277,8 +283,7 @@ def _require_same_members(members: Set[str], saved_members: Set[str]) -> None:
     now_with_name = format_list(sorted(members - {name})) or "no other"
     raise ValueError(
         f"nothing was loaded: the state dict has {name!r} in a group with {saved_with_name}, expected with "
-        f"{now_with_name}: create this optimizer with the labels and groups of the one that was saved; to change "
-        "labels, save transform_state with muonfx.checkpoint and load it with allow_other_chain=True"
+        f"{now_with_name}: create this optimizer with the labels and groups of the one that was saved; {_IF_CHANGED}"
     )
 
 
@@ -517,7 +522,7 @@ def _raise_problems(problems: list[str]) -> None:
     if problems:
         raise ValueError(
             f"the state does not fit this optimizer, nothing was loaded: {first_lines(sorted(problems), limit=20)}. "
-            "Load it into an optimizer for the same model, with the same transform"
+            f"Load it into an optimizer for the same model, with the same transform; {_IF_CHANGED}"
         )
 
 

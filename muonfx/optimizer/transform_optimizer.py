@@ -160,9 +160,8 @@ class TransformOptimizer(Optimizer):
             parameter on each rank, or a function from the named parameters to a layout. Under
             `DistributedDataParallel`, use ``muonfx.sharding.replicated`` to divide the orthogonalization among the
             ranks. None: plain tensors belong to this process alone.
-        model: the model that has ``params``, if ``params`` is not the model itself. It provides the names of tensors
-            that are given without names, here and in `add_param_group`. If its parameters are replaced, the optimizer
-            uses the new ones.
+        model: the model that has ``params``, if ``params`` is not the model itself. It provides the names of its
+            parameters, here and in `add_param_group`. If they are replaced, the optimizer uses the new ones.
 
     Raises:
         TypeError: a parameter has no name and ``model`` is not given, a tensor cannot be optimized, or ``layout`` is
@@ -321,11 +320,12 @@ class TransformOptimizer(Optimizer):
         """Add parameters to train. Their state is created now, and the state of all other parameters is kept.
 
         Args:
-            param_group: a dict with the parameters under "params", and values for some hyperparameters. The parameters
-                have names, or belong to a model that the optimizer was given. They become one group. If they have
-                several labels, a value such as "lr" applies to all of them, and numbers that are not given and differ
-                have keys of their own, such as "adamw.weight_decay". Without "lr", labels with different rates become
-                one group each. A parameter that was frozen at construction may be added after ``requires_grad_()``.
+            param_group: a dict with the parameters under "params", and values for some hyperparameters. Parameters
+                of a model that the optimizer was given have the names of that model; others need names. They become
+                one group. If they have several labels, a value such as "lr" applies to all of them, and numbers that
+                are not given and differ have keys of their own, such as "adamw.weight_decay". Without "lr", labels with
+                different rates become one group each. A parameter that was frozen at construction may be added after
+                ``requires_grad_()``.
 
         Raises:
             TypeError: the group is no dict.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import muonfx as mfx
 from tests import variants
@@ -340,12 +340,67 @@ def test_tensors_without_names_are_routed_and_stepped_as_their_model_is() -> Non
 
 def test_tensors_without_names_are_refused_where_no_model_names_them() -> None:
     model = net()
-    with pytest.raises(TypeError, match=r"expected named parameters, found Parameter: .*model="):
+    with pytest.raises(TypeError, match=r"expected named parameters, found Parameter: .*model=.*configure_optimizers"):
         mfx.Muon(model.parameters())
     with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) is not a parameter of the model"):
         mfx.Muon([nn.Parameter(torch.zeros(2))], model=model)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, found list"):
         mfx.TransformOptimizer(model.parameters(), mfx.adamw(), model=[model])  # type: ignore[arg-type]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.fc = nn.Linear(4, 4)
+
+
+NAMES_OF_BLOCK = ["norm.weight", "norm.bias", "fc.weight", "fc.bias"]
+WAYS_TO_PASS_A_BLOCK: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "tensors": lambda block: {"params": block.parameters()},
+    "pairs": lambda block: {"params": block.named_parameters()},
+    "dict": lambda block: {"params": dict(block.named_parameters())},
+    "module": lambda block: {"params": block},
+    "param_names": lambda block: {"params": list(block.parameters()), "param_names": NAMES_OF_BLOCK},
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_PASS_A_BLOCK)
+def test_added_blocks_have_the_names_of_the_model(way: str) -> None:
+    model = nn.Sequential(Residual(), Residual(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    optimizer = mfx.Muon(
+        model, labels=lambda model: mfx.default_labels(model, [(mfx.routing.path("2.weight"), "muon")])
+    )
+    for index in (1, 0):
+        model[index].requires_grad_()
+        optimizer.add_param_group({**WAYS_TO_PASS_A_BLOCK[way](model[index]), "lr": 0.1})
+        assert optimizer.param_groups[-1]["param_names"] == [f"{index}.{name}" for name in NAMES_OF_BLOCK]
+    labels = optimizer.tx.arguments["labels"]
+    assert labels.reason("0.norm.weight") == "norm (module type LayerNorm)"
+
+
+def test_given_blocks_have_the_names_of_the_model_that_is_given_too() -> None:
+    model = nn.Sequential(Residual(), Residual())
+    groups = [{"params": block.named_parameters(), "lr": 0.1} for block in model]
+    optimizer = mfx.Muon(groups, model=model)
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_added_tensors_of_no_known_model_keep_their_names() -> None:
+    model = nn.Sequential(Residual())
+    for optimizer in (mfx.Muon(model), mfx.Muon(dict(model.named_parameters()), labels=_by_dims)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # names without module types
+            optimizer.add_param_group({"params": nn.Linear(4, 4).named_parameters()})
+        names = [name for group in optimizer.param_groups[2:] for name in group["param_names"]]
+        assert sorted(names) == ["bias", "weight"]
+
+
+def _by_dims(params: dict[str, Tensor]) -> dict[str, str]:
+    return {name: "muon" if param.ndim > 1 else "adamw" for name, param in params.items()}
 
 
 ALONE = mfx.scale_by_adam()
@@ -690,6 +745,19 @@ def test_the_state_dict_of_adamw_is_refused_with_advice():
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match=rf"no 'param_names' .* rename= needs names; {advice}"):
         optimizer.load_state_dict(saved, rename={"0": "layers.0"})
+
+
+def test_a_state_dict_of_another_chain_or_model_is_refused_with_advice():
+    saved = mfx.TransformOptimizer(nn.Linear(4, 4), mfx.adamw(0.1)).state_dict()
+    clipped = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.adamw(0.1))
+    others = [
+        mfx.TransformOptimizer(nn.Linear(4, 4), clipped),
+        mfx.TransformOptimizer(nn.Linear(4, 5), mfx.adamw(0.1)),
+        mfx.TransformOptimizer(nn.Sequential(nn.Linear(4, 4)), mfx.adamw(0.1)),
+    ]
+    for optimizer in others:
+        with pytest.raises(ValueError, match=r"load_changed\(path, optimizer\).*a file of torch\.save"):
+            optimizer.load_state_dict(saved)
 
 
 def test_the_groups_of_a_split_group_have_their_own_copies_of_a_tensor_of_the_caller():
