@@ -64,7 +64,8 @@ class Muon(TransformOptimizer):
             To apply your own rules first: ``labels=lambda model: muonfx.default_labels(model, rules)``. To
             choose by names only: ``labels=muonfx.routing.default_labels_by_name``.
         layout: the shards of plain tensors in a distributed run, as in `TransformOptimizer`. DTensors need none.
-        model: the model that has ``params``, if ``params`` is not the model itself. The labels then use its modules.
+        model: the model that has ``params``, if ``params`` is not the model itself. The labels then use its modules,
+            and the parameters have its names.
         donate_grads: if True, a step may overwrite the gradients to save memory, as in `TransformOptimizer`.
         bucket_bytes: the approximate bytes of parameters that are updated at a time, as in `TransformOptimizer`.
 
@@ -378,7 +379,8 @@ def _advice_without_matrices(trained: Sequence[str], named: NamedTensors) -> str
     frozen_matrices = [name for name, param in named.items() if is_frozen(param) and param.ndim >= 2]
     if frozen_matrices:
         return (
-            f"{len(frozen_matrices)} matrices are frozen, such as {frozen_matrices[0]!r}: if add_param_group adds them "
-            "later, as Lightning's BackboneFinetuning does, this is right. Else use torch.optim.AdamW"
+            f"{len(frozen_matrices)} parameters with two or more dims are frozen, such as {frozen_matrices[0]!r}: "
+            "if add_param_group adds them later, as Lightning's BackboneFinetuning does, this is right. Else use "
+            "torch.optim.AdamW"
         )
     return "Give labels=, or use TransformOptimizer(params, muonfx.adamw())"

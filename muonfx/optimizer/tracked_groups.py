@@ -174,9 +174,9 @@ class TrackedGroups:
             if is_set or has_scheduler:
                 self._has_warned_of_rate = True
                 warn_caller(
-                    f"param_groups[{index}]: 'lr' is {rate!r}, expected no value: the chain has a schedule or no "
-                    "learning rate, and ignores it. To set the rate in groups, create the chain with a number as "
-                    "learning rate"
+                    f"param_groups[{index}]: 'lr' is {rate!r}, expected no value, because the chain has a schedule or "
+                    "no learning rate: a scheduler of torch, or a line that sets 'lr', has no effect on these "
+                    "parameters; remove it. To set the rate in groups, create the chain with a number as learning rate"
                 )
                 return
 

@@ -161,7 +161,8 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
         A value that prints as the table in a terminal, and is shown as HTML in a notebook.
 
     Raises:
-        TypeError: labels are given without ``params``, or the groups of an optimizer have no names.
+        TypeError: labels are given without ``params``, parameters or the groups of an optimizer have no names, or
+            ``what`` is a transform.
         ValueError: a parameter has no label, or a label has no parameter.
 
     >>> import torch
@@ -188,7 +189,22 @@ def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params:
     model_or_params = what
     if isinstance(model_or_params, Iterator):  # such as model.named_parameters(), which can be read only once
         model_or_params = list(model_or_params)
+    _require_describable(model_or_params)
     return _of_labels(default_labels(model_or_params), model_or_params)
+
+
+def _require_describable(what: object) -> None:
+    """Raise TypeError for a transform, and for tensors without names, such as ``model.parameters()``."""
+    if isinstance(what, Transform):
+        raise TypeError(
+            "describe: found a transform, expected a model, labels or an optimizer; print(tx.tree()) shows the "
+            "structure of a transform"
+        )
+    if isinstance(what, list | tuple) and any(isinstance(item, torch.Tensor) for item in what):
+        raise TypeError(
+            "describe: found tensors without names, expected named parameters: pass the model or "
+            "model.named_parameters(), because the default labels use names"
+        )
 
 
 def _of_labels(labels: object, params: Params) -> Routing:

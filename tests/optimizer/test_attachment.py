@@ -418,7 +418,7 @@ def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
     ):
         mfx.Muon({"piece": nn.Parameter(torch.zeros(12))})
     backbone = nn.Sequential(made().requires_grad_(False), nn.Linear(4, 2))
-    with pytest.warns(UserWarning, match=r"matrices are frozen, such as '0\..*if add_param_group adds them later"):
+    with pytest.warns(UserWarning, match=r"dims are frozen, such as '0\..*if add_param_group adds them later"):
         mfx.Muon(backbone, labels=lambda model: mfx.default_labels(model, [(mfx.routing.path("1.weight"), "adamw")]))
     factors = {"lora_A": nn.Parameter(torch.zeros(2, 4)), "base": nn.Parameter(torch.zeros(4, 4), False)}
     with pytest.warns(UserWarning, match=r"use torch\.optim\.AdamW.*'lora_A' is 'adamw'"):  # the advice first
