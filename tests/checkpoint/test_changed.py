@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,8 @@ def test_a_larger_vocabulary_keeps_its_first_rows(tmp_path: Path) -> None:
         "partition/adamw/scale_by_adam/nu/wte",
     ]
     assert not found.new
+    fresh = ck.load_changed(path, like, rename={"*/wte": "*/old"})  # as for the head of new classes
+    assert (fresh.grown, sorted(fresh.new)) == ({}, sorted(found.grown))
     smaller = ck.load_changed(path, tx.init(params_of(rows=5)))
     assert sorted(smaller.new) == sorted(found.grown)  # rows cannot be dropped in silence
 
@@ -585,6 +588,19 @@ def test_groups_with_a_new_parameter_are_loaded_too(tmp_path: Path) -> None:
         found = ck.load_changed(path, other)
     assert found.groups == "param_groups: loaded"
     assert other.param_groups[0]["lr"] == 0.7
+
+
+def test_a_new_head_with_more_rows_starts_fresh_by_the_code_of_the_page(tmp_path: Path) -> None:
+    def optimizer_with(classes: int) -> mfx.Muon:
+        layers = {"body": nn.Linear(4, 4), "head": nn.Linear(4, classes)}
+        return mfx.Muon(nn.Sequential(OrderedDict(layers)), lr=0.1)
+
+    path = ck.save(tmp_path / "run", optimizer_with(3))
+    heirs = [f"adamw/scale_by_adam/{key}/head.{leaf}" for key in ("mu", "nu") for leaf in ("bias", "weight")]
+    assert sorted(ck.load_changed(path, optimizer_with(5)).grown) == heirs
+    fresh = ck.load_changed(path, optimizer_with(5), rename={"*/head.*": "*/old.*"})
+    assert (fresh.grown, sorted(fresh.new)) == ({}, heirs)
+    assert fresh.groups == "param_groups: loaded"
 
 
 def by_layer(layers: dict[str, float]) -> mfx.TransformOptimizer:
