@@ -462,7 +462,7 @@ def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_ste
     if locality is not Locality.ELEMENT:
         raise TypeError(
             f"{name}: found the locality {locality.name} and a step with sum_over_leaves, which runs on shards, "
-            "expected ELEMENT: leave out quantized dtypes, or use muonfx.transform"
+            "expected ELEMENT: leave out locality= and quantized dtypes, or use muonfx.transform"
         )
     return Locality.TREE
 
