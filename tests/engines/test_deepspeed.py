@@ -154,6 +154,9 @@ def test_a_model_and_a_transform_that_it_cannot_step_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(ValueError, match="gradient_clipping"):
         ours.optimizer(model, mfx.chain(mfx.clip_by_global_norm(1.0), mfx.scale(-0.1)))
+    plateau = mfx.partition({"all": mfx.chain(mfx.contrib.reduce_on_plateau(), mfx.scale(-0.1))}, lambda _: "all")
+    with pytest.raises(ValueError, match=r"requires the extra argument 'value' in each step, and DeepSpeed"):
+        ours.optimizer(model, plateau)
     labels = {name: None if "1." in name else "sgd" for name, _ in model.named_parameters()}
     tx = mfx.partition({"sgd": mfx.scale(-0.1)}, labels)
     with pytest.raises(ValueError, match=r"'1\.(bias|weight)' requires grad"):

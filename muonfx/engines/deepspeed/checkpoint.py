@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import checkpoint, tree
@@ -20,7 +19,7 @@ from muonfx.core import Transform
 from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, States
 from muonfx.engines.deepspeed.flat_params import FlatParams, WithPosition
 from muonfx.engines.deepspeed.optimizer import ZeroOptimizer
-from muonfx.engines.deepspeed.parallel import gather_objects, global_names
+from muonfx.engines.deepspeed.parallel import all_ranks, gather_objects, global_names, raising_on_all_ranks
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.tree import PyTree, Spec
 
@@ -63,7 +62,7 @@ def save(
     optimizer = _optimizer_of(engine)
     with optimizer.without_new_state():
         values = _Values.of(optimizer, FlatParams.to_save)
-        group = _all_ranks()
+        group = all_ranks()
         return checkpoint.save(
             path, values.state, tx=values.tx, params=values.params, step=step, extra=extra, keep=keep, group=group
         )
@@ -120,7 +119,7 @@ def _loaded_values(path: str | os.PathLike[str], optimizer: ZeroOptimizer) -> tu
 
     All ranks must call this together.
     """
-    group = _all_ranks()
+    group = all_ranks()
     values = _Values.of(optimizer, FlatParams.with_position)
     loaded_params = checkpoint.load_params(path, like=values.params, group=group)
     loaded_state = checkpoint.load(path, like=values.state, tx=values.tx, group=group)
@@ -134,11 +133,6 @@ def _optimizer_of(engine: Any) -> ZeroOptimizer:
     if not isinstance(optimizer, ZeroOptimizer):
         raise TypeError(f"engine: its optimizer is {optimizer!r}, expected one of muonfx.engines.deepspeed")
     return optimizer
-
-
-def _all_ranks() -> dist.ProcessGroup | None:
-    """Return the group of all ranks; None in a single process."""
-    return dist.group.WORLD if dist.is_initialized() else None
 
 
 class _Values(NamedTuple):
@@ -168,7 +162,8 @@ class _Values(NamedTuple):
         flat_optimizers = optimizer.all_flat_optimizers()
         # 1. The state of this rank. A checkpoint has no leaves that are None, but a loaded state has them again, so
         # ``paths`` has their paths, too.
-        leaf_of_path = _local_state(flat_optimizers, optimizer.state, expert_name_of, with_position)
+        with raising_on_all_ranks("a checkpoint", all_ranks()):
+            leaf_of_path = _local_state(flat_optimizers, optimizer.state, expert_name_of, with_position)
         local_leaves = {path: leaf for path, leaf in leaf_of_path.items() if leaf is not None}
         # 2. The parameters of this rank, each with its position in the whole parameter.
         global_name_of: dict[str, str] = {}

@@ -17,7 +17,6 @@ from muonfx.optimizer.group_numbers import fitted
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.state_entries import path_of
 from muonfx.optimizer.stepping import add_in_place
-from muonfx.sharding.communication.agree import agree
 from muonfx.sharding.facts import is_host_counter
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import from_global, sharded, to_global
@@ -315,19 +314,3 @@ def _state_leaves_of(state: PyTree, all_names: Iterable[str], params: NamedTenso
 def _have_one_shape(leaf: Tensor | None, param: Tensor) -> bool:
     """Return True if a leaf of a state is a tensor with the shape of a parameter."""
     return leaf is not None and leaf.shape == param.shape
-
-
-def raise_on_all_ranks(error: Exception, optimizers: Iterable[FlatOptimizer]) -> None:
-    """Raise an error that this rank has before a step on all ranks that wait for it; return if none can wait.
-
-    The other ranks wait in the first sharded one of ``optimizers``, where the ranks agree on the step. Without this
-    call they would wait until the timeout of the group.
-    """
-    for optimizer in optimizers:
-        flat = optimizer.flat
-        has_no_gradient = flat.is_flat and flat.tensors[0].grad is None
-        if has_no_gradient:  # no rank steps this flat tensor
-            continue
-        if flat.layout is None or flat.layout.group is None or flat.layout.size == 1:  # each rank steps alone
-            continue
-        agree("a step", flat.layout.group, error)  # raises on all ranks

@@ -31,15 +31,16 @@ def optimizer(model: nn.Module, tx: Transform) -> ZeroOptimizer:
         model: the model that DeepSpeed gets; it may be made under ``deepspeed.zero.Init``. Its parameters that require
             grad are trained.
         tx: the transform. It must not read the whole tree, as `clip_by_global_norm` does, because DeepSpeed steps one
-            flat tensor at a time; DeepSpeed clips gradients itself.
+            flat tensor at a time; DeepSpeed clips gradients itself. It must not require an extra argument, as
+            `reduce_on_plateau` does, because DeepSpeed passes none.
 
     Returns:
         The optimizer, with one parameter group for each label, such as "muon" and "adamw".
 
     Raises:
         TypeError: ``model`` is not a module, or ``tx`` is not a transform.
-        ValueError: ``tx`` reads the whole tree, or a parameter that requires grad has no label (the name of its group);
-            the message names the parameter.
+        ValueError: ``tx`` reads the whole tree or requires an extra argument, or a parameter that requires grad has no
+            label (the name of its group); the message names the parameter.
 
     >>> import muonfx as mfx
     >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))

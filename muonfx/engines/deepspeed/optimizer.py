@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +19,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import hyperparams
 from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
-from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer, raise_on_all_ranks
+from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer
 from muonfx.engines.deepspeed.flat_params import (
     are_partitioned,
     flats_of,
@@ -28,10 +30,12 @@ from muonfx.engines.deepspeed.flat_params import (
     trained_parameters,
 )
 from muonfx.engines.deepspeed.parallel import (
+    all_ranks,
     expert_group_name,
     gather_objects,
     local_shape_of,
-    ranks_with_copies,
+    raising_on_all_ranks,
+    ranks_of_step,
     tensor_group_of,
     whole_shape_of,
 )
@@ -58,6 +62,17 @@ class _GroupRecord(NamedTuple):
     """The learning rate at construction, which schedulers overwrite in the group."""
 
 
+class _GroupStep(NamedTuple):
+    """The step of a flat tensor; at stage 0, of all parameters of a group."""
+
+    group: Group
+    """The param group of its parameters."""
+    optimizer: FlatOptimizer
+    """The optimizer of the flat tensor."""
+    numbers: dict[str, Any]
+    """The hyperparameters, such as ``{"lr": 0.02, "momentum": 0.95}``."""
+
+
 class ZeroOptimizer(Optimizer):
     """The optimizer that `optimizer` returns for DeepSpeed; it applies a transform to DeepSpeed's flat tensors.
 
@@ -80,6 +95,7 @@ class ZeroOptimizer(Optimizer):
     def __init__(self, model: nn.Module, tx: Transform) -> None:
         require_transform("tx", tx)
         _require_steps_of_parts(tx)
+        _require_no_extra_argument(tx)
         self.tx = tx
         self.model = model
         self._params = trained_parameters(model)
@@ -95,6 +111,8 @@ class ZeroOptimizer(Optimizer):
         """The number of writes to each parameter of the model at the last step."""
         self._has_warned_of_overwritten = False
         super().__init__(self._new_groups(), {})
+        self._all_groups = self.param_groups
+        """All param groups. In a step of stages 1 and 2, DeepSpeed replaces ``param_groups`` by one group at a time."""
         own_groups(self)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         _warn_of_unequal_stages(model, self.param_groups)
@@ -152,6 +170,7 @@ class ZeroOptimizer(Optimizer):
         """Restore a copied or unpickled optimizer, and mark its param groups as its own."""
         super().__setstate__(state)
         self.param_groups = [OwnedGroup(group) for group in self.param_groups]
+        self._all_groups = self.param_groups
         own_groups(self)
 
     @torch.no_grad()
@@ -164,10 +183,12 @@ class ZeroOptimizer(Optimizer):
         # 1. Everything that may fail is done before any tensor is changed. The other ranks may wait for this one in the
         # step, so they get its error.
         try:
-            prepared = self._prepare_step_together()
-        except Exception as error:
-            raise_on_all_ranks(error, self._flat_optimizers.values())
-            raise  # if no rank waits for this one
+            with raising_on_all_ranks("a step", self._step_group):
+                group_steps = self._prepare_step()
+            self._require_same_step(group_steps)
+        except Exception:
+            self.param_groups = self._all_groups  # DeepSpeed would leave the one group of this call there
+            raise
         # 2. DeepSpeed may take a first step with zero gradients, only to allocate the state. A real step on zeros would
         # advance the count of AdamW and decay the weights. The next step makes the state again, because weights may be
         # loaded before it, and some transforms copy them.
@@ -178,58 +199,58 @@ class ZeroOptimizer(Optimizer):
             self.state.clear()
             return loss
         # 3. The step of each flat tensor.
-        for optimizer, numbers in prepared:
+        for _, optimizer, numbers in group_steps:
             optimizer.step(numbers, self.state)
         return loss
 
-    def _prepare_step_together(self) -> list[tuple[FlatOptimizer, dict[str, Any]]]:
-        """Return the result of `_prepare_step`. At stage 0, raise on all ranks if they would take different steps.
+    @cached_property
+    def _step_group(self) -> dist.ProcessGroup | None:
+        """All ranks that step the same parameters, or shards of them; None for a single rank."""
+        return ranks_of_step(self.model)
 
-        At stages 1 to 3, and over the ranks of AutoTP, `sharded` compares the step of each flat tensor.
-        """
-        ranks = ranks_with_copies()
-        if ranks is None or are_partitioned(self._params.values()):
-            return self._prepare_step()
-        try:
-            prepared = self._prepare_step()
-        except Exception as error:
-            agree("a step", ranks, error)  # raises on all ranks
-            raise
-        facts = self._facts_of_step([optimizer for optimizer, _ in prepared])
-        agree("a step", ranks, same=facts, explain=lambda: facts)
-        return prepared
+    def _prepare_step(self) -> list[_GroupStep]:
+        """Return the steps of the flat tensors in ``param_groups``; raise before any of them is taken."""
+        # 1. All groups are read, because DeepSpeed steps them one after another: a wrong hyperparameter of the last one
+        # must raise before the first is stepped. The ranks make flat optimizers together, so none of them may begin
+        # while another one has an error.
+        waiting_group = self._step_group if self._has_new_tensors() else None
+        with raising_on_all_ranks("a step", waiting_group):
+            self._require_same_trained()
+            for group in self._all_groups:
+                self._record_of(group).numbers.read(group)
+            self._rates.check(self._all_groups)
+        # 2. The steps of this call. A state that DeepSpeed has loaded may be of another transform.
+        group_steps: list[_GroupStep] = []
+        for group in self.param_groups:
+            numbers = self._record_of(group).numbers.read(group)
+            for optimizer in self._optimizers_to_step(group):
+                group_steps.append(_GroupStep(group, optimizer, numbers))
+        for _, optimizer, _ in group_steps:
+            optimizer.check_and_cast(self.state)
+            self._warn_if_overwritten(optimizer)
+        return group_steps
 
-    def _facts_of_step(self, optimizers: Sequence[FlatOptimizer]) -> Facts:
-        """Return what must be equal on all ranks that have copies of the same parameters, by the subject of an error.
+    def _require_same_step(self, group_steps: Sequence[_GroupStep]) -> None:
+        """Raise on all ranks if they would take different steps; the ranks of `_step_group` call this together."""
+        if self._step_group is not None:
+            facts = self._facts_of_step(group_steps)
+            agree("a step", self._step_group, same=facts, explain=lambda: facts)
+
+    def _facts_of_step(self, group_steps: Sequence[_GroupStep]) -> Facts:
+        """Return what must be equal on all ranks that step the same parameters, by the subject of an error.
 
         For example, "numbers in param_groups[0] ('muon')" is ``{"lr": 0.02, "momentum": 0.95}``.
         """
         facts: dict[str, object] = {"transforms": self.tx.fingerprint}
-        for index, (group, optimizer) in enumerate(zip(self.param_groups, optimizers, strict=True)):
+        title_of: dict[tuple[str, ...], str] = {}
+        for index, group in enumerate(self._all_groups):
             title = f"param_groups[{index}] ({group['label']!r})"
-            keys = self._record_of(group).numbers.keys
-            facts[f"numbers in {title}"] = _comparable_entries(group, keys)
+            title_of[tuple(group["param_names"])] = title
+            facts[f"numbers in {title}"] = _comparable_entries(group, self._record_of(group).numbers.keys)
+        for group, optimizer, _ in group_steps:
+            title = title_of[tuple(group["param_names"])]
             facts[f"step counts of {title}"] = optimizer.step_counts(self.state)
         return facts
-
-    def _prepare_step(self) -> list[tuple[FlatOptimizer, dict[str, Any]]]:
-        """Return the flat optimizers of all groups, each with its hyperparameters; raise before any of them steps.
-
-        A pair has the optimizer of a flat tensor and, for example, ``{"lr": 0.02, "momentum": 0.95}``.
-        """
-        self._require_same_trained()
-        self._rates.check(self.param_groups)
-        # All groups are read before a flat optimizer is made: a wrong hyperparameter raises first.
-        numbers_per_group = [self._record_of(group).numbers.read(group) for group in self.param_groups]
-        prepared: list[tuple[FlatOptimizer, dict[str, Any]]] = []
-        for group, numbers in zip(self.param_groups, numbers_per_group, strict=True):
-            for optimizer in self._optimizers_to_step(group):
-                prepared.append((optimizer, numbers))
-        # A state that DeepSpeed has loaded may be of another transform.
-        for optimizer, _ in prepared:
-            optimizer.check_and_cast(self.state)
-            self._warn_if_overwritten(optimizer)
-        return prepared
 
     def _warn_if_overwritten(self, optimizer: FlatOptimizer) -> None:
         """Warn, once, of weights that were written into the model since the last step, and that this step overwrites.
@@ -290,7 +311,8 @@ class ZeroOptimizer(Optimizer):
         A checkpoint needs all of them. Before the first step, this method creates them. All ranks must call it
         together.
         """
-        self._require_same_trained()
+        with raising_on_all_ranks("a checkpoint", all_ranks()):
+            self._require_same_trained()
         optimizers: list[FlatOptimizer] = []
         for group in self.param_groups:
             tensors = self._stepped_tensors(group)
@@ -340,12 +362,21 @@ class ZeroOptimizer(Optimizer):
                 else:  # it may be longer than the view, by padding
                     local_shard.data.view(-1)[: view.numel()].copy_(view.reshape(-1))
 
+    def _has_new_tensors(self) -> bool:
+        """Return True if this step makes a flat optimizer, as the first step does."""
+        for group in self.param_groups:
+            tensors = _with_gradient(group["params"])
+            if _are_unflattened(group["params"], self._params_of(group).values()):
+                tensors = group["params"][:1]  # at stage 0, the first parameter stands for the group
+            if any(tensor not in self._flat_optimizers for tensor in tensors):
+                return True
+        return False
+
     def _optimizers_to_step(self, group: Group) -> list[FlatOptimizer]:
         """Return the flat optimizers of a group that a step uses: at stages 1 to 3, of flat tensors with a gradient."""
         if _are_unflattened(group["params"], self._params_of(group).values()):
             return [self._optimizer_at_stage_0(group)]
-        with_grads = [flat_tensor for flat_tensor in group["params"] if flat_tensor.grad is not None]
-        return [self._optimizer_of_flat(flat_tensor, group) for flat_tensor in with_grads]
+        return [self._optimizer_of_flat(flat_tensor, group) for flat_tensor in _with_gradient(group["params"])]
 
     def _optimizer_at_stage_0(self, group: Group) -> FlatOptimizer:
         """Return the flat optimizer of all parameters of a group at ZeRO stage 0; the first call creates it."""
@@ -484,11 +515,27 @@ def _require_steps_of_parts(tx: Transform) -> None:
         )
 
 
+def _require_no_extra_argument(tx: Transform) -> None:
+    """Raise if a transform requires an extra argument in each step, as `reduce_on_plateau` requires ``value``."""
+    required = sorted(tx.extras.required)
+    if required:
+        raise ValueError(
+            f"{tx!r} requires the extra argument {required[0]!r} in each step, and DeepSpeed calls step() without "
+            "arguments: leave this transform out. To lower the rate on a plateau, use a scheduler, such as "
+            "torch.optim.lr_scheduler.ReduceLROnPlateau"
+        )
+
+
 def _whole_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return parameters that ZeRO or AutoTP may have partitioned in full, as meta tensors by name."""
     return {
         name: torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta") for name, param in params.items()
     }
+
+
+def _with_gradient(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that have a gradient."""
+    return [tensor for tensor in tensors if tensor.grad is not None]
 
 
 def _comparable_entries(group: Group, keys: Iterable[str]) -> dict[str, object]:

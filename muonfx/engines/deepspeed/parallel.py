@@ -8,7 +8,8 @@ split as a whole (``partition_sizes``), or, in fused layers, part by part (``sub
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from math import prod
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muonfx.sharding.communication.agree import agree
 from muonfx.sharding.communication.messages import all_objects
 from muonfx.sharding.shards.position import ShardPosition, Span
 
@@ -196,20 +198,53 @@ def global_names(model: nn.Module) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------------- communication
 
 
-def ranks_with_copies() -> dist.ProcessGroup | None:
-    """Return the ranks over which DeepSpeed averages gradients; None for a single rank, or without DeepSpeed.
+def all_ranks() -> dist.ProcessGroup | None:
+    """Return the group of all ranks; None in a single process."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
-    At ZeRO stage 0 these ranks have copies of the same parameters. The ranks of another pipeline stage, or with other
-    rows of AutoTP, are not among them.
+
+def ranks_of_step(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks that step the same parameters together; None for a single rank, or without DeepSpeed.
+
+    They are the ranks over which DeepSpeed averages gradients, and those with other rows or columns of AutoTP. The
+    ranks of another pipeline stage are not among them. All of these ranks must call this together.
     """
     if not dist.is_initialized() or "deepspeed" not in sys.modules:
         return None
     from deepspeed.utils import groups
 
     group: Any = groups._get_sequence_data_parallel_group()
+    tensor_group = tensor_group_of(model.modules())
+    if group is not None and tensor_group is not None:
+        group = block_group_of(group, tensor_group)
     if group is None or dist.get_world_size(group) == 1:
         return None
     return group
+
+
+@contextmanager
+def raising_on_all_ranks(operation: str, group: dist.ProcessGroup | None) -> Generator[None]:
+    """Return a context manager: if its block raises on one rank of a group, all ranks of the group raise.
+
+    Otherwise the other ranks would wait for this one until the timeout of the group. Rank 1 of two ranks raises in its
+    own block here, and rank 0 raises an error with the text of rank 1:
+
+        with raising_on_all_ranks("a step", group):
+            if dist.get_rank(group) == 1:
+                raise ValueError("a wrong number")
+
+    Args:
+        operation: the name of the block in errors.
+        group: the ranks that enter the block together; None for a single rank.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            agree(operation, group, error)  # raises on all ranks
+        raise
+    if group is not None:
+        agree(operation, group)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
