@@ -271,22 +271,26 @@ def unequal_values(here: Rank) -> dict[str, Any]:
 
 
 def wrong_rate(stage: int, here: Rank) -> dict[str, Any]:
-    """Give rank 1 a rate that is no number, and return the error of this rank."""
-    run = pipeline(stage, here, stages=1)
-    run.step()
-    optimizer = getattr(run.engine.optimizer, "optimizer", run.engine.optimizer)
-    group = optimizer.param_groups[0]
-    rate = group["lr"]
-    before = local_values(run)
-    if here.rank == 1:
-        group["lr"] = "fast"
-    text = ""
-    try:
-        run.step()
-    except (ValueError, RuntimeError) as error:
-        text = f"{type(error).__name__}: {error}"
-    group["lr"] = rate
-    return {"error_text": text, "unchanged": same(before, local_values(run))}
+    """Give the last group of rank 1 a rate that is no number, before a first and a later step; return the errors."""
+    found: dict[str, Any] = {}
+    for when, steps in {"first": 0, "later": 1}.items():
+        run = pipeline(stage, here, stages=1)
+        for _ in range(steps):
+            run.step()
+        optimizer = getattr(run.engine.optimizer, "optimizer", run.engine.optimizer)
+        group = optimizer.param_groups[-1]
+        rate = group["lr"]
+        before = local_values(run)
+        if here.rank == 1:
+            group["lr"] = "fast"
+        text = ""
+        try:
+            run.step()
+        except (ValueError, RuntimeError) as error:
+            text = f"{type(error).__name__}: {error}"
+        group["lr"] = rate
+        found[when] = {"error_text": text, "unchanged": same(before, local_values(run))}
+    return found
 
 
 def scheduled(type_name: str, params: dict[str, Any], steps: int = 4) -> dict[str, Any]:

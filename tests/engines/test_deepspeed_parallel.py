@@ -81,10 +81,11 @@ class TestReal:
         assert not case["written"]
 
     @pytest.mark.parametrize("stage", [0, 1])
-    def test_a_wrong_rate_on_one_rank_is_an_error_on_all_and_changes_nothing(
-        self, results: list[dict[str, Any]], stage: int
+    @pytest.mark.parametrize("when", ["first", "later"])
+    def test_a_wrong_rate_on_one_rank_is_an_error_on_all_in_any_step_and_changes_nothing(
+        self, results: list[dict[str, Any]], stage: int, when: str
     ) -> None:
-        first, second = [rank[f"wrong rate, stage {stage}"] for rank in results]
+        first, second = [rank[f"wrong rate, stage {stage}"][when] for rank in results]
         assert "rank 1: ValueError: 'lr' in a group must be a number, found 'fast'" in first["error_text"]
         assert second["error_text"].startswith("ValueError: 'lr' in a group must be a number")
         assert first["unchanged"]
