@@ -104,6 +104,13 @@ class Position(NamedTuple):
             return None
         return module._parameters.get(self.attribute)
 
+    def in_copy(self, copies: Mapping[int, Any]) -> Position | None:
+        """Return the position in the copy of the module, or None if there is none. ``copies`` is by ``id``."""
+        module = self.module()
+        if module is None or id(module) not in copies:
+            return None
+        return Position(weakref.ref(copies[id(module)]), self.attribute)
+
 
 class KeptParameter(NamedTuple):
     """A parameter that is in no known model, and so has no `Position` from which it could be read later."""
@@ -113,6 +120,12 @@ class KeptParameter(NamedTuple):
     def current(self) -> Tensor:
         """Return the parameter itself, which nothing can replace."""
         return self.param
+
+    def in_copy(self, copies: Mapping[int, Any]) -> KeptParameter | None:
+        """Return the copy of the parameter, or None if there is none. ``copies`` is by ``id``."""
+        if id(self.param) not in copies:
+            return None
+        return KeptParameter(copies[id(self.param)])
 
 
 class TrackedParameter(NamedTuple):
@@ -223,6 +236,23 @@ class TrackedParameters:
             self.add_models([model])
         else:
             self._models.append(KnownModel(weakref.ref(model), has_all_params=False, names=frozenset(names)))
+
+    def follow_copies(self, original: TrackedParameters, copies: Mapping[int, Any]) -> None:
+        """Record the models of another record that were copied, and where the copied parameters are in them.
+
+        ``copies`` has the copy of each object by its ``id``, as the memo of ``copy.deepcopy`` does. A copied module may
+        be incomplete, if the optimizer is an attribute of the model that is copied, so no model is searched.
+        """
+        for known_model in original._models:
+            model = known_model.ref()
+            if model is not None and id(model) in copies:
+                self._models.append(known_model._replace(ref=weakref.ref(copies[id(model)])))
+        for name, tracked in original.tracked.items():
+            if tracked.position is not None:
+                self.tracked[name] = self.tracked[name]._replace(position=tracked.position.in_copy(copies))
+        self._frozen = _in_copies(original._frozen, copies)
+        self._left_out = _in_copies(original._left_out, copies)
+        self.version += 1
 
     def track(self, named: NamedTensors) -> None:
         """Record the parameters for which the optimizer now has state, by name.
@@ -655,6 +685,18 @@ def _existing(sources: Mapping[str, Position | KeptParameter]) -> NamedTensors:
         if param is not None:
             existing[name] = param
     return existing
+
+
+def _in_copies(
+    sources: Mapping[str, Position | KeptParameter], copies: Mapping[int, Any]
+) -> dict[str, Position | KeptParameter]:
+    """Return where the copies of parameters are, by name, without parameters that were not copied."""
+    copied_sources: dict[str, Position | KeptParameter] = {}
+    for name, source in sources.items():
+        copied_source = source.in_copy(copies)
+        if copied_source is not None:
+            copied_sources[name] = copied_source
+    return copied_sources
 
 
 def _placement(param: Tensor) -> tuple[object, ...]:

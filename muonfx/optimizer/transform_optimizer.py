@@ -7,10 +7,11 @@ numeric argument of the transform. Each group holds the hyperparameters of its r
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, Self, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -274,6 +275,18 @@ class TransformOptimizer(Optimizer):
             attributes["initial_paths"] = initial.unwritten(self._current["state"])
         return {**super().__getstate__(), **attributes}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy, which follows the copies of its models that the same call has made before it.
+
+        For example, ``copy.deepcopy((model, optimizer))`` copies the model first, and the copied optimizer then finds
+        the parameters that replace others in the copied model. Python passes ``memo``, the copies by ``id``.
+        """
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied._parameters.follow_copies(self._parameters, memo)
+        return copied
+
     def _adopt_edits(self) -> None:
         """Adopt everything that a caller has edited since the last step, except replaced parameters."""
         self._adopt_state()  # the tensors in `optimizer.state`
@@ -284,7 +297,7 @@ class TransformOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer from the attributes that `__getstate__` has returned.
 
-        It has no reference to the model of its parameters.
+        It has no reference to the model of its parameters, until `__deepcopy__` adds one.
         """
         attributes = dict(state)
         tx: Transform = attributes.pop("tx")

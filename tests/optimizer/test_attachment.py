@@ -432,17 +432,61 @@ def test_a_model_of_which_nothing_goes_to_muon_is_warned_of():
     mfx.Muon(made())
 
 
-def test_an_optimizer_keeps_no_model_alive_and_a_copy_knows_none():
+def test_an_optimizer_keeps_no_model_alive_and_knows_only_a_model_copied_before_it():
     model = made()
     optimizer = mfx.Muon(model)
     twin_model, twin = copy.deepcopy((model, optimizer))
+    alone = copy.deepcopy(optimizer)
     backward(twin_model)
     twin.step()
     assert optimizer._parameters.models == [model]
-    assert twin._parameters.models == []
-    del model
+    assert twin._parameters.models == [twin_model]
+    assert alone._parameters.models == []
+    del model, twin_model
     gc.collect()
     assert optimizer._parameters.models == []
+    assert twin._parameters.models == []
+
+
+class WithOptimizer(nn.Module):
+    """A model that has its optimizer as an attribute, so that the optimizer is copied while the model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = made()
+        self.layers[0].requires_grad_(False)
+        self.optimizer = mfx.Muon(self)
+
+
+def _copied_pair() -> tuple[nn.Sequential, mfx.Muon]:
+    model = made()
+    model[0].requires_grad_(False)
+    return copy.deepcopy((model, mfx.Muon(model)))
+
+
+def _copied_model_with_its_optimizer() -> tuple[nn.Sequential, mfx.Muon]:
+    copied = copy.deepcopy(WithOptimizer())
+    return copied.layers, copied.optimizer
+
+
+@pytest.mark.parametrize("copied", [_copied_pair, _copied_model_with_its_optimizer])
+def test_a_copied_optimizer_follows_the_copied_model(copied: Callable[[], tuple[nn.Sequential, mfx.Muon]]):
+    """Weights that replace others in the copy are trained, and frozen layers that are trained later are errors."""
+    model, optimizer = copied()
+    model[2].weight = nn.Parameter(torch.randn(4, 6))
+    before = model[2].weight.detach().clone()
+    backward(model)
+    optimizer.step()
+    assert model[2].weight in optimizer.state
+    assert not torch.equal(model[2].weight, before)
+    model[0].requires_grad_(True)
+    backward(model)
+    with pytest.raises(ValueError, match=r"0\.weight' has a gradient, but it was frozen"):
+        optimizer.step()
+    before = model[0].weight.detach().clone()
+    optimizer.add_param_group({"params": model[0].parameters()})
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
 
 
 # ------------------------------------------------------------------------------------------------------ real processes
