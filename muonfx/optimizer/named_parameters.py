@@ -183,7 +183,7 @@ def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, 
         return item
     raise TypeError(
         f"expected named parameters, found {type(item).__name__}: pass the model, model.named_parameters(), or model= "
-        "with the tensors, because labels, masks and checkpoints use names. A program that passes model.parameters() "
-        "itself needs code that has the model, such as configure_optimizers for Lightning (not the CLI's --optimizer), "
-        "and muonfx.engines.huggingface.muon(args) for Hugging Face's Trainer"
+        "with the tensors, because labels, masks and checkpoints use names. If a program passes model.parameters() "
+        "itself: configure_optimizers for Lightning (not the CLI's --optimizer), muonfx.engines.huggingface.muon(args) "
+        "for Hugging Face's Trainer, layout=muonfx.sharding.replicated in place of ZeroRedundancyOptimizer"
     )
