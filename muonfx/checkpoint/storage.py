@@ -110,6 +110,9 @@ class Writer(_InFolder, StorageWriter):
     The leaf at ``state["model"]["fc.weight"]`` has the name "model/fc.weight". `muonfx.checkpoint.load` finds it under
     this name, for example with ``like={"model": {"fc.weight": tensor}}``. DCP turns the keys of dicts into strings.
 
+    ``async_save`` saves in a thread. Give it a gloo group that nothing else uses, as ``process_group``: with torch's
+    default group, the save and the steps of a muonfx optimizer may wait for each other's messages.
+
     Args:
         path: the folder of the checkpoint, equal on all ranks, which must share a file system. An existing checkpoint
             is replaced.
