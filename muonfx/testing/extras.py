@@ -97,9 +97,8 @@ def with_extras(inner: Transform, extras: dict[str, Any]):
 
 def _value_at(step: Tensor, extra: Extra) -> Tensor:
     """Return the value of an extra argument at a step, as a 0-d tensor that is computed from the state."""
-    value = extra
-    if not isinstance(extra, Tensor) and callable(extra):  # torch's compiler cannot decide whether a tensor is callable
-        value = extra(step)
+    # torch's compiler cannot decide whether a tensor is callable.
+    value = extra if isinstance(extra, Tensor) or not callable(extra) else extra(step)
     # A constant would be known to a compiler and equal for all runs of a batch. A sum with 0 * step is not.
     zero = step.to(torch.float32) * 0.0
     return zero + value
