@@ -367,7 +367,7 @@ class ZeroOptimizer(Optimizer):
         for group in self.param_groups:
             tensors = _with_gradient(group["params"])
             if _are_unflattened(group["params"], self._params_of(group).values()):
-                tensors = group["params"][:1]  # at stage 0, the first parameter stands for the group
+                tensors = group["params"][:1]  # at stage 0, the first parameter has the optimizer of the group
             if any(tensor not in self._flat_optimizers for tensor in tensors):
                 return True
         return False
