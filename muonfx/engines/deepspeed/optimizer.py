@@ -45,7 +45,6 @@ from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, o
 from muonfx.optimizer.resuming import differences, entries_to_load, numbers_warning, schedule_entries
 from muonfx.optimizer.saved_chains import VisitedTransform, chain_warning, record_of_group
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
-from muonfx.sharding.communication.agree import agree
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.facts import comparable
 
@@ -183,9 +182,10 @@ class ZeroOptimizer(Optimizer):
         # 1. Everything that may fail is done before any tensor is changed. The other ranks may wait for this one in the
         # step, so they get its error.
         try:
-            with raising_on_all_ranks("a step", self._step_group):
+            with raising_on_all_ranks("a step", self._step_group) as facts:
                 group_steps = self._prepare_step()
-            self._require_same_step(group_steps)
+                if self._step_group is not None:
+                    facts.update(self._facts_of_step(group_steps))
         except Exception:
             self.param_groups = self._all_groups  # DeepSpeed would leave the one group of this call there
             raise
@@ -229,12 +229,6 @@ class ZeroOptimizer(Optimizer):
             optimizer.check_and_cast(self.state)
             self._warn_if_overwritten(optimizer)
         return group_steps
-
-    def _require_same_step(self, group_steps: Sequence[_GroupStep]) -> None:
-        """Raise on all ranks if they would take different steps; the ranks of `_step_group` call this together."""
-        if self._step_group is not None:
-            facts = self._facts_of_step(group_steps)
-            agree("a step", self._step_group, same=facts, explain=lambda: facts)
 
     def _facts_of_step(self, group_steps: Sequence[_GroupStep]) -> Facts:
         """Return what must be equal on all ranks that step the same parameters, by the subject of an error.
