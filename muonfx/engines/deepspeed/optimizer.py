@@ -181,6 +181,7 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         # 1. Everything that may fail is done before any tensor is changed. The other ranks may wait for this one in the
         # step, so they get its error.
+        flat_optimizers = dict(self._flat_optimizers)
         try:
             with raising_on_all_ranks("a step", self._step_group) as facts:
                 group_steps = self._prepare_step()
@@ -188,6 +189,8 @@ class ZeroOptimizer(Optimizer):
                     facts.update(self._facts_of_step(group_steps))
         except Exception:
             self.param_groups = self._all_groups  # DeepSpeed would leave the one group of this call there
+            # An error may have left some ranks without the new ones: the next call makes them on all ranks together.
+            self._flat_optimizers = flat_optimizers
             raise
         # 2. DeepSpeed may take a first step with zero gradients, only to allocate the state. A real step on zeros would
         # advance the count of AdamW and decay the weights. The next step makes the state again, because weights may be
