@@ -255,5 +255,5 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     """Return the values of all ranks of a group, by default of all ranks of the job, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
-    all_ranks: Any = dist.group.WORLD
-    return all_objects(value, group or all_ranks, "an exchange of DeepSpeed's partition")
+    world: Any = dist.group.WORLD
+    return all_objects(value, group or world, "an exchange of DeepSpeed's partition")
