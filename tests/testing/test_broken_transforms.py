@@ -99,7 +99,7 @@ CAUGHT_BY = {
     "large_and_small_gradients_give_finite_updates": "loses_small_gradients overflows_in_fourth_powers",
     "narrow_gradients_are_computed_in_wider_dtypes": "squares_in_half_precision rounds_single_precision_to_half",
     "counts_hold_ten_million_steps": "counts_in_half_precision counts_in_bfloat16 counts_in_eight_bits",
-    "a_leaf_has_the_same_bits_in_any_company": ("depends_on_the_number_of_equal_shapes scales_by_the_place_of_a_leaf"),
+    "a_leaf_has_the_same_bits_in_any_company": "depends_on_the_number_of_equal_shapes scales_by_the_place_of_a_leaf",
     "derivatives_by_parameters_are_right": "cuts_the_graph_of_parameters",
 }
 """The broken transforms that each law finds."""
@@ -400,7 +400,6 @@ def test_a_local_function_that_cannot_be_pickled_is_reported_with_advice():
     assert "at the top level of a module" in violation.found
 
 
-@pytest.mark.slow
 def test_a_transform_of_the_user_may_have_a_name_of_muonfx():
     @mfx.leafwise
     def momentum(decay: float = 0.9):
@@ -412,6 +411,7 @@ def test_a_transform_of_the_user_may_have_a_name_of_muonfx():
     kit.laws.repr_evaluates_to_an_equal_transform(momentum(0.5), {}, [])
 
 
+@pytest.mark.slow
 def test_a_state_whose_strides_change_is_named_where_it_is_compiled_twice():
     @broken.of_traces()
     def transposes_its_trace(u, trace):
