@@ -238,6 +238,8 @@ def same(a: Any, b: Any) -> bool:
     >>> same({"*.q": 1, "*": 2}, {"*": 2, "*.q": 1})
     False
     """
+    if a is b:
+        return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):  # `a == b` would be a tensor
         return a.dtype == b.dtype and bool(torch.equal(a, b))
     if type(a) is not type(b):  # 1 and 1.0 would print as different code
@@ -246,8 +248,6 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
-    if a is b:
-        return True
     is_equal = bool(a == b)
     is_container = isinstance(a, tuple | Mapping | Set) or is_dataclass(a)
     if is_equal and is_container:  # it may have a dict, whose order `==` ignores, or 1 where the other has 1.0
