@@ -167,12 +167,14 @@ def check_extras_within(transforms: list[Any], extras: Mapping[str, Any]) -> Non
     ``transforms`` are a transform and all transforms that it calls, in the order of `muonfx.core.transform.within`.
     """
     outermost = transforms[0]  # its extra arguments include the arguments of all transforms that it calls
-    missing = sorted(outermost.extras.required - extras.keys())
+    # The compiler of torch 2.10 cannot subtract a set and the keys of a dict.
+    names = frozenset(extras)
+    missing = sorted(outermost.extras.required - names)
     if missing:
         raise _missing(transforms, missing[0])
     accepted = outermost.extras.accepted
     if accepted is not None:  # else it accepts any name
-        unknown = sorted(extras.keys() - accepted - _OUR_EXTRAS)
+        unknown = sorted(names - accepted - _OUR_EXTRAS)
         if unknown:
             _require_keyword(transforms, unknown[0])
             raise _unknown(outermost, unknown[0])
