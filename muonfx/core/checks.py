@@ -10,6 +10,7 @@ import dataclasses
 import math
 import operator
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -300,7 +301,7 @@ def kept_at_init(error: Exception, **trees: PyTree) -> str | None:
     >>> kept_at_init(RuntimeError("Expected all tensors on one device, found cpu and meta"), updates={"w": None})
     'found a tensor on the device meta that is in no argument: init also runs on meta parameters, ...
     """
-    if "meta" not in str(error):
+    if not re.search(r"\bmeta\b", str(error)):  # "metadata" is another word
         return None
     for leaf in tree.tensors(trees):
         if leaf.device.type == "meta":

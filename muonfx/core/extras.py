@@ -86,7 +86,8 @@ def require_arguments(what: str, function: Callable[..., object], names: Sequenc
     TypeError: halve: update must accept the arguments (updates, state, params), found (updates, state)
     """
     try:
-        signature = inspect.signature(function)
+        # Of a wrapper itself, not of the function that it wraps: a decorator may add or supply arguments.
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # a function of C may have none that Python can read
         return
     extras: dict[str, str] = {}  # any value for each keyword-only argument

@@ -1,5 +1,6 @@
 """Transforms with extra arguments, such as ``value=loss``, are checked with the values that the user gives."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -149,6 +150,18 @@ def test_an_extra_without_a_star_is_named():
         kit.check_transform(mfx.chain(mfx.momentum(), tx), extras={"value": 0.5})
 
 
+def test_a_decorator_may_supply_an_argument():
+    def halved(updates):
+        return mfx.tree.map(lambda u: u / 2, updates)
+
+    @functools.wraps(halved)
+    def without_params(updates, params):
+        return halved(updates)
+
+    tx = mfx.core.stateless(without_params)
+    assert tx.update({"w": torch.ones(2)}, mfx.core.EmptyState())[0]["w"].tolist() == [0.5, 0.5]
+
+
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def keeps_its_state_in_a_variable():
     traces: dict[str, Any] = {}
@@ -173,6 +186,19 @@ def test_a_state_outside_of_the_state_is_named():
     with pytest.raises(TypeError, match=message) as caught:
         kit.check_transform(keeps_its_state_in_a_variable())
     assert "dims" not in str(caught.value)
+
+
+def test_an_error_about_metadata_is_raised_as_it_is():
+    @mfx.transform
+    def changes_metadata():
+        def update(updates, state, params=None):
+            raise RuntimeError("cannot change the metadata of a view")
+
+        return no_state, update
+
+    params = {"w": torch.ones(2)}
+    with pytest.raises(RuntimeError, match=r"^cannot change the metadata of a view$"):
+        changes_metadata().update(params, mfx.core.EmptyState(), params)
 
 
 def test_a_number_in_float64_under_vmap_is_named():
