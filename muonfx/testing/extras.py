@@ -38,7 +38,7 @@ def _is_extra(extra: object) -> bool:
     return is_number or callable(extra)
 
 
-# The locality is that of the inner transform: the wrapper itself reads its count of steps only.
+# The wrapper has the locality of the inner transform, since it reads its count of steps only.
 @transform(
     locality=lambda inner, extras: inner.locality,
     combinator=Combinator(Locality.ELEMENT),

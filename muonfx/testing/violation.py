@@ -1,4 +1,4 @@
-"""The errors `LawViolation` and `LawViolations`, and the comparisons of trees that find it."""
+"""The errors `LawViolation` and `LawViolations`, and the comparisons of trees that raise `Breach`."""
 
 from __future__ import annotations
 
