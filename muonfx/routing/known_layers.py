@@ -253,7 +253,7 @@ FUSED = (
         "in_proj",
         "(Diff)?ParallelScalingBlock",
         "mlp, query, key, value",
-        pattern="(mlp + query={num_heads*head_dim} + key={num_heads*head_dim} + value={num_heads*head_dim}) "
+        pattern="(mlp + query={in_proj.in_features} + key={in_proj.in_features} + value={in_proj.in_features}) "
         "-> mlp, query, key, value",
         package="timm.",
     ),

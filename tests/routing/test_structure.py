@@ -747,6 +747,12 @@ TWO = "(part=2 out) in -> part out in"
             "in_proj",
             "(mlp + query=16 + key=16 + value=16) in -> mlp in, query in, key in, value in",
         ),
+        # Its heads are half as wide, and twice as many.
+        (
+            of_package("timm.models.vit", "DiffParallelScalingBlock", in_proj=lin(7 * D, D), num_heads=2, head_dim=4),
+            "in_proj",
+            "(mlp + query=16 + key=16 + value=16) in -> mlp in, query in, key in, value in",
+        ),
         (
             of_package(
                 "torchtitan.models.deepseek_v3",
@@ -800,6 +806,7 @@ TWO = "(part=2 out) in -> part out in"
         "FocalNet",
         "ConViT",
         "ViT-22B",
+        "ViT-22B with differential attention",
         "DeepSeek in torchtitan",
         "Flux in torchtitan",
         "DeepSeek V4, two windows",
