@@ -8,12 +8,12 @@ return, and the lists of blocks are known without running the model:
   several such modules of the same class in an ``nn.Sequential``. Blocks are the body of a model. An ``nn.Sequential``
   whose last layer returns what no other layer reads is no block, but one of several heads.
 - An *input* is a layer outside all blocks, if no earlier layer returns what it reads, whole or concatenated. After all
-  blocks, another layer must read what it returns.
+  blocks, it is one only if some layer or norm reads features as wide as it returns.
 - A *head* is a layer outside all blocks whose outputs no other layer reads, whole or in parts. If it returns a multiple
   of the width that it reads, it may also be a fused projection. It is a head if it is after all blocks, and the module
   around it contains another head.
-- A layer is *read in parts* if a later layer reads a half or a third of its outputs, and no layer or norm in its module
-  reads the whole: the layer returns several vectors, such as the two of a gated linear unit.
+- A layer is *read in parts* if a later layer reads a half or a third of its outputs, and no layer or norm in the module
+  around both reads the whole: the layer returns several vectors, such as the two of a gated linear unit.
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
     for reader in layers:
         if reader is layer:
             is_later = True  # for the layers that follow
-        if reader is layer or reader.reads is None:
+            continue
+        if reader.reads is None:
             continue
         reads_whole_or_part = layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads)
         if reads_whole_or_part:
@@ -402,7 +403,8 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
     """Return the layers that read the raw input of a model, by path.
 
     Such a layer is outside all blocks, the repeated modules of the body, and reads features that no earlier layer
-    returns. A model may define it after its blocks, as the layer that reads the state of a robot next to images.
+    returns. A model may define it after its blocks, as the layer that reads the state of a robot next to images. There,
+    a layer that returns a width that no layer or norm reads is a head.
 
     >>> layers = [Layer("embed", 3, 8), Layer("h.0.fc", 8, 8, block="h.0"), Layer("state", 7, 8), Layer("head", 8, 5)]
     >>> list(_inputs(_Modules(layers, norms=[], read_widths={3, 7, 8})))
@@ -413,11 +415,12 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
     inputs: dict[str, Layer] = {}
     earlier_widths: set[int] = set()  # that the layers before the current one return
     for index, layer in enumerate(modules.layers):
-        is_read = index < last_in_blocks or layer.returns in modules.read_widths  # else it is a head
-        if layer.block is None and is_read and _reads_raw_input(layer, earlier_widths):
+        may_be_head = index > last_in_blocks and layer.returns not in modules.read_widths
+        if layer.block is None and not may_be_head and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
-        # A gated linear unit returns half as many features as its layer.
-        earlier_widths |= {layer.returns, layer.returns // part_counts.get(layer.path, 1)}
+        earlier_widths.add(layer.returns)
+        if layer.path in part_counts:  # a gated linear unit returns half as many features as its layer
+            earlier_widths.add(layer.returns // part_counts[layer.path])
     return inputs
 
 
@@ -624,22 +627,23 @@ def _read_in_parts(modules: _Modules) -> dict[str, int]:
     {'mlp.fc1': 2}
 
     Such a layer returns more features than it reads, and a layer that may run after it reads a half, or else a third.
-    No layer or norm in the module around both reads all of them. Layers outside do not count, since they may read as
-    many other features: in a pyramid, each stage is twice as wide as the one before it.
+    No layer or norm in the module around both reads all of them. Layers outside do not count, since the features that
+    they read may be others of the same width: in a pyramid, each stage is twice as wide as the one before it.
     """
     layers = modules.layers
     widths_in = _widths_by_module(modules)
-    first_in: dict[str, Layer] = {}  # the first layer of each module
+    first_layer_in: dict[str, Layer] = {}  # by the path of the module
     part_counts: dict[str, int] = {}
     for index, (layer, next_layer) in enumerate(pairwise(layers)):
         holder = _module_around(layer.path)
-        first_layer = first_in.setdefault(holder, layer)
+        first_layer = first_layer_in.setdefault(holder, layer)
         returns_more = layer.reads is not None and layer.returns > layer.reads
         if not returns_more or _is_read_whole(layer, widths_in[holder]):
             continue
-        widths_after = _widths_read_beside(layer, layers[index + 1 :])
-        holder_of_both = _module_around_both(layer.path, next_layer.path)
-        if next_layer.block == layer.block and not _is_read_whole(layer, widths_in[holder_of_both]):
+        # The widths that layers read that may run after this one.
+        widths_after: set[int | None] = set(_widths_read_beside(layer, layers[index + 1 :]))
+        widths_in_both = widths_in[_module_around_both(layer.path, next_layer.path)]
+        if next_layer.block == layer.block and not _is_read_whole(layer, widths_in_both):
             widths_after.add(next_layer.reads)
         # A layer that reads the same width as this one, or the first one, may run on the same input, as a key does with
         # a query. Only a depthwise convolution in the next place surely reads the outputs of the layer before it.
@@ -653,7 +657,7 @@ def _read_in_parts(modules: _Modules) -> dict[str, int]:
 
 
 def _is_read_whole(layer: Layer, widths: Collection[int]) -> bool:
-    """Return True if one of the widths is that of a layer's outputs, alone or concatenated with those of another layer.
+    """Return True if one of the widths fits all outputs of a layer, alone or concatenated with as many other features.
 
     >>> layer = Layer("mlp.fc1", 8, 128)
     >>> _is_read_whole(layer, {8, 64}), _is_read_whole(layer, {8, 128}), _is_read_whole(layer, {8, 256})
@@ -695,7 +699,7 @@ def _widths_by_module(modules: _Modules) -> dict[str, set[int]]:
     return widths
 
 
-def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int | None]:
+def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:
     """Return the widths that later layers of the same module read; the model itself is not such a module.
 
     >>> _widths_read_beside(Layer("mlp.fc1", 8, 64), [Layer("mlp.fc2", 32, 8), Layer("head", 8, 5)])
@@ -704,7 +708,7 @@ def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int 
     holder = _module_around(layer.path)
     if not holder:  # all later layers are in the model, also those that have nothing to do with this one
         return set()
-    widths: set[int | None] = set()
+    widths: set[int] = set()
     for later in later_layers:
         if later.reads and later.path.startswith(f"{holder}."):
             widths.add(later.reads)
