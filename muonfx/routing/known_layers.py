@@ -147,12 +147,7 @@ FUSED = (
     Fused("(kv|gate)_proj", "DeepseekV4(CSACompressor|Indexer)", "previous window, current window"),
     Fused("to_kv", _ANY, "key, value"),
     Fused("kv_a_proj_with_mqa", _ANY, "latent, rotary", sizes=("kv_lora_rank", "qk_rope_head_dim")),
-    Fused(
-        "kv_b_proj",
-        _ANY,
-        "key, value",
-        pattern=_LATENT % "num_heads",
-    ),
+    Fused("kv_b_proj", _ANY, "key, value", pattern=_LATENT % "num_heads"),
     Fused("in_proj", "(Mamba|FalconMamba|JambaMamba)Mixer", "state, gate"),
     Fused("in_proj", "ZambaMambaMixer", "state, gate", pattern="(dim part=2) -> part dim"),
     Fused(
@@ -185,12 +180,7 @@ FUSED = (
     Fused("linear", "Qwen2_5_OmniAdaLayerNormZero_Final", "scale, shift"),
     Fused("adaln_linear", "EsmFold2AtomLayer", "six modulations", count=6),
     Fused("conv_proj|project", "Vits(PosteriorEncoder|TextEncoder)", "mean, log variance"),
-    Fused(
-        "projection_in",
-        "FocalNetModulation",
-        "query, context, gates",
-        pattern=_FOCAL,
-    ),
+    Fused("projection_in", "FocalNetModulation", "query, context, gates", pattern=_FOCAL),
     # timm: query, key and value one after another, or head by head.
     Fused("qkv", _ANY, _QKV, pattern=_BY_HEAD % "num_heads", requires="head_first", package="timm."),
     Fused(

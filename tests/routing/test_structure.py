@@ -783,6 +783,64 @@ TWO = "(part=2 out) in -> part out in"
             "kv",
             "(heads=2 (key=4 + value=12)) in -> (heads key) in, (heads value) in",
         ),
+        (
+            of_package(
+                "transformers.models.levit",
+                "LevitAttentionSubsample",
+                keys_values=lin(3 * D, D),
+                num_attention_heads=4,
+                key_dim=4,
+            ),
+            "keys_values",
+            "(heads=4 (key=4 + value)) in -> (heads key) in, (heads value) in",
+        ),
+        (
+            of_package("transformers.models.xlstm", "xLSTMLayer", qkv_opreact=lin(6 * D, D), qk_dim=D, v_dim=2 * D),
+            "qkv_opreact",
+            "(query=16 + key=16 + value=32 + gate=32) in -> query in, key in, value in, gate in",
+        ),
+        (
+            of_package("timm.layers", "BottleneckAttn", qkv=lin(4 * D, D), dim_out_qk=D, dim_out_v=2 * D),
+            "qkv",
+            "(query=16 + key=16 + value=32) in -> query in, key in, value in",
+        ),
+        (
+            of_package("timm.layers", "LambdaLayer", qkv=lin(32, D), num_heads=2, dim_qk=8, dim_v=8),
+            "qkv",
+            "(query=16 + key=8 + value=8) in -> query in, key in, value in",
+        ),
+        (
+            of_package("timm.models.efficientvit_mit", "LiteMLA", qkv=lin(48, D), dim=8),
+            "qkv",
+            "(heads part=3 dim=8) in -> part (heads dim) in",
+        ),
+        (
+            of_package("timm.models.mobilevit", "LinearSelfAttention", qkv_proj=lin(1 + 2 * D, D), embed_dim=D),
+            "qkv_proj",
+            "(query=1 + key=16 + value=16) in -> query in, key in, value in",
+        ),
+        (
+            of_package("timm.models.lowformer", "ConvAttention", pwise=lin(3 * D, D), num_heads=2),
+            "pwise",
+            "(heads=2 part=3 dim) in -> part (heads dim) in",
+        ),
+        (
+            of_package("timm.models.levit", "AttentionDownsample", kv=lin(3 * D, D), num_heads=4, key_dim=4, val_dim=8),
+            "kv",
+            "(heads=4 (key=4 + value=8)) in -> (heads key) in, (heads value) in",
+        ),
+        (
+            of_package("timm.layers", "SelectiveKernelAttn", fc_select=lin(2 * D, D), num_paths=2),
+            "fc_select",
+            TWO,
+        ),
+        (
+            of_package(
+                "torchtitan.models.deepseek_v3", "Attention", wkv_a=lin(20, D), kv_lora_rank=16, qk_rope_head_dim=4
+            ),
+            "wkv_a",
+            "(latent=16 + rotary=4) in -> latent in, rotary in",
+        ),
     ],
     ids=[
         "timm",
@@ -812,6 +870,16 @@ TWO = "(part=2 out) in -> part out in"
         "DeepSeek V4, two windows",
         "PVT",
         "HaloNet",
+        "LeViT, key and value",
+        "xLSTM",
+        "BoTNet",
+        "LambdaNet",
+        "EfficientViT",
+        "MobileViT 2",
+        "LowFormer",
+        "LeViT in timm, key and value",
+        "SKNet",
+        "DeepSeek in torchtitan, latent",
     ],
 )
 def test_fused_layers_of_known_packages_are_split_as_their_code_does(layer, name, pattern):
