@@ -128,14 +128,16 @@ def divide_frozen(named: NamedTensors) -> tuple[NamedTensors, NamedTensors]:
 
 
 def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if two parameters have the same name, or if one tensor is given under two names.
+    """Raise ValueError if two parameters have the same name, or if one tensor is given twice.
 
-    State is stored by name, so two parameters of one name would share it. A tensor with two names would be updated
-    twice by each step.
+    State is stored by name, so two parameters of one name would share it. A tensor that is given twice would be
+    updated twice by each step.
     """
     names_so_far = set[str]()
     name_of: dict[Tensor, str] = {}
     for name, param in pairs:
+        if name_of.get(param) == name:  # also a tensor with two names of the caller, if a model has given it one
+            raise ValueError(f"{name!r} is given twice, and would be stepped on twice: give it once")
         if name in names_so_far:
             raise ValueError(f"two parameters are named {name!r}: give each parameter of all groups another name")
         if param in name_of:

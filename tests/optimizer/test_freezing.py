@@ -386,7 +386,7 @@ def test_unfreezing_freezing_and_unfreezing_again_keeps_the_added_group(make: An
         train(model, optimizer)
         assert torch.equal(model.backbone.up.weight, before["backbone.up.weight"]) != is_trained
     assert names_of(optimizer) == groups
-    with pytest.raises(ValueError, match="two parameters are named"):
+    with pytest.raises(ValueError, match="is given twice"):
         optimizer.add_param_group({"params": model.backbone.parameters()})
 
 

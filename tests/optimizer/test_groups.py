@@ -390,6 +390,14 @@ def test_given_blocks_have_the_names_of_the_model_that_is_given_too() -> None:
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
 
+def test_one_tensor_of_a_known_model_under_two_names_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="'weight' is given twice"):
+        mfx.TransformOptimizer({"x": model.weight, "y": model.weight}, mfx.adamw(), model=model)
+    with pytest.raises(ValueError, match="'weight' is given twice"):
+        mfx.TransformOptimizer(model, mfx.adamw()).add_param_group({"params": {"x": model.weight}})
+
+
 def test_added_tensors_of_no_known_model_keep_their_names() -> None:
     model = nn.Sequential(Residual())
     for optimizer in (mfx.Muon(model), mfx.Muon(dict(model.named_parameters()), labels=_by_dims)):
