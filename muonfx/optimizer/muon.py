@@ -64,8 +64,7 @@ class Muon(TransformOptimizer):
             To apply your own rules first: ``labels=lambda model: muonfx.default_labels(model, rules)``. To
             choose by names only: ``labels=muonfx.routing.default_labels_by_name``.
         layout: the shards of plain tensors in a distributed run, as in `TransformOptimizer`. DTensors need none.
-        model: the model that has ``params``, if ``params`` is not the model itself. The labels then use its modules,
-            and the parameters have its names.
+        model: the model that has ``params``, if ``params`` is not the model itself. The labels then use its modules.
         donate_grads: if True, a step may overwrite the gradients to save memory, as in `TransformOptimizer`.
         bucket_bytes: the approximate bytes of parameters that are updated at a time, as in `TransformOptimizer`.
 

@@ -39,8 +39,8 @@ def resolve_groups(params: Any, model: nn.Module | None) -> list[Group]:
     """Convert the argument ``params`` of an optimizer to a list of groups whose "params" are (name, tensor) pairs.
 
     For example, ``model`` becomes ``[{"params": [("weight", tensor), ("bias", tensor)]}]``. A list of groups keeps its
-    other entries, such as "lr". ``model`` provides the names of its parameters. Raise unless each parameter is given
-    once.
+    other entries, such as "lr". ``model`` provides the names of tensors without names. Raise unless each parameter is
+    given once.
     """
     require_parameters(params)
     if model is not None and not isinstance(model, nn.Module):
@@ -148,23 +148,30 @@ def check_once(pairs: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> NamedPairs:
-    """Convert a model, named parameters or tensors to (name, tensor) pairs.
+    """Convert a model, named parameters or tensors to (name, tensor) pairs. ``known`` maps unnamed tensors to names.
 
     For example, ``{"w": tensor}`` becomes ``[("w", tensor)]``, and so does ``[tensor]`` if ``known`` is
-    ``{tensor: "w"}``. ``known`` has the names of the parameters of known models. They replace other names, such as
-    "weight" from ``block.named_parameters()`` for the parameter "blocks.0.weight" of the model.
+    ``{tensor: "w"}``.
     """
-    pairs: NamedPairs
     if isinstance(params, nn.Module):
-        pairs = list(params.named_parameters())
-    elif isinstance(params, Mapping):
-        pairs = list(params.items())
-    elif isinstance(params, Tensor):
-        pairs = [_named_pair(params, known)]
-    else:
-        pairs = [_named_pair(item, known) for item in params]
-    if not known:
-        return pairs
+        return list(params.named_parameters())
+    if isinstance(params, Mapping):
+        return list(params.items())
+    if isinstance(params, Tensor):
+        return [_named_pair(params, known)]
+    return [_named_pair(item, known) for item in params]
+
+
+def with_known_names(pairs: NamedPairs, known: Mapping[Tensor, str]) -> NamedPairs:
+    """Return (name, tensor) pairs with the names that known models have for the tensors.
+
+    ``block.named_parameters()`` has the name "weight" for the parameter "blocks.0.weight" of the model, which counts.
+
+    >>> param = nn.Parameter()
+    >>> [(name, _)] = with_known_names([("weight", param)], {param: "blocks.0.weight"})
+    >>> name
+    'blocks.0.weight'
+    """
     return [(known.get(param, name), param) for name, param in pairs]
 
 

@@ -47,6 +47,7 @@ from muonfx.optimizer.named_parameters import (
     params_of,
     resolve_groups,
     warn_of_empty_groups,
+    with_known_names,
 )
 from muonfx.optimizer.over_ranks import stepping_for
 from muonfx.optimizer.param_groups import (
@@ -161,8 +162,8 @@ class TransformOptimizer(Optimizer):
             parameter on each rank, or a function from the named parameters to a layout. Under
             `DistributedDataParallel`, use ``muonfx.sharding.replicated`` to divide the orthogonalization among the
             ranks. None: plain tensors belong to this process alone.
-        model: the model that has ``params``, if ``params`` is not the model itself. It provides the names of its
-            parameters, here and in `add_param_group`. If they are replaced, the optimizer uses the new ones.
+        model: the model that has ``params``, if ``params`` is not the model itself. It provides the names of tensors
+            that are given without names. If its parameters are replaced, the optimizer uses the new ones.
 
     Raises:
         TypeError: a parameter has no name and ``model`` is not given, a tensor cannot be optimized, or ``layout`` is
@@ -364,7 +365,8 @@ class TransformOptimizer(Optimizer):
         """
         self._use_replacements()  # first, so that the state that is kept is of the current parameters
         named = self._named_params()
-        pairs = named_pairs(params_of(param_group), self._parameters.names)
+        names = self._parameters.names
+        pairs = with_known_names(named_pairs(params_of(param_group), names), names)
         check_once([*named.items(), *pairs])  # no parameter is added twice
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:

@@ -382,20 +382,12 @@ def test_added_blocks_have_the_names_of_the_model(way: str) -> None:
     assert labels.reason("0.norm.weight") == "norm (module type LayerNorm)"
 
 
-def test_given_blocks_have_the_names_of_the_model_that_is_given_too() -> None:
-    model = nn.Sequential(Residual(), Residual())
-    groups = [{"params": block.named_parameters(), "lr": 0.1} for block in model]
-    optimizer = mfx.Muon(groups, model=model)
+def test_given_names_count_at_construction() -> None:
+    model = nn.Sequential(Residual(), nn.Linear(4, 4))
+    labels = {name: "muon" if param.ndim > 1 else "adamw" for name, param in model[0].named_parameters()}
+    optimizer = mfx.Muon(model[0].named_parameters(), model=model, labels=labels)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-
-
-def test_one_tensor_of_a_known_model_under_two_names_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="'weight' is given twice"):
-        mfx.TransformOptimizer({"x": model.weight, "y": model.weight}, mfx.adamw(), model=model)
-    with pytest.raises(ValueError, match="'weight' is given twice"):
-        mfx.TransformOptimizer(model, mfx.adamw()).add_param_group({"params": {"x": model.weight}})
+    assert sorted(names) == sorted(NAMES_OF_BLOCK)
 
 
 def test_added_tensors_of_no_known_model_keep_their_names() -> None:
