@@ -285,6 +285,8 @@ def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
     It is the ``projector.weight`` of a model that also has a ``classifier``, or the ``text_projection.weight`` of one
     with a ``logit_scale``. In other models, these names show nothing, and the result is None.
     """
+    if not model.has_classifier and not model.is_contrastive:  # most models
+        return None
     child = _Name(info.name).child_of_model
     if child is None:
         return None
