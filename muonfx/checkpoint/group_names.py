@@ -30,22 +30,22 @@ def renamed_groups(
     >>> renamed_groups(saved_groups, ["trace/a", "trace/b"], {"*/a": "*/b", "*/b": "*/c"}, groups)
     [{'lr': 0.1, 'param_names': ['b']}, {'lr': 0.2, 'param_names': ['c']}]
     """
-    new_param_of = _new_params(leaf_names, rename or {})
-    new_params = set(new_param_of.values())
-    params = _plain_params_of(groups)
-    new_name_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
-    for saved_name, plain_name in new_name_of.items():
-        new_name = new_param_of.get(plain_name, plain_name)
-        # The state of a larger vocabulary may be renamed to a name that no parameter has, to start again. Then the
-        # parameter keeps its name, unless another one gets that.
-        is_renamed = new_name in params or plain_name in new_params
-        if is_renamed:
-            new_name_of[saved_name] = new_name
-    renamed: list[Group] = []
-    for saved_group in saved_groups:
-        param_names = [new_name_of[name] for name in saved_group["param_names"]]
-        renamed.append({**saved_group, "param_names": param_names})
-    return renamed
+    new_name_of = _new_params(leaf_names, rename or {})
+    given_names = set(new_name_of.values())
+    names_of_optimizer = _plain_params_of(groups)
+    plain_name_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
+
+    def renamed(saved_name: str) -> str:
+        old_name = plain_name_of[saved_name]
+        new_name = new_name_of.get(old_name, old_name)
+        # To start its state again, a parameter is renamed to a name that no parameter has. It keeps its old name here,
+        # unless ``rename`` gives that name to another parameter.
+        starts_again = new_name not in names_of_optimizer
+        if starts_again and old_name not in given_names:
+            return old_name
+        return new_name
+
+    return [{**group, "param_names": list(map(renamed, group["param_names"]))} for group in saved_groups]
 
 
 def without_removed_params(saved_groups: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
