@@ -197,19 +197,21 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
         own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
         device = device_of(updates, params)
         parameters = remembered_parameters(_cache, own_state, updates)  # for each leaf, the parameter's name
-        buckets = [tree.names(updates)]  # one bucket, with the index 0
-        with BucketedState(store, device, own_state, parameters, buckets, donate) as bucketed:
-            loaded_state = division.merge(bucketed.load(0), inner_states)
-            # The own state may be overwritten if it is a loaded copy, but the inner states are the caller's.
-            may_write_state = donate.state if inner_states else bucketed.may_write_state
+        all_names = tree.names(updates)
+        with BucketedState(store, device, own_state, parameters, [all_names], donate) as one_bucket:
+            # 1. Load the own state from the store. It may be overwritten if it is a copy, the inner states may not.
+            loaded_state = division.merge(one_bucket.load(0), inner_states)
+            may_write_state = donate.state if inner_states else one_bucket.may_write_state
             donation = Donation(updates=donate.updates, state=may_write_state)
+            # 2. Run the transform. The inner transforms load their own states, and store them again.
             new_updates, new_state = tx.run(updates, loaded_state, params, donate=donation, **extras)
             new_own_state, new_inner_states = division.split(new_state)
-            bucketed.write_back(0, new_own_state)
-            new_updates = bucketed.copied_from_buffers(new_updates)
-            stored_own_state = bucketed.end()
-        # An inner transform has stored its new state. A wrapper may have replaced this state, as by `torch.where` of
-        # the old and the new one, by tensors that are not in the store.
+            # 3. Store the own state. Updates in the memory into which states are loaded are copied.
+            one_bucket.write_back(0, new_own_state)
+            new_updates = one_bucket.copied_from_buffers(new_updates)
+            stored_own_state = one_bucket.end()
+        # 4. A wrapper may have replaced an inner state by tensors that are not in the store, as `torch.where` of the
+        # old and the new one does.
         new_inner_states = stored_again(store, device, inner_states, new_inner_states)
         return new_updates, division.merge(stored_own_state, new_inner_states)
 
