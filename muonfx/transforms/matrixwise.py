@@ -283,28 +283,13 @@ def matrixwise(
     """
 
     def decorate(constructor: Callable[..., StateAndMatrixStep]) -> Callable[..., Transform]:
-        """Return a function like ``constructor`` that returns a transform in place of the pair (state, step).
-
-        ``constructor`` is the function under the decorator: ``def f(decay, *, view): ... return state, step``.
-        `muonfx.transform` calls `init_and_update` with the same arguments, and makes a transform of the two functions.
-        """
-        default_view = _default_view(constructor)
-
-        @functools.wraps(constructor)
-        def init_and_update(*args: object, view: MatrixView = default_view, **kwargs: object) -> InitAndUpdate:
-            returned = constructor(*args, view=view, **kwargs)  # the declared state and the step
-            name = constructor.__name__
-            state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
-            formula = _MatrixFormula(name, view, state, step, reads_params)
-            return formula.init, formula.update
-
+        """Return a function like ``constructor`` that returns a transform in place of the pair (state, step)."""
         cost_of_leaf = None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
         if cost is not None:
             cost_of_leaf = functools.partial(_cost_of_leaf, cost)
         # How a parameter is divided into parts for several ranks, and how long a rank takes for it.
         work = MatrixWork(on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf)
-        # The decorator of any transform, with the options that hold for each transform of matrices.
-        as_transform = transform(
+        decorate_as_transform = transform(
             locality=matrix_locality,
             reads_params=reads_params,
             matrices=work,
@@ -312,11 +297,30 @@ def matrixwise(
             position=position,
             short_names=short_names,
         )
-        return as_transform(init_and_update)
+        return decorate_as_transform(_as_functions(constructor, reads_params))
 
     if constructor is None:  # written with options: @matrixwise(position="last")
         return decorate
     return decorate(constructor)
+
+
+def _as_functions(constructor: Callable[..., StateAndMatrixStep], reads_params: bool) -> Callable[..., InitAndUpdate]:
+    """Return a function like ``constructor`` that returns `init` and `update` in place of the pair (state, step).
+
+    ``constructor`` is the function under the decorator: ``def f(decay, *, view): ... return state, step``. The two
+    functions call its step for each stack of matrices.
+    """
+    default_view = _default_view(constructor)
+    name = constructor.__name__
+
+    @functools.wraps(constructor)
+    def init_and_update(*args: object, view: MatrixView = default_view, **kwargs: object) -> InitAndUpdate:
+        returned = constructor(*args, view=view, **kwargs)
+        state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
+        formula = _MatrixFormula(name, view, state, step, reads_params)
+        return formula.init, formula.update
+
+    return init_and_update
 
 
 def _default_view(constructor: Callable[..., StateAndMatrixStep]) -> MatrixView:
