@@ -71,8 +71,6 @@ def scion(
     """
     if norms is None:
         norms = _NORMS_OF_GPT
-    if constrained and not isinstance(learning_rate, Schedule):
-        checks.fraction("learning_rate", learning_rate)
     average = momentum(decay, nesterov=False)
     view = view_of(orthogonalize)
     directions = {
@@ -95,6 +93,9 @@ def scion(
             ("vectors", masked(chain(average, normalize_leaves()), ndim(max=1))),
         )
     members = [partition(parts, labels)]
+    by_rate = scale_by_learning_rate(learning_rate)  # raises for a rate of a wrong type
     if constrained:
+        if not isinstance(learning_rate, Schedule):
+            checks.fraction("learning_rate", learning_rate)
         members.append(add_decayed_weights(1.0))
-    return chain(*members, scale_by_learning_rate(learning_rate))
+    return chain(*members, by_rate)
