@@ -292,8 +292,9 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             y = y_of.get(name)
             if z is None or y is None:
                 continue
-            wide_z, wide_y = ew.widest([z], [y])
-            (x,) = _average_of(wide_y, wide_z, averaging.b1)
+            (wide_z,), (wide_y,) = ew.widest([z], [y])
+            # As `_average_of`, for one tensor: the foreach functions of torch 2.10 do not accept a DTensor.
+            x = torch.lerp(wide_z, wide_y, 1.0 / averaging.b1)
             x_of[name] = x.to(y.dtype)
     treedef = tree.flatten(params)[1]
     return tree.unflatten(treedef, x_of.values())  # in the order of the leaves, as `named_leaves` returns them
