@@ -292,6 +292,10 @@ def mixed_devices(**trees: PyTree) -> str | None:
     return f"{leaves}, expected one device: move one of them with .to(device)"
 
 
+INIT_RUNS_ON_META = "init also runs on meta parameters"
+"""A text in the errors that `kept_at_init` explains."""
+
+
 def kept_at_init(error: Exception, **trees: PyTree) -> str | None:
     """Explain an error of torch by a meta tensor that is no leaf of the trees; return None for any other error.
 
@@ -307,8 +311,8 @@ def kept_at_init(error: Exception, **trees: PyTree) -> str | None:
         if leaf.device.type == "meta":
             return None
     return (
-        "found a tensor on the device meta that is in no argument: init also runs on meta parameters, so a tensor that "
-        "it keeps outside of its result, as in a variable of the constructor, is one: return it in the state"
+        f"found a tensor on the device meta that is in no argument: {INIT_RUNS_ON_META}, so a tensor that it keeps "
+        "outside of its result, as in a variable of the constructor, is one: return it in the state"
     )
 
 

@@ -387,7 +387,7 @@ class Transform(Recorded):
         ``**extras``, as for a chain, these go to each inner transform, so all that one of them accepts are accepted.
         """
         update = self.functions.update
-        if not self.factory.definition.is_ours:  # the tests of this package call its own functions
+        if not self.factory.definition.is_ours:  # the functions of this package are right
             require_arguments(f"{self.factory.__name__}: update", update, ("updates", "state", "params"))
         extras = extras_of(update)
         if not extras.takes_all:  # no ``**extras``

@@ -168,11 +168,16 @@ def with_known_names(pairs: NamedPairs, known: Mapping[Tensor, str]) -> NamedPai
     ``block.named_parameters()`` has the name "weight" for the parameter "blocks.0.weight" of the model, which counts.
 
     >>> param = nn.Parameter()
-    >>> [(name, _)] = with_known_names([("weight", param)], {param: "blocks.0.weight"})
-    >>> name
-    'blocks.0.weight'
+    >>> pairs = with_known_names([("weight", param)], known={param: "blocks.0.weight"})
+    >>> dict(pairs)
+    {'blocks.0.weight': Parameter containing:
+    tensor([], requires_grad=True)}
     """
-    return [(known.get(param, name), param) for name, param in pairs]
+    renamed: NamedPairs = []
+    for given_name, param in pairs:
+        name = known.get(param, given_name)
+        renamed.append((name, param))
+    return renamed
 
 
 def _named_pair(item: object, known: Mapping[Tensor, str] | None) -> tuple[str, Tensor]:

@@ -26,7 +26,10 @@ class Fused:
     """The names of the matrices, separated by commas."""
     _: KW_ONLY
     count: int | None = None
-    """The number of matrices of equal sizes, if it is not the number of names in ``parts``; 1 for no fused layer."""
+    """The number of matrices of equal sizes, if it is not the number of names in ``parts``.
+
+    It is 1 for a layer that is one matrix, although its name is the name of a fused layer elsewhere.
+    """
     sizes: tuple[str, ...] | None = None
     """The number of rows of each matrix, if they differ."""
     pattern: str | None = None

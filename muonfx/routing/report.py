@@ -200,7 +200,10 @@ def _require_describable(what: object) -> None:
             "describe: found a transform, expected a model, labels or an optimizer; print(tx.tree()) shows the "
             "structure of a transform"
         )
-    if isinstance(what, list | tuple) and any(isinstance(item, torch.Tensor) for item in what):
+    if not isinstance(what, list | tuple):
+        return
+    has_tensors = any(isinstance(item, torch.Tensor) for item in what)
+    if has_tensors:
         raise TypeError(
             "describe: found tensors without names, expected named parameters: pass the model or "
             "model.named_parameters(), because the default labels use names"

@@ -360,13 +360,14 @@ def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
 def _is_numbered_dict(module: nn.Module) -> bool:
     """Return True for an ``nn.ModuleDict`` with numbers as keys, which is used as a list of blocks with gaps.
 
-    >>> (
-    ...     _is_numbered_dict(nn.ModuleDict({"3": nn.Linear(8, 8)})),
-    ...     _is_numbered_dict(nn.ModuleDict({"fc": nn.Linear(8, 8)})),
-    ... )
-    (True, False)
+    >>> _is_numbered_dict(nn.ModuleDict({"3": nn.Linear(8, 8)}))
+    True
+    >>> _is_numbered_dict(nn.ModuleDict({"fc": nn.Linear(8, 8)}))
+    False
     """
-    return isinstance(module, nn.ModuleDict) and all(name.isdigit() for name in module)
+    if not isinstance(module, nn.ModuleDict):
+        return False
+    return all(map(str.isdigit, module))
 
 
 def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from muonfx import tree
 from muonfx.core import Transform
+from muonfx.core.checks import INIT_RUNS_ON_META
 from muonfx.core.transform import check_extras
 from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
@@ -136,7 +137,7 @@ def _error_of_a_step(tx: Transform, ranks: tuple[int, int]) -> Exception | None:
 
 def _raised_on_examples(tx: Transform, error: Exception) -> TypeError:
     """Return the error for a transform that raises an error both on leaves of 0 to 4 dims and on matrices."""
-    if "init also runs on meta parameters" in str(error):  # other examples would raise it too
+    if INIT_RUNS_ON_META in str(error):  # other examples would raise it too
         return TypeError(f"{error}. The transform is {tx!r}")
     return TypeError(
         f"{tx.name} raised {type(error).__name__}: {error}\n(on parameters of 2 to 4 dims)\n"
