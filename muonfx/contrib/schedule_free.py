@@ -293,8 +293,8 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             if z is None or y is None:
                 continue
             (wide_z,), (wide_y,) = ew.widest([z], [y])
-            # As `_average_of`, x = z + (y - z) / b1, but for one tensor, from y, and without `lerp`: the foreach functions
-            # of torch 2.10 do not accept a DTensor, and `lerp` under vmap does not accept an fp64 number.
+            # x = z + (y - z) / b1 as in `_average_of`, but computed from y, for one tensor and without `lerp`: the
+            # foreach functions of torch 2.10 do not accept a DTensor, nor `lerp` under vmap an fp64 number.
             x = wide_y + (wide_y - wide_z) * (1.0 / averaging.b1 - 1.0)
             x_of[name] = x.to(y.dtype)
     treedef = tree.flatten(params)[1]
