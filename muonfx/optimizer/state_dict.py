@@ -327,21 +327,21 @@ def read_state_dict(
     problems = _missing_hyperparams(stepping.tx, groups, matched_groups)  # a line for each difference
     # 2. The values to copy into the state, parameter by parameter.
     saved_state_at = _state_by_items(state_dict["state"], saved_groups)
-    loads: list[Load] = []
+    loads_of: dict[str, list[Load]] = {}  # by the name of the parameter
     without_state: list[str] = []
     for tracked, saved in zip(groups, matched_groups, strict=True):
         saved_state_of = _saved_state(saved, saved_state_at)
         for name, param in zip(tracked.names, tracked.group["params"], strict=True):
             has_state = bool(entries.indices[name])  # some transforms have none
             if name in saved_state_of:
-                loads_of_param, problems_of_param = _read_entries(name, saved_state_of[name], entries, stepping)
-                loads += loads_of_param
+                loads_of[name], problems_of_param = _read_entries(name, saved_state_of[name], entries, stepping)
                 problems += problems_of_param
             elif has_state and param.requires_grad:
                 # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
                 without_state.append(name)
+    loads, problems_of_shared = _one_load_per_leaf(loads_of, entries)
     # 3. All differences in one error, before any change; else the warnings.
-    _raise_problems(problems)
+    _raise_problems([*problems, *problems_of_shared])
     loads.sort(key=lambda load: load.leaf_index)  # all ranks load in this order
     warnings = _warnings(groups, saved_groups, without_state)
     other_chain = chain_warning("load_state_dict: the state dict", stepping, groups, matched_groups)
@@ -495,6 +495,35 @@ def _read_entries(
         else:
             loads.append(Load(index, local_value))
     return loads, problems
+
+
+def _one_load_per_leaf(loads_of: Mapping[str, Sequence[Load]], entries: StateEntries) -> tuple[list[Load], list[str]]:
+    """Return one of the loads of each leaf, and a line for each leaf with two values.
+
+    A leaf that all parameters share, such as a step count, was saved for each of them. A zero gives way to another
+    value: it is the count of a parameter that was not saved, to which ``set_optimizer_state_dict`` with strict=False
+    and ``DefaultLoadPlanner(allow_partial_load=True)`` give the state of a new optimizer.
+
+    Args:
+        loads_of: the loads into the state of each parameter, by its name.
+        entries: the state of the optimizer, as ``optimizer.state`` shows it.
+    """
+    load_of: dict[int, Load] = {}  # by the index of the leaf
+    line_of: dict[int, str] = {}
+    for name, loads in loads_of.items():
+        for load in loads:
+            index = load.leaf_index
+            if index not in load_of or not load_of[index].value.any():
+                load_of[index] = load
+                continue
+            value, first_value = load.value, load_of[index].value
+            is_same = value.eq(first_value) | (value.isnan() & first_value.isnan())
+            if value.any() and not is_same.all():
+                line_of[index] = (
+                    f"{name!r}: {entries.slots[index].key!r} is {value.tolist()}, and {first_value.tolist()} for "
+                    "others, but all parameters share it"
+                )
+    return list(load_of.values()), list(line_of.values())
 
 
 def _missing_hyperparams(

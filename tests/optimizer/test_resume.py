@@ -360,6 +360,34 @@ def test_state_that_no_group_lists_is_an_error_and_loads_nothing():
     assert optimizer.transform_state["scale_by_adam"].count.item() == 0
 
 
+def saved_with_counts(first: int, last: int) -> tuple[mfx.TransformOptimizer, dict[str, Any]]:
+    """Return a new optimizer, and a state dict with one count for the first parameter and another for the last."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(0.1))
+    saved = optimizer.state_dict()
+    for key in saved["state"]:
+        count = torch.tensor(last if key == max(saved["state"]) else first)
+        saved["state"][key] = {**saved["state"][key], "scale_by_adam.count": count}
+    return optimizer, saved
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 0), (0, 3)])
+def test_a_count_of_zero_gives_way_to_that_of_other_parameters(first: int, last: int):
+    # as `dcp.load` with allow_partial_load=True leaves the count of a parameter that was not in the file
+    optimizer, saved = saved_with_counts(first, last)
+    optimizer.load_state_dict(saved)
+    (param, *_) = optimizer.param_groups[0]["params"]
+    assert optimizer.state[param]["scale_by_adam.count"] == 3
+
+
+def test_two_values_of_a_count_are_an_error_and_load_nothing():
+    optimizer, saved = saved_with_counts(3, 2)
+    with pytest.raises(ValueError, match=r"'scale_by_adam.count' is 2, and 3 for others, but all parameters share it"):
+        optimizer.load_state_dict(saved)
+    (param, *_) = optimizer.param_groups[0]["params"]
+    assert optimizer.state[param]["scale_by_adam.count"] == 0
+
+
 def test_a_resumed_run_takes_rates_that_are_multiplied_in_the_groups_and_the_scheduler():
     """The pages on Lightning and accelerate advise it."""
 
