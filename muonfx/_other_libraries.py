@@ -1,4 +1,4 @@
-"""Names in Optax, ``torch.optim`` and the first Muon implementation, and the muonfx code for the same."""
+"""Names in Optax, ``torch.optim``, Dion and other implementations of Muon, and the muonfx code for the same."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ NAMES_HERE = {
         "clip_by_value": "clip clip_grad_value_",
         "clip_by_global_norm": "clip_grad_norm_",
         "ema_params": "incremental_update AveragedModel",
+        "normuon": "NorMuon",
+        "contrib.scale_by_dion": "Dion",
+        "contrib.scale_by_dion2": "Dion2",
         "contrib.scale_by_factored_rms": "adafactor Adafactor",
         "contrib.scale_by_prodigy": "prodigy Prodigy",
         "contrib.scale_by_shampoo": "shampoo Shampoo",
@@ -49,7 +52,7 @@ NAMES_HERE = {
     }.items()
     for name in names.split()
 }
-"""A dict from names in Optax, ``torch.optim`` and the first Muon implementation to the muonfx code for the same."""
+"""A dict from names in Optax, ``torch.optim``, Dion and other Muon implementations to the muonfx code for the same."""
 
 ADVICE_ON_NAMES = {
     "centralize": 'write it with transform, as `centralize` in "Everything else" of docs/concepts/transforms.md',
@@ -72,7 +75,15 @@ ARGUMENTS_HERE = {
     "ns_steps": ("steps",),
     "ns_coefficients": ("coefficients",),
     "ns_coeffs": ("coefficients",),
+    "num_ns_steps": ("steps",),
+    "coefficient_type": ("coefficients",),
     "adjust_lr_fn": ("lr_scaling",),
+    "adjust_lr": ("lr_scaling",),
+    "scale_mode": ("lr_scaling",),
+    "mu": ("momentum", "decay"),
+    "muon_beta2": ("neuron_decay",),
+    "use_nesterov": ("nesterov",),
+    "epsilon": ("eps",),
     "adam_b1": ("b1", "betas"),
     "adam_b2": ("b2", "betas"),
     "adam_learning_rate": ("adamw_learning_rate", "adamw_lr"),
@@ -83,11 +94,23 @@ ARGUMENTS_HERE = {
     "transition_steps": ("steps",),
     "decay_steps": ("total_steps", "steps"),
 }
-"""A dict from arguments in Optax or ``torch.optim`` to their names in muonfx."""
+"""A dict from arguments in other libraries to their names in muonfx."""
 
 _DTYPE_OF_STATE = (
     "the dtype of a state is an option of its transform, as in muonfx.chain(muonfx.momentum(dtype=...), ...) or "
     "muonfx.scale_by_adam(mu_dtype=..., nu_dtype=...)"
+)
+
+_LOOKS_AHEAD = "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not"
+
+_VIEW = (
+    "orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView(...)) divides a parameter into matrices; "
+    "muonfx.default_labels does so for known layers"
+)
+
+_EPS = (
+    "Muon's normalization takes none; AdamW's is an option of muonfx.scale_by_adam, as in "
+    "muonfx.muon_with_adamw(adam=muonfx.scale_by_adam(eps=1e-8))"
 )
 
 _CLIPPING = (
@@ -96,18 +119,22 @@ _CLIPPING = (
 )
 
 ADVICE_ON_ARGUMENTS = {
-    "nesterov": "Muon's momentum always looks ahead; muonfx.muon(nesterov=False) does not",
+    **dict.fromkeys(("nesterov", "use_nesterov"), _LOOKS_AHEAD),
+    "distributed_mesh": "leave it out under FSDP2 and tensor parallelism, whose parameters have their mesh; under DDP, "
+    "layout=muonfx.sharding.replicated",
+    **dict.fromkeys(("flatten", "num_heads", "split_sizes", "split_qkv", "qkv_split_shapes"), _VIEW),
+    "use_polar_express": 'it is the default; False is orthogonalize=muonfx.orthogonalize(coefficients="quintic")',
+    "cautious_wd": "muonfx.add_decayed_weights(..., cautious=True) in a chain",
     "maximize": "minimize -loss, or put muonfx.scale(-1.0) first in a chain",
     "foreach": "leave it out, tensors are always updated together",
     "fused": "leave it out, tensors are always updated together",
     "capturable": "leave it out, counts are always tensors on the device",
     **dict.fromkeys(("max_grad_norm", "max_norm", "clip_norm", "grad_clip", "gradient_clip_val"), _CLIPPING),
-    "eps": "Muon's normalization takes none; AdamW's is an option of muonfx.scale_by_adam, as in "
-    "muonfx.muon_with_adamw(adam=muonfx.scale_by_adam(eps=1e-8))",
+    **dict.fromkeys(("eps", "epsilon"), _EPS),
     "rules": "labels=lambda model: muonfx.default_labels(model, rules)",
     **dict.fromkeys(("state_dtype", "momentum_dtype", "mu_dtype", "nu_dtype"), _DTYPE_OF_STATE),
 }
-"""A dict from arguments in Optax or ``torch.optim`` that have no equivalent in muonfx to what to do instead."""
+"""A dict from arguments in other libraries that have no equivalent in muonfx to what to do instead."""
 
 ARGUMENTS_OF_PARTS = (
     ("orthogonalize", ("coefficients", "steps", "method", "products", "view"), "muonfx.orthogonalize({}=...)"),

@@ -45,6 +45,7 @@ _SYNONYMS = {
     "b1": "betas",
     "b2": "betas",
     "epsilon": "eps",
+    "mu": "momentum",
 }
 """The names of torch's keys in other libraries."""
 
@@ -71,7 +72,12 @@ def intended_hyperparam(key: str, hyperparams: Iterable[str]) -> str | None:
     return full_name_of[close_names[0]] if close_names else None
 
 
-_KEYS_OF_OTHERS = frozenset({"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"})
+_KEYS_OF_OTHERS = frozenset(
+    # of Keller Jordan's Muon and torch.optim
+    {"use_muon", "ns_steps", "nesterov", "maximize", "amsgrad", "dampening", "adjust_lr_fn"}
+    # of Dion
+    | {"algorithm", "adjust_lr", "flatten", "num_heads", "split_sizes", "cautious_wd", "rank_fraction"}
+)
 """Keys with which other optimizers change their updates. They have no effect here."""
 
 _ARGUMENTS_OF_MUON = {"adamw_lr": "lr", "adamw_weight_decay": "weight_decay"}
