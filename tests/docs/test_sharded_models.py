@@ -131,10 +131,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def blocks_of_pipeline() -> list[str]:
-    """Return the blocks of code in the section on pipelines: the file of all stages, and the norm of all stages."""
+    """Return the blocks of code in the section on pipelines: the file, the keys of a tied embedding, and the norm."""
     section = PAGE.read_text(encoding="utf-8").split("\n## Pipeline\n")[1].split("\n## ")[0]
-    file, norm = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    return [file, norm]
+    file, tied, norm = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    return [file, tied, norm]
 
 
 def stage_of(stages: int, index: int, seed: int) -> nn.Module:
@@ -221,7 +221,7 @@ def load_stages(here: Here | None, path: Path, stages: int) -> tuple[Tensors, Te
 
 def parts_of_file_block() -> tuple[str, str, str]:
     """Return the code of the page that builds the optimizer and its state dict, that saves, and that loads."""
-    file, _ = blocks_of_pipeline()
+    file, _, _ = blocks_of_pipeline()
     building, saving, loading = re.split(r"(^dcp\.save.*\n)", file, flags=re.MULTILINE)
     return building, saving, loading
 
@@ -250,6 +250,33 @@ def test_a_pipeline_is_saved_to_one_file_and_loads_into_other_stages(world: Worl
         torch.testing.assert_close(loaded[1], continued, rtol=1e-5, atol=1e-6)
 
 
+def load_tied_stages(here: Here, path: Path) -> tuple[Tensors, Tensors]:
+    stage, mesh = sharded_stage(2, seed=1)
+    building, _, loading = parts_of_file_block()
+    if mesh["pp"].get_local_rank() == 1:
+        _, tied, _ = blocks_of_pipeline()
+        tied = tied.replace(".output.weight", ".head.weight").replace(".tok_embeddings.weight", ".embedding.weight")
+        loading = re.sub(r"^dcp\.load.*\n", lambda _: tied, loading, flags=re.MULTILINE)
+    names = run_of_page(stage, building + loading, path=path)
+    return saved_and_continued(stage, names["optimizer"])
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*assuming the intent")
+def test_a_tied_embedding_in_a_file_of_one_process_loads_into_two_stages(world: World, tmp_path: Path) -> None:
+    whole = stage_of(1, 0, seed=0)
+    whole.head.weight = whole.embedding.weight  # type: ignore[union-attr]
+    building, saving, _ = parts_of_file_block()
+    building, state = building.rsplit("\n\n", 1)
+    optimizer = run_of_page(whole, building)["optimizer"]
+    take_steps(whole, optimizer, range(2))
+    run_of_page(whole, state + saving, optimizer=optimizer, path=tmp_path)
+    saved = whole_values(whole, optimizer)
+    loaded, _ = merged(world.check(4, load_tied_stages, path=tmp_path))
+    for name, value in loaded.items():
+        assert torch.equal(value, saved[name.replace("head.weight", "embedding.weight")]), name
+
+
 @on_ranks(4)
 def test_one_norm_of_all_stages_clips_and_skips(here: Here) -> None:
     stage, mesh = sharded_stage(2, seed=0)
@@ -258,7 +285,7 @@ def test_one_norm_of_all_stages_clips_and_skips(here: Here) -> None:
     whole = stage_of(1, 0, seed=0)
     set_gradients(whole, 0)
     set_gradients(stage, 0)
-    _, code = blocks_of_pipeline()
+    _, _, code = blocks_of_pipeline()
 
     norm = run_of_page(stage, code, mesh=mesh, optimizer=optimizer)["norm"]
     torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([param.grad for param in whole.parameters()]))
