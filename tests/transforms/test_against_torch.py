@@ -105,6 +105,32 @@ def test_debiased_momentum_follows_optax_definition(nesterov):
     follows(mfx.momentum(beta, nesterov=nesterov, debias=True, dtype=None), step, rtol=1e-12)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_adam_follows_its_definition(nesterov):
+    b1, b2, eps, eps_root = 0.8, 0.95, 0.1, 0.01
+
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        m = average(memory, "m", g, b1) / (1 - b1**t)
+        if nesterov:
+            m = b1 * memory["m"] / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
+        v = average(memory, "v", g.square(), b2) / (1 - b2**t)
+        return x + m / ((v + eps_root).sqrt() + eps)
+
+    follows(mfx.scale_by_adam(b1, b2, eps, eps_root=eps_root, nesterov=nesterov), step, rtol=1e-12)
+
+
+@pytest.mark.parametrize("eps_in_sqrt", [True, False])
+@pytest.mark.parametrize("debias", [True, False])
+def test_rms_follows_its_definition(eps_in_sqrt, debias):
+    def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
+        v = average(memory, "v", g.square(), 0.8)
+        if debias:
+            v = v / (1 - 0.8**t)
+        return x + (g / (v + 0.1).sqrt() if eps_in_sqrt else g / (v.sqrt() + 0.1))
+
+    follows(mfx.scale_by_rms(0.8, 0.1, eps_in_sqrt=eps_in_sqrt, debias=debias), step, rtol=1e-12)
+
+
 def test_lion_follows_its_definition():
     def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
         ahead = 0.9 * memory.get("m", 0.0) + 0.1 * g
