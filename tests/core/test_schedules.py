@@ -37,6 +37,19 @@ def test_an_exponential_is_a_power_of_its_rate(steps: int):
         assert mfx.exponential_decay(2.0, steps, RATE)(count) == pytest.approx(2.0 * RATE ** (count / steps))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "start"),
+    [
+        (mfx.cosine_decay_schedule(1.0, 8), 1.0),
+        (mfx.warmup_cosine_decay_schedule(1.0, 2, 8), 0.0),
+        (mfx.warmup_stable_decay_schedule(1.0, 2, 4, 8), 0.0),
+    ],
+)
+def test_a_decay_ends_at_zero_where_a_warmup_begins(schedule: mfx.Schedule, start: float):
+    assert schedule(0) == start
+    assert schedule(8) == schedule(100) == 0.0
+
+
 RISING = mfx.linear_schedule(0.5, 0.9, 4)
 PARAMS, GRADS = kit.Example.of({"w": (3, 2), "b": (3,)}, steps=6)
 
