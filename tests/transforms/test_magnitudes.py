@@ -57,6 +57,14 @@ def test_clipping_by_the_rms_of_a_leaf_holds_at_every_size(size: float):
     torch.testing.assert_close(updates["w"], torch.full((3, 4), min(size, 0.5)))
 
 
+@pytest.mark.parametrize("size", [1e-300, 1.0, 1e150, 1e160, 1e300])
+def test_clipping_by_the_norm_of_all_leaves_holds_at_every_size(size: float):
+    grads = {"w": torch.full((3, 4), size, dtype=torch.float64)}
+    updates, _ = mfx.clip_by_global_norm(0.5).update(grads, mfx.core.EmptyState())
+    expected = torch.full_like(grads["w"], min(size, 0.5 / 12**0.5))
+    torch.testing.assert_close(updates["w"], expected, rtol=1e-12, atol=0.0)
+
+
 @pytest.mark.parametrize("factors", ["shampoo", "kl"])
 @pytest.mark.parametrize("size", [1e19, 1e30])
 def test_a_huge_gradient_leaves_no_nan_in_soap(factors: Literal["shampoo", "kl"], size: float):
