@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
 from email import message_from_string
 from email.message import Message
@@ -12,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 import muonfx
 from tests.processes import ROOT, run_python
+from tests.public import NAMES
 
 REPOSITORY = "https://github.com/muonfx/muonfx"
 BLOB, RAW = f"{REPOSITORY}/blob/main/", "https://raw.githubusercontent.com/muonfx/muonfx/main/"
@@ -147,6 +149,76 @@ def test_lazy_modules_come_when_they_are_used_and_other_names_do_not():
     assert muonfx.testing is importlib.import_module("muonfx.testing")
     with pytest.raises(AttributeError, match="module 'muonfx' has no attribute 'plots'"):
         _ = muonfx.plots  # pyright: ignore[reportAttributeAccessIssue]
+
+
+RECORDED = (int, float, str, tuple, muonfx.Transform)
+"""The types of the defaults in the table, which leaves out "auto"."""
+DEFAULTS = """
+Muon(lr=0.002, weight_decay=0.1, momentum=0.95, orthogonalize=orthogonalize(), lr_scaling='match_rms_adamw',
+    betas=(0.9, 0.95), donate_grads=False)
+accumulate(mean=True)
+adamw(learning_rate=0.001, b1=0.9, b2=0.999, eps=1e-08, nesterov=False, weight_decay=0.01)
+add_decayed_weights(weight_decay=0.0, cautious=False)
+apply_updates(donate=False)
+cautious(min_share=0.001)
+cosine_decay_schedule(end=0.0)
+default_labels(rules=(), muon='muon', other='adamw', roles=False)
+ema_nesterov(decay=0.99, lookahead=0.5)
+ema_params(decay=0.999)
+floor_by_weight_norms(floor=0.35)
+fp8(block=2048, format='e4m3', min_size=4096, stochastic=False, seed=0)
+int8(block=2048, code='linear', min_size=4096, stochastic=False, seed=0)
+leafwise(locality=<Locality.ELEMENT: 0>, reads_params=False)
+lion(learning_rate=0.0001, b1=0.9, b2=0.99, weight_decay=0.0)
+matrixwise(reads_params=False)
+momentum(decay=0.95, nesterov=True, debias=False, heavy_ball=False)
+monitor(name='updates', metrics=('norm', 'rms'), by_leaf=False)
+muon(learning_rate=0.002, decay=0.95, nesterov=True, orthogonalize=orthogonalize(), lr_scaling='match_rms_adamw',
+    weight_decay=0.0)
+muon_with_adamw(learning_rate=0.002, decay=0.95, orthogonalize=orthogonalize(), lr_scaling='match_rms_adamw',
+    weight_decay=0.1, adam=scale_by_adam(b2=0.95), adamw_weight_decay=0.1)
+muonclip(learning_rate=0.002, tau=100.0, alpha=0.5)
+normalize_neurons(decay=0.95, eps=1e-08, axis='rows')
+normuon(learning_rate=0.002, decay=0.95, neuron_decay=0.95, orthogonalize=orthogonalize(), weight_decay=0.0)
+orthogonalize(coefficients='polar_express_5')
+qk_clip(tau=100.0, alpha=0.5)
+radial_brake(outward=0.5, inward=1.0)
+reduce_on_plateau(factor=0.1, patience=10, rtol=0.0001, atol=0.0, cooldown=0, min_scale=0.0)
+sam(rho=0.05, adaptive=False)
+sam_gradient(has_aux=False)
+scale_by_adam(b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, nesterov=False)
+scale_by_dion(rank=768, decay=0.95)
+scale_by_dion2(shrink=4, decay=0.95, coefficients='polar_express_5')
+scale_by_factored_rms(decay_rate=0.8, min_dim_size_to_factor=128, eps=1e-30)
+scale_by_lion(b1=0.9, b2=0.99)
+scale_by_namo(b1=0.95, b2=0.99, eps=1e-08)
+scale_by_prodigy(learning_rate=1.0, b1=0.9, b2=0.999, eps=1e-08, estim_lr0=1e-06, estim_lr_coef=1.0, weight_decay=0.0,
+    safeguard_warmup=False)
+scale_by_rms(decay=0.9, eps=1e-08, eps_in_sqrt=True, debias=False)
+scale_by_shampoo(b2=0.95, damping=0.0001, refresh=1)
+scale_by_shape(lr_scaling='match_rms_adamw')
+scale_by_soap(b1=0.95, b2=0.95, eps=1e-08, factors='shampoo', refresh=1, max_precondition_size=10000)
+schedule_free(b1=0.9, weight_lr_power=2.0)
+scion(learning_rate=0.000244140625, decay=0.9, constrained=True, orthogonalize=orthogonalize())
+stateless(locality=<Locality.TREE: 3>)
+study(vmap=True, progress=True)
+subtract_decayed_weights(weight_decay=0.0, cautious=False)
+warmup_cosine_decay_schedule(start=0.0, end=0.0)
+warmup_stable_decay_schedule(start=0.0, end=0.0)
+"""
+
+
+def test_a_default_changes_only_with_this_table_and_the_changelog():
+    found: list[str] = []
+    for name, function in sorted(NAMES.items()):
+        if not inspect.isfunction(function) and function is not muonfx.Muon:
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        defaults = [f"{p.name}={p.default!r}" for p in parameters if isinstance(p.default, RECORDED)]
+        defaults = [default for default in defaults if not default.endswith("='auto'")]
+        if defaults:
+            found.append(f"{name}({', '.join(defaults)})")
+    assert " ".join(found).split() == DEFAULTS.split()
 
 
 # Collects as if the packages in sys.argv were not installed.
