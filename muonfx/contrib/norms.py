@@ -159,7 +159,8 @@ def match_weight_norms(*, view: MatrixView = MatrixView()):
     Example:
         >>> import muonfx as mfx
         >>> params = {"w": torch.full((2, 2), 3.0)}
-        >>> mfx.contrib.match_weight_norms().update({"w": torch.eye(2)}, mfx.core.EmptyState(), params)[0]["w"].norm()
+        >>> tx = mfx.contrib.match_weight_norms()
+        >>> tx.update({"w": torch.ones(2, 2)}, tx.init(params), params)[0]["w"].norm()
         tensor(6.)
     """
 
