@@ -300,8 +300,16 @@ def test_noise_differs_by_name_by_role_and_by_step_and_not_by_company():
 
 
 @pytest.mark.parametrize("dtype", [mfx.int8(min_size=0), mfx.int8(min_size=0, code="dynamic"), mfx.fp8(min_size=0)])
-def test_no_second_moment_becomes_zero_and_no_update_explodes(dtype: mfx.QuantizedDtype):
-    tx = mfx.scale_by_adam(0.9, 0.999, mu_dtype=dtype, nu_dtype=dtype)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda dtype: mfx.scale_by_adam(0.9, 0.999, mu_dtype=dtype, nu_dtype=dtype),
+        lambda dtype: mfx.scale_by_rms(0.999, eps_in_sqrt=False, debias=True, nu_dtype=dtype),
+    ],
+    ids=["adam", "rms"],
+)
+def test_no_second_moment_becomes_zero_and_no_update_explodes(make: Any, dtype: mfx.QuantizedDtype):
+    tx = make(dtype)
     grads = {"w": torch.logspace(0, -15, 2048)}
     state = tx.init(grads)
     for _ in range(20):
