@@ -58,6 +58,25 @@ def test_groups_have_torchs_keys_once_each():
 
 
 @pytest.mark.parametrize(
+    ("tx", "entries"),
+    [
+        (mfx.scale_by_rms(), {"alpha": 0.9, "eps": 1e-8}),
+        (mfx.scale_by_lion(), {"betas": (0.9, 0.99), "momentum": 0.9}),
+        (mfx.contrib.scale_by_dion(2), {"momentum": 0.95}),
+        (mfx.contrib.scale_by_dion2(2), {"momentum": 0.95}),
+        (mfx.contrib.scale_by_namo(mfx.identity()), {"betas": (0.95, 0.99), "momentum": 0.95, "eps": 1e-8}),
+        (mfx.contrib.scale_by_prodigy(), {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8}),
+        (mfx.contrib.scale_by_shampoo(), {"eps": 1e-4}),
+        (mfx.contrib.scale_by_soap(), {"betas": (0.95, 0.95), "momentum": 0.95, "eps": 1e-8}),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_numbers_of_other_transforms_have_torchs_keys_too(tx: mfx.Transform, entries: dict[str, Any]):
+    (group,) = mfx.TransformOptimizer(nn.Linear(4, 4, bias=False), mfx.chain(tx, mfx.scale(-1.0))).param_groups
+    assert {key: group.get(key) for key in entries} == entries
+
+
+@pytest.mark.parametrize(
     ("entries", "rates"),
     [
         ({"lr": 0.5}, [0.5, 0.5]),
