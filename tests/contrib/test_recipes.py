@@ -179,6 +179,20 @@ def test_weights_at_zero_are_on_no_sphere():
     assert 0.08 < torch.linalg.matrix_norm(updates["w"], 2) < 0.12
 
 
+@pytest.mark.parametrize("name", ["keep_weight_norms", "match_weight_norms", "radial_brake"])
+def test_the_update_of_weights_at_zero_does_not_change(name: str):
+    tx = getattr(mfx.contrib, name)()
+    params, grads = {"w": torch.zeros(3, 4)}, {"w": torch.eye(3, 4)}
+    assert torch.equal(tx.update(grads, tx.init(params), params)[0]["w"], grads["w"])
+
+
+@pytest.mark.parametrize("name", ["keep_weight_norms", "radial_brake"])
+def test_weights_may_become_zero(name: str):
+    tx = getattr(mfx.contrib, name)()
+    params, grads = {"w": torch.ones(3, 4)}, {"w": -torch.ones(3, 4)}
+    assert torch.equal(tx.update(grads, tx.init(params), params)[0]["w"], grads["w"])
+
+
 @pytest.mark.parametrize("rank", [1, 2, 100])
 def test_dion(rank: int):
     def step(t: int, x: Tensor, g: Tensor, memory: dict[str, Any]) -> Tensor:
