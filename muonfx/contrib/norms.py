@@ -88,10 +88,10 @@ def normalize_matrices(*, view: MatrixView = MatrixView()):
 
     Example:
         >>> import muonfx as mfx
-        >>> grads = {"w": torch.tensor([[2.0, -2.0], [2.0, 2.0]])}
+        >>> grads = {"w": torch.tensor([[1.0, 5.0], [5.0, -7.0]])}
         >>> mfx.contrib.normalize_matrices().update(grads, mfx.core.EmptyState())[0]["w"]
-        tensor([[ 1., -1.],
-                [ 1.,  1.]])
+        tensor([[ 0.2000,  1.0000],
+                [ 1.0000, -1.4000]])
     """
     return _to_unit_rms_over(-2, -1)
 
