@@ -238,7 +238,7 @@ def floor_by_weight_norms(floor: ScalarOrSchedule = 0.35, *, view: MatrixView = 
         >>> import muonfx as mfx
         >>> params = {"w": torch.tensor([[6.0, 8.0]])}
         >>> tx = mfx.contrib.floor_by_weight_norms(0.5)
-        >>> tx.update({"w": torch.tensor([[0.0, 2.0]])}, tx.init(params), params)[0]["w"]
+        >>> tx.update({"w": torch.tensor([[0.0, 0.5]])}, tx.init(params), params)[0]["w"]
         tensor([[0., 5.]])
     """
     floor = checks.at_least("floor", floor, 0.0)
