@@ -309,7 +309,7 @@ def _old_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> dict[str, s
     return old_key_of
 
 
-_KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "schedules", "schedules_in_code"])
+_KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "numbers_in_code", "schedules", "schedules_in_code"])
 """Keys of a group that are no hyperparameters."""
 
 

@@ -99,6 +99,8 @@ class GroupNumbers:
         """The numbers that the last `read` returned, by dotted name: ``{"scale_by_adam.b1": 0.9, ...}``."""
         self._last_entries: Group = {}
         """The group's hyperparameters after the last `read`, by key: ``{"lr": 0.1, "betas": (0.9, 0.95)}``."""
+        self.requested_entries: Group = {}
+        """Copies of the group's hyperparameters at the first `read`, at which they are those of the user's code."""
 
     @property
     def names(self) -> list[str]:
@@ -201,6 +203,8 @@ class GroupNumbers:
         self._require_complete(group, numbers)
         if self._has_common_numbers:  # such as of "betas" and "momentum"; after the check, because it changes the group
             self._write_into_all_keys(group, numbers)
+        if not self._last_entries:  # the first read
+            self.requested_entries = {key: own_copies(group[key]) for key in self.keys}
         self._last_entries = {key: group[key] for key in self.keys}
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
         if changed:  # not by ``group["lr"] = float("0.1")`` if it was 0.1: another object, but an equal number
@@ -277,6 +281,13 @@ def read_numbers(groups: Iterable[TrackedGroup]) -> list[dict[str, Number]]:
 def own_copy(value: Any) -> Any:
     """Return a copy of a tensor, so that a scheduler that writes into it changes one group; return others unchanged."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def own_copies(value: Any) -> Any:
+    """Return a hyperparameter, such as ``(0.9, 0.95)``, with a copy of each tensor."""
+    if isinstance(value, tuple | list):
+        return tuple([own_copy(number) for number in value])
+    return own_copy(value)
 
 
 def separate_tensors(

@@ -18,7 +18,7 @@ from muonfx.core.chain_differences import CHAINS
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
 from muonfx.core.value import walk
-from muonfx.optimizer.group_numbers import Group, TrackedGroup, fitted
+from muonfx.optimizer.group_numbers import Group, TrackedGroup, fitted, own_copies, with_python_numbers
 
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to its code with the group's numbers."""
@@ -29,7 +29,13 @@ SCHEDULES_IN_CODE = "schedules_in_code"
 Its numbers differ from the group's numbers if the user wrote others into ``param_groups``.
 """
 
-_NOT_TAKEN = ("params", "param_names", SCHEDULES, SCHEDULES_IN_CODE, CHAINS)
+NUMBERS_IN_CODE = "numbers_in_code"
+"""The key in a saved group with the hyperparameters with which the code created the group: ``{"lr": 0.1, ...}``.
+
+The group has others if a scheduler or the user has changed them since.
+"""
+
+_NOT_TAKEN = ("params", "param_names", NUMBERS_IN_CODE, SCHEDULES, SCHEDULES_IN_CODE, CHAINS)
 """The keys of a saved group that are not copied into the optimizer's group."""
 
 
@@ -46,12 +52,21 @@ def schedules_in(tx: Transform) -> dict[str, Schedule]:
     return schedules
 
 
-def schedule_entries(tx: Transform, tracked: TrackedGroup) -> Group:
-    """Return the entries of a saved group that describe its schedules, or no entries if it has no schedule."""
+def entries_of_code(tx: Transform, tracked: TrackedGroup) -> Group:
+    """Return the entries of a saved group from which a load sees whether the code has changed since.
+
+    They are the numbers and the schedules with which the code created the group, and the schedules as they are now.
+    """
+    numbers_in_code: Group = {}
+    for key, value in tracked.numbers.requested_entries.items():
+        # Copies, because torch.distributed.checkpoint loads into the tensors of a state dict.
+        numbers_in_code[key] = with_python_numbers(own_copies(value))
+    entries: Group = {NUMBERS_IN_CODE: numbers_in_code}
     texts = _schedule_texts(tx, tracked)
-    if not texts:
-        return {}
-    return {SCHEDULES: texts, SCHEDULES_IN_CODE: _texts_in_code(tx, texts)}
+    if texts:
+        entries[SCHEDULES] = texts
+        entries[SCHEDULES_IN_CODE] = _texts_in_code(tx, texts)
+    return entries
 
 
 def _texts_in_code(tx: Transform, names: Iterable[str]) -> dict[str, str]:
@@ -135,37 +150,45 @@ def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]
     """Return a line for each number of a group that differs between the state dict and the code.
 
     ``saved`` is the saved group. A line is such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is
-    used". A schedule is compared as a whole, by its code. Its numbers are compared one by one only if the state dict
-    has no code of schedules.
+    used". There is no line if the code has not changed: then the saved run has changed the number, as ReduceLROnPlateau
+    lowers "lr". A schedule is compared as a whole, by its code. Its numbers are compared one by one only if the state
+    dict has no code of schedules.
     """
     return [*_differences_of_schedules(tx, tracked, saved), *_differences_of_numbers(tx, tracked, saved)]
 
 
 def _differences_of_schedules(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
-    """Return a line for each schedule whose code, such as "cosine(peak=0.1, steps=100)", differs from the saved one."""
+    """Return a line for each schedule that has changed in the code, such as "cosine(peak=0.1, steps=100)".
+
+    A number that the saved run has written into the group, such as another peak, is no change of the code.
+    """
     label = tracked.group.get("label")
     saved_texts: Mapping[str, str] = saved.get(SCHEDULES, {})
-    changed = _changed_schedules(tx, tracked, saved)
+    texts = _schedule_texts(tx, tracked)
     lines: list[str] = []
-    for name, text in _schedule_texts(tx, tracked).items():
-        if name in saved_texts and saved_texts[name] != text:
-            source = "code" if name in changed else "file"
-            lines.append(_difference(f"group {label!r}, {name}", saved_texts[name], text, source))
+    for name in _changed_schedules(tx, tracked, saved):
+        if name in saved_texts and saved_texts[name] != texts[name]:
+            lines.append(_difference(f"group {label!r}, {name}", saved_texts[name], texts[name], "code"))
     return lines
 
 
 def _differences_of_numbers(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
-    """Return a line for each number of a group that differs, without numbers of schedules whose code was saved."""
+    """Return a line for each number that has changed in the code, without those of schedules whose code was saved.
+
+    Groups of earlier versions were saved without the numbers of the code: there, all numbers that differ are reported.
+    """
     label = tracked.group.get("label")
     compared_as_a_whole = key_prefixes(tracked, saved.get(SCHEDULES, {}))
     from_code = key_prefixes(tracked, _changed_schedules(tx, tracked, saved))
+    saved_numbers_in_code: Mapping[str, object] = saved.get(NUMBERS_IN_CODE, {})
     lines: list[str] = []
     for key in _comparable_keys(tracked, saved):
         if key.startswith(compared_as_a_whole):
             continue
         file_value = _before_schedulers(key, saved)  # such as "initial_lr" for "lr"
         code_value = _before_schedulers(key, tracked.group)
-        if not _are_close(file_value, code_value):
+        code_is_unchanged = key in saved_numbers_in_code and _are_close(saved_numbers_in_code[key], code_value)
+        if not code_is_unchanged and not _are_close(file_value, code_value):
             source = "code" if key.startswith(from_code) else "file"
             lines.append(_difference(f"group {label!r}, {key}", repr(file_value), repr(code_value), source))
     return lines

@@ -56,7 +56,7 @@ from muonfx.optimizer.param_groups import (
     new_groups,
     own_groups,
 )
-from muonfx.optimizer.resuming import differences, entries_to_load, numbers_warning, schedule_entries
+from muonfx.optimizer.resuming import differences, entries_of_code, entries_to_load, numbers_warning
 from muonfx.optimizer.saved_chains import chain_warning, record_of_group
 from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
@@ -1003,10 +1003,10 @@ class TransformOptimizer(Optimizer):
         return saved_groups
 
     def _saved_group(self, tracked: TrackedGroup) -> Group:
-        """Return the entries of a group to save: all but its parameters, and the code of its schedules, if any."""
+        """Return the entries of a group to save: all but its parameters, and what the code has requested for it."""
         entries = {key: value for key, value in tracked.group.items() if key != "params"}
         saved_group = {key: with_python_numbers(value) for key, value in entries.items()}
-        return saved_group | schedule_entries(self.tx, tracked)
+        return saved_group | entries_of_code(self.tx, tracked)
 
     def _add_exported(self, saved_state: dict[int, Group]) -> None:
         """Add tensors to a saved state that only one of several ranks has in its ``optimizer.state``.
@@ -1050,8 +1050,8 @@ class TransformOptimizer(Optimizer):
 
         Warns:
             UserWarning: state was saved for parameters that are not trained now, and is not loaded; or parameters have
-                no saved state, because they were frozen; or numbers of groups differ: the state dict's are used, except
-                for schedules that have changed; or another chain has saved it.
+                no saved state, because they were frozen; or numbers of groups have changed in the code: the state
+                dict's are used, except for schedules that have changed; or another chain has saved it.
         """
         self._use_replacements()
         check_real(self._named_params())
@@ -1089,7 +1089,7 @@ class TransformOptimizer(Optimizer):
         return state_dict
 
     def saved_groups(self) -> list[Group]:
-        """Return the entries of each group, with the names of its parameters and the code of its schedules.
+        """Return the entries of each group, with the names of its parameters and what the code has requested for it.
 
         `muonfx.checkpoint.save` stores them, and `load_transform_state` reads them.
 

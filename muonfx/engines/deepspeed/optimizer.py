@@ -42,7 +42,7 @@ from muonfx.engines.deepspeed.parallel import (
 from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup
 from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
-from muonfx.optimizer.resuming import differences, entries_to_load, numbers_warning, schedule_entries
+from muonfx.optimizer.resuming import differences, entries_of_code, entries_to_load, numbers_warning
 from muonfx.optimizer.saved_chains import VisitedTransform, chain_warning, record_of_group
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
 from muonfx.sharding.communication.differences import Facts
@@ -401,7 +401,7 @@ class ZeroOptimizer(Optimizer):
         return {name: self._params[name] for name in group["param_names"]}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict. Each group also has what a load compares: its schedules, chains and first rate.
+        """Return torch's state dict. Each group also has what a load compares: numbers of the code, schedules, chains.
 
         DeepSpeed saves it for each rank.
         """
@@ -409,7 +409,7 @@ class ZeroOptimizer(Optimizer):
         visited = self._visited()
         for tracked, saved_group in zip(self._tracked_groups(), state_dict["param_groups"], strict=True):
             names = tracked.names
-            saved_group.update(schedule_entries(self.tx, tracked))
+            saved_group.update(entries_of_code(self.tx, tracked))
             saved_group[CHAINS] = record_of_group(visited, names, {name: name for name in names})
             saved_group[_REQUESTED_RATE] = self._record_of(tracked.group).requested_rate
         return state_dict
@@ -427,8 +427,8 @@ class ZeroOptimizer(Optimizer):
                 state belongs to another transform, the next step raises an error.
 
         Warns:
-            UserWarning: numbers of the groups or schedules differ: the changed schedules of this optimizer and the
-                other numbers of the state dict are used; or another chain has saved it.
+            UserWarning: numbers of the groups or schedules have changed in the code: the changed schedules of this
+                optimizer and the other numbers of the state dict are used; or another chain has saved it.
         """
         saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
         self._require_same_groups(saved_groups)
