@@ -32,7 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"save_distributed_checkpoint": False},
         "next": "ddp",
     },
+    "ddp to one rank": {"saved": "ddp"},
+    "fsdp2 to one rank": {"strategy": ModelParallelStrategy, "saved": "fsdp2"},
+    "fsdp2, one file, to one rank": {"saved": "fsdp2, one file"},
 }
+RANKS_2 = "lightning_2"
+"""The folder of the run on two ranks, beside that of one rank, which resumes its cases named in "saved"."""
 
 
 def halving(step: int) -> float:
@@ -133,8 +138,16 @@ def write_with_names(path: Path, named_path: Path) -> None:
     torch.save(checkpoint, named_path)
 
 
+def folder_of(name: str) -> str:
+    return name.replace(" ", "_").replace(",", "")
+
+
 def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
-    folder = here.folder / name.replace(" ", "_").replace(",", "")
+    folder = here.folder / folder_of(name)
+    if "saved" in case:
+        saved = here.folder.parent / RANKS_2 / folder_of(case["saved"]) / "saved.ckpt"
+        again, logged_again = trained(case, here, folder, str(saved))
+        return {"worst again": worst(values_of(again.net), in_one_process()), "logged again": logged_again}
     whole, logged = trained(case, here, folder)
     saved = folder / "saved.ckpt"
     next_case = case
