@@ -89,7 +89,9 @@ CASES: dict[str, dict[str, Any]] = {name: {"zero": zero} for name, zero in ZERO.
     # On each of 2 ranks, the flat tensor of this vector has as many elements as the vector.
     "one short vector, stage 1": {"zero": ZERO["stage 1"], "gains": 2, **ONLY_GAIN},
     "one short vector, stage 3": {"zero": ZERO["stage 3"], "gains": 1, **ONLY_GAIN},
-    "normuon, stage 2": {"zero": ZERO["stage 2"], "normuon": True},
+    "normuon, stage 2": {"zero": ZERO["stage 2"], "matrices": "normuon"},
+    "soap, stage 2": {"zero": ZERO["stage 2"], "matrices": "soap", "equal": True},
+    "soap, stage 3": {"zero": ZERO["stage 3"], "matrices": "soap", "equal": True},
     "from a file, stage 0": {"zero": ZERO["stage 0"], "warmup": True},
     "from a file, stage 2": {"zero": ZERO["stage 2"], **BF16, "warmup": True},
     "clipping, stage 1": {"zero": ZERO["stage 1"], "clip": 0.05},
@@ -132,8 +134,11 @@ def transform_for(model: nn.Module, case: dict[str, Any]) -> Any:
     import muonfx as mfx
 
     labels = mfx.default_labels(model)
-    if case.get("normuon"):
-        matrices = mfx.normuon(RATES["lr"], weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32))
+    if "matrices" in case:
+        matrices = {
+            "normuon": mfx.normuon(RATES["lr"], weight_decay=0.1, orthogonalize=mfx.orthogonalize(dtype=torch.float32)),
+            "soap": mfx.chain(mfx.contrib.scale_by_soap(), mfx.scale_by_learning_rate(RATES["lr"])),
+        }[case["matrices"]]
         return mfx.partition({"muon": matrices, "adamw": mfx.adamw(RATES["adamw_lr"], weight_decay=0.1)}, labels)
     view = mfx.MatrixView(case.get("view"))
     part = mfx.orthogonalize(dtype=torch.float32, method=case.get("method", "auto"), view=view)
@@ -143,6 +148,14 @@ def transform_for(model: nn.Module, case: dict[str, Any]) -> Any:
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, WORDS, (BATCH, 4), generator=generator) for _ in range(STEPS)]
+
+
+def first_halves() -> list[Tensor]:
+    """The batches of one process in an "equal" case, where each of 2 ranks has them: their mean gradients are the same.
+
+    SOAP amplifies rounding, so only gradients with the same bits show that its updates are those of one process.
+    """
+    return [words.chunk(2)[0] for words in batches()]
 
 
 def loss_of(model: Callable[[Tensor], Tensor], words: Tensor) -> Tensor:
@@ -162,7 +175,8 @@ def in_one_process(case: dict[str, Any]) -> dict[str, Tensor]:
         # DeepSpeed's flat gradients are zero for unused parameters.
         return loss_of(model, words) + 0.0 * sum(param.sum() for param in params.values())
 
-    return trained_alone(model, optimizer, scheduler, batches(), loss, case.get("clip", torch.inf))
+    words = first_halves() if case.get("equal") else batches()
+    return trained_alone(model, optimizer, scheduler, words, loss, case.get("clip", torch.inf))
 
 
 class Run:
@@ -229,6 +243,8 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
 
     rank, size, folder = here
     words = batches()
+    if case.get("equal"):
+        words = [half.repeat(2, 1) for half in first_halves()]
     run = Run(name, case, rank, size, folder)
     for batch in words[:SAVED_AFTER]:
         run.step(batch)
@@ -243,7 +259,7 @@ def carried_out(name: str, case: dict[str, Any], here: Rank) -> dict[str, Any]:
         run.step(batch)
         rates.append(run.rates)
     whole = run.params()
-    is_kept = run.stage and not case.get("normuon") and "muon" in case.get("labels", ["muon"])
+    is_kept = run.stage and "matrices" not in case and "muon" in case.get("labels", ["muon"])
     state = run.full_state("up.weight", "muon.momentum.trace") if is_kept else None
     start = {name: (param, param.requires_grad) for name, param in made(case).named_parameters()}
     again = Run(name, case, rank, size, folder)

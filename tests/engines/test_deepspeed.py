@@ -45,6 +45,12 @@ FP32, BF16 = 2e-6, 0.02
 Found = dict[str, list[dict[str, Any]]]
 
 
+def largest_difference(case: dict[str, Any]) -> float:
+    if case.get("equal"):  # the gradients have the bits of one process
+        return 0.0
+    return BF16 if "bf16" in case else FP32
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The results of all cases, by group of processes; of each rank."""
@@ -68,13 +74,14 @@ class TestReal:
         self, found: Found, group: str, name: str
     ) -> None:
         case = result_of(found[group], name)
-        assert case["worst"] <= (BF16 if "bf16" in CASES[name] else FP32)
+        assert case["worst"] <= largest_difference(CASES[name])
         assert case["resumed"]
         assert case["exported"] is (True if name in EXPORTED else None)
         assert not case["wrong"], "frozen and has moved, or trained and has not"
         labels = CASES[name].get("labels", ["muon", "adamw"])
         assert case["labels"] == labels
-        if group == "ranks_2" and CASES[name]["zero"].get("stage") and "normuon" not in name and "muon" in labels:
+        has_momentum = "matrices" not in CASES[name] and "muon" in labels
+        if group == "ranks_2" and CASES[name]["zero"].get("stage") and has_momentum:
             assert case["state"] == [23, 7]  # DeepSpeed's own tool gathers the momentum
         shares = WARMUP[SAVED_AFTER:] if "warmup" in CASES[name] else [1.0, 1.0]
         rates = [{"muon": 0.02, "adamw": 0.003}[label] for label in labels]
@@ -139,7 +146,7 @@ class TestReal:
         for goal in PORTABLE[source]:
             case = ended[f"{source}: {goal}"]
             assert case["loaded"], goal
-            assert case["worst"] <= (BF16 if "bf16" in CASES[source] else FP32), goal
+            assert case["worst"] <= largest_difference(CASES[source]), goal
 
     def test_making_an_engine_takes_no_step_and_a_load_restores_the_bits_of_the_model(self, found: Found) -> None:
         cases = result_of(found["ranks_2"], "saved and loaded")
