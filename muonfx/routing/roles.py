@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, get_args
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from muonfx.routing.params import PLAIN_LEAVES, ParamInfo, class_name_fits, module_path, plain_name
-from muonfx.routing.structure import LEAVES_OF_LAYERS, Structure, is_embedding
+from muonfx.routing.names import FIRST_CONVOLUTION, GATE, NAME_RULES, NORM, Name, NameRule, Role, words_of
+from muonfx.routing.params import PLAIN_LEAVES, ParamInfo, class_name_fits, module_path
+from muonfx.routing.structure import Structure, is_embedding
 from muonfx.routing.views import is_convolution
-
-Role = Literal["hidden", "embedding", "head", "vector", "other"]
-"""The role of a parameter; `default_labels` describes the roles."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
 """All roles."""
@@ -46,74 +44,20 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 # holds a hidden matrix.
 _NORM_CLASS = r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$"
 
-_EMBEDDING_WORDS = frozenset(
-    {"embed", "embeds", "embedding", "embeddings", "embedder", "embedders", "emb", "embs", "embd", "wte", "wpe"}
-)
-_HEAD_WORDS = frozenset({"head", "classifier", "unembed", "unembedding", "unembedder", "logits"})
-# Words that may follow a head word at the beginning of a name: head_dist, head_linear, logits_dense.
-_AFTER_HEAD = frozenset(
-    {"dist", "linear", "dense", "proj", "projection", "fc", "layer", "conv", "out", "output", "aux"}
-)
-# Words before "head" that make it a head of attention, multi_head, and those that do directly before it, q_head.
-_ATTENTION_WORDS = frozenset({"attn", "attention", "multi"})
-_PROJECTIONS = frozenset({"query", "key", "value", *"qkvo", "qk", "kv", "qkv"})
-_HEADS = frozenset(
-    {
-        *("score", "cls_score", "output_layer", "vocab_projector", "vocab_proj", "qa_outputs", "seq_relationship"),
-        *("ctc_proj", "decoder_pred", "predict_state", "predict_action", "predict_return"),
-        *("action_out_proj", "feat_out", "prob_out", "final_linear", "lm_heads"),
-    }
-)
-# Heads only as a direct child of the model, as in torchtitan, ResNet and Whisper: the names are too common elsewhere. A
-# number above 1 marks the last of several layers, such as proj_out_2 in DiT. fc_2 is often the name of a hidden layer.
-# The loss of wav2vec 2.0 compares the vectors of project_hid and project_q.
-_TOP_HEAD = re.compile(r"fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?|project_(hid|q)")
-# The same in a model with a scale of the similarities, such as CLIP. Elsewhere, text_projection is often hidden.
-_SCALES_OF_SIMILARITIES = frozenset({"logit_scale", "temperature"})
-_CONTRASTIVE = re.compile(r"(text|visual|image|audio)_projection")
-_ROUTERS = frozenset({"gate", "gating", "gating_network", "gate_network"})
-# A router also has a name such as token_router or routers, and a gate with a word of a mixture of experts: moe_gate,
-# shared_expert_gate.
-_ROUTER_WORDS = frozenset({"router", "routers", "routing"})
-_MIXTURE_WORDS = frozenset({"moe", "expert", "experts"})
-# Rates of state-space and RWKV layers, and the small matrices that compute them from the input.
-_ELEMENTWISE = frozenset({"a_log", "d", "time_decay", "time_first", "time_faaaa"})
-_STATE_SPACE = frozenset({"x_proj", "dt_proj", "x_proj_weight", "dt_proj_weight"})
-# Names of embeddings, as words in lower case: pos_emb, embed_tokens, vision_embed_tokens, embed_tokens_extend.
-_EMBEDDING = "|".join(sorted(_EMBEDDING_WORDS))
-_EMBEDDED = "tokens?|tok|positions?|pos|in|state|action|return|timestep"
-_EMBEDDING_NAME = re.compile(
-    rf"(^|_)({_EMBEDDING})(_({_EMBEDDED}))?$|^({_EMBEDDING})_({_EMBEDDED})_|(^|_)(embedding_table|bias_table|pos_bias)$"
-)
-# Names of tables whose rows act as tokens or positions: cls_token, registers, a Perceiver's latents, a quantizer's
-# codebook, pe.
-_TABLE_NAME = re.compile(
-    r"(^|_)(tokens?|registers?|latents|queries|(latent|learned)_query|prompts?|codevectors|codebooks?)$|^latents_|"
-    r"(^|_)(rpb|pe|ape|pos|positions?|encodings?|table)$|^relative_attention_bias$|^rel_pos(_|$)"
-)
-_GAINS = frozenset({"scale", "scales", "gamma", "gain"})
-_BIAS_WORDS = frozenset({"bias", "biases"})
-_DIMS = re.compile(r"_[A-Z]{2,}$")  # the dims of a parameter, as torchtitan writes them: mlp1_bias_EG
-_NORM_WORDS = frozenset({"norm", "norms", "layernorm", "rmsnorm", "batchnorm", "groupnorm", "ln", "bn", "gn"})
 # Words in the name of a matrix that a module holds without a layer: c_fc, qkvo_w, mm_input_projection_weight. Names
 # such as wq and w_gate are recognized by their beginning.
-_MATRIX_WORDS = frozenset(
-    {"weight", "weights", "kernel", "kernels", "matrix", "linear", "fc", "dense", "proj", "projection", "up", "down"}
-    | {"qkv", "qkvo", "kv", *"wqkvo"}
+_MATRIX = re.compile(
+    r"(^|_)(weights?|kernels?|matrix|linear|fc|dense|proj(ection)?|up|down|w?qkvo?|w?kv|[wqkvo]|"
+    r"w[qkvoiug]|w(in|out|up|down))(_|$)"
 )
-_MATRIX_NAME = re.compile(r"w([qkvoiug12]|qkv|kv|in|out|up|down)?$")
 # Prefixes of the factors of peft's adapters, and of the seeds of factors.
 _ADAPTER = re.compile(
-    r"lora_|hada_|lokr_|oft_|boft_|hra_|vera_|pvera_|randlora_|ia3_|fourierft_|waveft_|c3a_|shira_|miss_block|delora_|"
-    r"gralora_|hira_|road_(theta|alpha)|vblora_|lily_|deft_[pr]$|psoft_|osf_|adamss_|glora_|tinylora_|unilora_|frod_|"
-    r"peanut_|supertuning_|poly_|adaption_prompt|bone_|shadow_(down|up|update)"
+    r"(^|_)lora(_|$)|^(hada_|lokr_|oft_|boft_|hra_|vera_|pvera_|randlora_|ia3_|fourierft_|waveft_|c3a_|shira_|delora_|"
+    r"miss_block|gralora_|hira_|road_(theta|alpha)|vblora_|lily_|deft_[pr]$|psoft_|osf_|adamss_|glora_|tinylora_|"
+    r"unilora_|frod_|peanut_|supertuning_|poly_|adaption_prompt|bone_|shadow_(down|up|update))"
 )
-_FIRST_CONVOLUTIONS = frozenset({"conv1", "conv_in", "conv_pre", "mel_conv", "stem"})
-_FRONTS = frozenset({"encoder", "tower", "backbone", "visual", "vocoder", "trunk", "extractor", "embedder"})
-
-_TOPS = frozenset({"module", "model", "base_model", "net", "network"})
 _IMAGE_CHANNELS = 3
-_FEW_FEATURES = 4  # such as the coordinates of a box
+_FEW_FEATURES = 4  # such as the coordinates of a box, or four frames of a game
 _MANY_TIMES_WIDER = 32  # the least ratio of the long side to the short side for a map from or to few features
 
 
@@ -122,10 +66,8 @@ class _Model(NamedTuple):
 
     names: frozenset[str]
     """The names of all parameters."""
-    has_classifier: bool
-    """True if a direct child of the model is called "classifier"."""
-    is_contrastive: bool
-    """True if the model itself has a scale of similarities, as CLIP."""
+    children: frozenset[str]
+    """The names of the layers and parameters that are direct children of the model, such as "classifier"."""
     gated_mlps: GatedMlps
     """The paths of modules in which a ``gate`` is not a router, with the ndim of their matrices."""
     projections: frozenset[str]
@@ -142,11 +84,10 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
     # The role of a parameter also depends on the others: a "gate" next to an "up" is no router. This is collected
     # first.
     names = [info.name for info in infos]
-    children_of_model = [_Name(name).child_of_model for name in names]
+    children = {Name(name).child_of_model or "" for name in names}
     model = _Model(
         names=frozenset(names),
-        has_classifier="classifier" in children_of_model,
-        is_contrastive=not _SCALES_OF_SIMILARITIES.isdisjoint(children_of_model),
+        children=frozenset(children),
         gated_mlps=_gated_mlps(infos),
         projections=_projections_of_attention(infos),
         structure=structure,
@@ -161,7 +102,7 @@ def _role(info: ParamInfo, model: _Model) -> Decision:
     since no rule recognizes it. The docstring of `default_labels` describes the rules for users.
     """
     # Each function returns None if it does not recognize the parameter; then ``or`` calls the next one.
-    decision = _by_part(info, model) or _by_projector(info, model) or _by_type(info) or _by_adapter(info)
+    decision = _by_part(info, model) or _by_type(info) or _by_adapter(info)
     if decision is not None:
         return decision
     if info.ndim < 2:
@@ -212,7 +153,7 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
         role = "vector"
     for name in info.names:  # also the other names of a tied tensor
         for component in name.split("."):  # "fc", "lora_A" and "weight"
-            if "lora" in _words(component) or _ADAPTER.match(component.lower()):
+            if _ADAPTER.search(component.lower()):
                 return Decision(role, f"low-rank factor (name component {component!r})")
     return None
 
@@ -225,7 +166,7 @@ def _table(info: ParamInfo, model: _Model) -> Decision | None:
     """
     names_in_modules = (info.name, *info.tied)
     is_without_layer = any(name in model.structure.held_by_no_layer for name in names_in_modules)
-    is_matrix = _is_named_as_a_matrix(_Name(info.name).layer)
+    is_matrix = _is_named_as_a_matrix(Name(info.name).layer)
     if info.ndim == 2 and is_without_layer and not is_matrix:
         owner = info.modules[0].__name__
         return Decision("embedding", f"table (a 2-D parameter of {owner}, not the weight of a layer)")
@@ -259,8 +200,7 @@ def _is_named_as_a_matrix(leaf: str) -> bool:
     """
     if leaf in PLAIN_LEAVES:  # the module is no linear layer, so the plain name shows nothing
         return False
-    words = _words(leaf)
-    return any(word in _MATRIX_WORDS or _MATRIX_NAME.match(word) for word in words)
+    return _MATRIX.search(words_of(leaf)) is not None
 
 
 def _by_part(info: ParamInfo, model: _Model) -> Decision | None:
@@ -277,25 +217,6 @@ def _by_part(info: ParamInfo, model: _Model) -> Decision | None:
     if is_length_or_direction or leaf in ("original0", "original1"):
         return Decision("other", f"part of a parametrized weight (name component {leaf!r})")
     return None
-
-
-def _by_projector(info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision for a direct child of a model that projects features for a classifier or a similarity.
-
-    It is the ``projector.weight`` of a model that also has a ``classifier``, or the ``text_projection.weight`` of one
-    with a ``logit_scale``. In other models, these names show nothing, and the result is None.
-    """
-    if not model.has_classifier and not model.is_contrastive:  # most models
-        return None
-    child = _Name(info.name).child_of_model
-    if child is None:
-        return None
-    is_before_classifier = model.has_classifier and child == "projector"
-    is_before_similarity = model.is_contrastive and _CONTRASTIVE.fullmatch(child)
-    if not is_before_classifier and not is_before_similarity:
-        return None
-    role: Role = "vector" if info.ndim < 2 else "head"
-    return Decision(role, f"name component {child!r}")
 
 
 def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
@@ -315,265 +236,39 @@ def _by_name(info: ParamInfo, model: _Model) -> Decision | None:
 
 
 def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | None:
-    """Return the decision by one name of a tensor, such as "head" for ``lm_head.weight``; None for an ordinary name.
-
-    The rules are in a fixed order, since a name may fit several: ``embed_out_bias`` is a bias first.
-    """
-    name = _Name(full_name)
-    leaf = name.components[-1]
-    if _ends_in(_words(_DIMS.sub("", leaf)), _BIAS_WORDS):
-        return Decision("vector", f"bias (name component {leaf!r})")
-    # Each function returns the component that it recognizes, such as "embed_tokens", or None.
-    component_of_role: list[tuple[Role, str | None]] = [
-        ("embedding", _embedding_component(name)),
-        ("vector", _vector_component(name)),
-        ("vector", _norm_component(name, info)),
-        ("other", _state_space_component(name)),
-        ("other", _patch_embedding_component(name)),
-        ("other", _projection_in_embedder(name)),
-        ("other", _router_component(name, info.ndim, model.gated_mlps)),
-        ("head", _head_component(name, is_read=module_path(full_name) in model.structure.read_in_their_block)),
-    ]
-    for role, component in component_of_role:
-        if component is not None:
-            return Decision(role, f"name component {component!r}")
-    return None
-
-
-def _embedding_component(name: _Name) -> str | None:
-    """Return the name component of an embedding or a table, such as "pos_embed"; None if there is none.
-
-    An embedding is the weight of a layer, ``embed_tokens.weight``. A table is a parameter without a layer,
-    ``pos_embed``, and more names are accepted for it.
-
-    >>> _embedding_component(_Name("embed_tokens.weight")), _embedding_component(_Name("cls_token"))
-    ('embed_tokens', 'cls_token')
-    """
-    if name.is_of_layer:
-        is_shared = _ends_in(name.components[:-1], {"shared"})  # shared.weight: T5 and BART share an embedding
-        is_recognized = is_shared or _is_embedding_layer(name.layer)
-    else:
-        is_recognized = _is_table(name.words)
-    return name.layer if is_recognized else None
-
-
-def _is_embedding_layer(layer_name: str) -> bool:
-    """Return True for the name of a layer that reads indices or one-hots, such as "embed_tokens".
-
-    >>> _is_embedding_layer("embed_tokens"), _is_embedding_layer("patch_embed"), _is_embedding_layer("fc")
-    (True, False, False)
-    """
-    words = _words(layer_name)
-    if "patch" in words:  # it reads pixels
-        return False
-    # A bias of attention may be a layer: an nn.Embedding reads distances of positions, and returns a bias for each.
-    is_attention_bias = layer_name == "relative_attention_bias" or _ends_in(words, _BIAS_WORDS)
-    return is_attention_bias or _EMBEDDING_NAME.search("_".join(words)) is not None
-
-
-def _is_table(words: list[str]) -> bool:
-    """Return True if the words are of the name of a table that a module holds without a layer, such as "rel_pos_h".
-
-    >>> _is_table(["cls", "token"]), _is_table(["rel", "pos", "h"]), _is_table(["embed", "proj"])
-    (True, True, False)
-    """
-    name = "_".join(words)
-    if _EMBEDDING_NAME.search(name) or _TABLE_NAME.search(name):
-        return True
-    # An embedding word anywhere, except in the name of a projection, which is a matrix.
-    has_embedding_word = not _EMBEDDING_WORDS.isdisjoint(words)
-    is_projection = "proj" in words or "projection" in words
-    return has_embedding_word and not is_projection
-
-
-def _vector_component(name: _Name) -> str | None:
-    """Return the last component of a parameter name if it shows an elementwise parameter, such as "gamma"; else None.
-
-    Such a parameter multiplies or is added element by element, also if it has two dims, so that it is no matrix. It
-    belongs to no layer, so that its name does not end in "weight".
-
-    >>> _vector_component(_Name("mixer.A_log")), _vector_component(_Name("layer_scale"))
-    ('A_log', 'layer_scale')
-    """
-    if name.is_of_layer:
-        return None
-    leaf = name.components[-1]
-    words = _words(leaf)
-    is_bias = _ends_in(words, {"u", "v"}) and "bias" in words  # pos_bias_u and pos_bias_v in Transformer-XL
-    is_table_of_rates = leaf.lower() in _ELEMENTWISE  # A_log in Mamba
-    is_gain = _ends_in(words, _GAINS)  # layer_scale, gamma
-    if is_bias or is_table_of_rates or is_gain:
-        return leaf
-    return None
-
-
-def _norm_component(name: _Name, info: ParamInfo) -> str | None:
-    """Return the name of the layer if it is of a norm, such as "ln_1"; None if it is not, or the type shows it.
-
-    >>> _norm_component(_Name("ln_1.weight"), ParamInfo("ln_1.weight", (8, 8)))
-    'ln_1'
-    """
-    if info.module is None and _ends_in(name.words, _NORM_WORDS):
-        return name.layer
-    return None
-
-
-def _state_space_component(name: _Name) -> str | None:
-    """Return the name of a layer that computes rates of a state-space layer, such as "x_proj" in Mamba; or None."""
-    return name.layer if name.layer.lower() in _STATE_SPACE else None
-
-
-def _patch_embedding_component(name: _Name) -> str | None:
-    """Return the name component of a layer or module that embeds patches of an image; None if there is none.
-
-    >>> _patch_embedding_component(_Name("patch_embed.proj.weight")), _patch_embedding_component(_Name("patches.fc.w"))
-    ('patch_embed', None)
-    """
-    for component in name.components:
-        words = _words(component)
-        ends_in_embedding = _ends_in(words, _EMBEDDING_WORDS)
-        is_layer_of_embedding = _ends_in(words[:-1], {"embed"})  # patch_embed_proj
-        if "patch" in words and (ends_in_embedding or is_layer_of_embedding):
-            return component
-    return None
-
-
-def _projection_in_embedder(name: _Name) -> str | None:
-    """Return the path of a projection directly in an embedder, which reads raw input; None for another layer.
-
-    >>> _projection_in_embedder(_Name("x_embedder.proj.weight")), _projection_in_embedder(_Name("attn.proj.weight"))
-    ('x_embedder.proj', None)
-    >>> _projection_in_embedder(_Name("vit.embeddings.patch_projection.weight"))
-    'embeddings.patch_projection'
-    """
-    if len(name.components) < 3 or not name.is_of_layer:  # the embedder, the layer and "weight" are needed
-        return None
-    embedder, layer, _ = name.components[-3:]
-    is_projection = layer in ("proj", "projection")
-    is_projection_of_patches = "patch" in name.words and _ends_in(name.words, {"proj", "projection"})
-    is_in_embedder = _ends_in(_words(embedder), {"embed", "embedder"})
-    is_in_embeddings = _ends_in(_words(embedder), _EMBEDDING_WORDS)
-    if (is_projection and is_in_embedder) or (is_projection_of_patches and is_in_embeddings):
-        return f"{embedder}.{layer}"
-    return None
-
-
-def _head_component(name: _Name, *, is_read: bool) -> str | None:
-    """Return the component of a parameter name that shows an output head, such as "lm_head"; None if there is none.
-
-    ``is_read`` is True if another layer reads the outputs of the layer. Then the layer itself is hidden in spite of its
-    name, but a module around it may be a head.
-
-    >>> _head_component(_Name("lm_head.weight"), is_read=False), _head_component(_Name("lm_head.weight"), is_read=True)
-    ('lm_head', None)
-    >>> _head_component(_Name("cls_head.blocks.0.fc.weight"), is_read=True)
-    'cls_head'
-    """
-    component = _named_as_head(name)
-    if is_read and component == name.layer:
-        return None
-    return component
-
-
-def _named_as_head(name: _Name) -> str | None:
-    """Return the component of a parameter name that is the name of an output head; None if there is none.
-
-    All layers inside a head are parts of it. Common names, such as "fc", count only for a direct child of the model.
-
-    >>> _named_as_head(_Name("cls_head.dense.weight")), _named_as_head(_Name("fc.weight"))
-    ('cls_head', 'fc')
-    >>> _named_as_head(_Name("blocks.0.fc.weight"))  # None
-    """
-    for component in name.components:
-        if _is_head(_words(component)):
-            return component
-    is_child_of_model = name.child_of_model == name.layer
-    if is_child_of_model and _TOP_HEAD.fullmatch(name.layer):  # such as "fc" and "output"
-        return name.layer
-    if _is_decoder_layer(name):
-        return name.layer
-    return None
-
-
-def _is_decoder_layer(name: _Name) -> bool:
-    """Return True for the weight of a decoder of one layer, from features to the vocabulary, as in BERT.
-
-    The names are ``decoder.weight`` and ``decoder.output_projection.weight``. The decoder of other models is a module
-    of many layers, such as ``decoder.layers.0.fc.weight``.
-    """
-    path = name.components[:-1]  # ["decoder"], or ["decoder", "output_projection"]
-    if _ends_in(path, {"output_projection"}):
-        path = path[:-1]
-    return name.is_of_layer and _ends_in(path, {"decoder"})
-
-
-def _is_head(words: list[str]) -> bool:
-    """Return True for the words of a name component that are the name of an output head.
-
-    A head of attention, as in "q_head", is no output head.
-
-    >>> _is_head(["lm", "head"]), _is_head(["classifier"]), _is_head(["head", "linear"]), _is_head(["q", "head"])
-    (True, True, True, False)
-    """
-    if not words:
-        return False
-    if "_".join(words) in _HEADS:  # a name that is a head only as a whole: cls_score, qa_outputs
-        return True
-    if _ends_in(words, {"out"}) and _ends_in(words[:-1], _EMBEDDING_WORDS):  # embed_out in GPT-NeoX
-        return True
-    if _ends_in(words, _HEAD_WORDS):  # a word such as "head" or "classifier" in the end
-        return not _is_head_of_attention(words)
-    # A head word at the beginning, and only the words of a layer after it: head_linear, but not head_norm.
-    return words[0] in _HEAD_WORDS and all(word in _AFTER_HEAD for word in words[1:])
-
-
-def _is_head_of_attention(words: list[str]) -> bool:
-    """Return True for the words of a name such as "q_head", "multi_head" and "attn_output_head".
-
-    A head of attention is a part of a hidden layer, and no output head.
-
-    >>> _is_head_of_attention(["q", "head"]), _is_head_of_attention(["lm", "head"])
-    (True, False)
-    """
-    *words_before, last_word = words
-    # A projection directly before "head": q_head. A word of attention anywhere before it: attn_output_head.
-    is_of_attention = _ends_in(words_before, _PROJECTIONS) or not _ATTENTION_WORDS.isdisjoint(words_before)
-    return last_word == "head" and is_of_attention
-
-
-def _router_component(name: _Name, ndim: int, gated_mlps: GatedMlps) -> str | None:
-    """Return the component of a parameter name that shows a router of experts, such as "router"; None if there is none.
-
-    A layer "gate" is a router, too, unless it is a part of a gated MLP: inside an expert, as ``experts.0.gate``, or in
-    a module that also has ``up`` or ``down``. ``gated_mlps`` has the path of each such module, with the number of dims
-    of its matrices. ``ndim`` is the number of dims of the parameter.
-
-    >>> name = _Name("mlp.gate.weight")
-    >>> _router_component(name, 2, frozenset()), _router_component(name, 2, frozenset({("mlp", 2)}))
-    ('gate', None)
-    """
-    for index, component in enumerate(name.components):
-        words = _words(component)
-        if not _ROUTER_WORDS.isdisjoint(words):  # the word "router" is enough
-            return component
-        if not _is_gate(words):
+    """Return the decision by one name of a tensor, such as "head" for ``lm_head.weight``; None for an ordinary name."""
+    name = Name(full_name)
+    for rule in NAME_RULES:
+        component = name.find(rule)
+        if component is None or not _applies(rule, model) or (rule is NORM and info.module is not None):
             continue
-        modules_around = name.components[:index]
-        is_in_gated_mlp = (".".join(modules_around), ndim) in gated_mlps
-        is_in_expert = _is_inside(modules_around, {"expert", "experts"})
-        if not is_in_gated_mlp and not is_in_expert:
-            return component
+        if rule is GATE and _is_in_gated_mlp(name, component, info.ndim, model.gated_mlps):
+            continue
+        # A layer is hidden in spite of its name if another layer reads its outputs. A module around it may be a head.
+        is_read = module_path(full_name) in model.structure.read_in_their_block
+        if rule.role == "head" and is_read and component == name.layer:
+            continue
+        return Decision(rule.role, f"name component {component!r}")
     return None
 
 
-def _is_gate(words: list[str]) -> bool:
-    """Return True for the words of a gate, which may belong to a router: ["gate"], ["moe", "gate"].
+def _applies(rule: NameRule, model: _Model) -> bool:
+    """Return True unless a rule requires another child of the model, such as "classifier", that the model has not."""
+    return rule.beside is None or any(re.fullmatch(rule.beside, child) for child in model.children)
 
-    >>> _is_gate(["moe", "gate"]), _is_gate(["gate", "proj"])
-    (True, False)
+
+def _is_in_gated_mlp(name: Name, gate: str, ndim: int, gated_mlps: GatedMlps) -> bool:
+    """Return True if a layer called "gate" is a part of a gated MLP, and not a router of experts.
+
+    It is inside an expert, as ``experts.0.gate``, or in a module that also has ``up`` or ``down``, as ``gated_mlps``
+    has them. ``ndim`` is the number of dims of the parameter.
+
+    >>> _is_in_gated_mlp(Name("mlp.gate.weight"), "gate", 2, frozenset({("mlp", 2)}))
+    True
     """
-    is_gate_of_mixture = _ends_in(words, {"gate", "gating"}) and not _MIXTURE_WORDS.isdisjoint(words)
-    return is_gate_of_mixture or "_".join(words) in _ROUTERS
+    modules_around = name.components[: name.components.index(gate)]
+    is_in_expert = any(re.search(r"(^|_)experts?(_\d+)*$", words_of(module)) for module in modules_around)
+    return is_in_expert or (".".join(modules_around), ndim) in gated_mlps
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
@@ -588,9 +283,9 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
     mlps: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
-            components = _components(name)
+            components = Name(name).components
             for index, component in enumerate(components):
-                if not {"up", "down"}.isdisjoint(_words(component)):
+                if re.search(r"(^|_)(up|down)(_|$)", words_of(component)):
                     path_of_mlp = ".".join(components[:index])  # the module around "up"
                     mlps.add((path_of_mlp, info.ndim))
     return frozenset(mlps)
@@ -610,9 +305,9 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     for info in infos:
         if info.ndim < 2:  # a bias
             continue
-        name = _Name(info.name)
-        if not _PROJECTIONS.isdisjoint(name.words):
-            module_of[info.name] = ".".join(name.path_to_layer[:-1])
+        name = Name(info.name)
+        if re.search(r"(^|_)(query|key|value|[qkvo]|qk|q?kv)(_|$)", words_of(name.layer)):
+            module_of[info.name] = ".".join(name.components[: name.components.index(name.layer)])
     counts = Counter(module_of.values())  # how many projections a module has
     return frozenset({name for name, module in module_of.items() if counts[module] > 1})
 
@@ -627,14 +322,13 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
     columns = prod(info.shape[1:])  # more dims are flattened
     if rows == 1 or columns == 1:
         return Decision("vector", "a side of 1: a vector")
-    # A depthwise convolution reads one channel in each of its groups. One that reads gray images has this shape, too:
-    # its module shows that it has no groups.
-    reads_gray_images = module_path(info.name) in model.structure.read_one_channel
-    if info.ndim > 2 and info.shape[1] == 1 and not reads_gray_images:
-        return Decision("vector", "depthwise: one vector a channel")
     if info.ndim == 2:
         return _by_few_features(info.shape)
-    return _by_few_channels(info)
+    reads_gray_images = module_path(info.name) in model.structure.read_one_channel
+    # A depthwise convolution reads one channel in each of its groups. One that reads gray images has this shape, too.
+    if info.shape[1] == 1 and not reads_gray_images:
+        return Decision("vector", "depthwise: one vector a channel")
+    return _by_few_channels(info, _IMAGE_CHANNELS)
 
 
 def _by_few_features(shape: tuple[int, ...]) -> Decision | None:
@@ -649,16 +343,16 @@ def _by_few_features(shape: tuple[int, ...]) -> Decision | None:
     return None
 
 
-def _by_few_channels(info: ParamInfo) -> Decision | None:
-    """Return the decision for a convolution from or to at most 3 channels, which reads or returns an image; else None.
+def _by_few_channels(info: ParamInfo, few: int) -> Decision | None:
+    """Return the decision for a convolution from or to few channels, which reads or returns an image; else None.
 
-    >>> _by_few_channels(ParamInfo("conv.weight", (64, 3, 7, 7))).reason
+    >>> _by_few_channels(ParamInfo("conv.weight", (64, 3, 7, 7)), few=3).reason
     'convolution from or to 3 channels'
     """
     # Without a module type, a tensor of three dims may as well be a stack of matrices.
     may_be_stack = info.module is None and info.ndim == 3
     short = min(info.shape[:2])
-    if short > _IMAGE_CHANNELS or may_be_stack or not is_convolution(info):
+    if short > few or may_be_stack or not is_convolution(info):
         return None
     channels = "one channel" if short == 1 else f"{short} channels"
     return Decision("other", f"convolution from or to {channels}")
@@ -677,122 +371,8 @@ def _first_convolution(info: ParamInfo, *, is_read: bool) -> Decision | None:
     """
     if is_read or not is_convolution(info):
         return None
-    for name in map(_Name, info.names):
-        if _is_first_of_speech_encoder(name):
-            return Decision("other", "convolution of the input (name component 'conv_layers', the first)")
-        # The name alone is not enough: the layer must also be at the front of the model.
-        is_at_front = name.child_of_model == name.layer or _is_child_of_front(name)
-        if name.layer in _FIRST_CONVOLUTIONS and is_at_front:
-            return Decision("other", f"convolution of the input (name component {name.layer!r})")
+    for name in info.names:
+        component = Name(name).find(FIRST_CONVOLUTION)
+        if component is not None:
+            return Decision("other", f"convolution of the input (name component {component!r})")
     return None
-
-
-def _is_child_of_front(name: _Name) -> bool:
-    """Return True if a layer is a direct child of the front part of a model, which reads the raw input.
-
-    >>> _is_child_of_front(_Name("vision_tower.conv1.weight")), _is_child_of_front(_Name("tower.block.conv1.weight"))
-    (True, False)
-    """
-    for component in reversed(name.components[:-2]):  # without the layer and its weight, the innermost module first
-        if not component.isdigit():  # the first one with a name decides; the numbers of a list are skipped
-            return _ends_in(_words(component), _FRONTS)
-    return False
-
-
-def _is_first_of_speech_encoder(name: _Name) -> bool:
-    """Return True for the first convolution of an encoder of speech, such as wav2vec 2.0, which reads the waveform.
-
-    >>> _is_first_of_speech_encoder(_Name("feature_extractor.conv_layers.0.conv.weight"))
-    True
-    """
-    path, _, leaf = ".".join(name.components).partition(".conv_layers.0.")
-    return leaf != "" and _is_inside(path.split("."), _FRONTS)
-
-
-def _is_inside(modules_around: Iterable[str], words: Set[str]) -> bool:
-    """Return True if the name of one of the modules around a parameter ends in one of the words."""
-    return any(_ends_in(_words(module), words) for module in modules_around)
-
-
-class _Name:
-    """The name of a parameter, split into its components.
-
-    >>> name = _Name("_orig_mod.blocks.lm_head.0.weight")
-    >>> name.components, name.layer, name.words
-    (['blocks', 'lm_head', '0', 'weight'], 'lm_head', ['lm', 'head'])
-    """
-
-    def __init__(self, name: str) -> None:
-        self.components = _components(name)
-        """The components of the name. Components that wrappers and peft's adapters add are left out."""
-        self.is_of_layer = self.components[-1] in LEAVES_OF_LAYERS
-        """True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
-        self.path_to_layer = _path_to_layer(self.components, self.is_of_layer)
-        """The components up to the layer: ["blocks", "fc"] for ``blocks.fc.0.weight``."""
-        self.layer = self.path_to_layer[-1]
-        """The name of the layer, such as "fc"; of a parameter without a layer, its own."""
-        self.words = _words(self.layer)
-        """The words of the name of the layer."""
-
-    @property
-    def child_of_model(self) -> str | None:
-        """The name of the layer, if it is a direct child of the model; None if it is nested deeper.
-
-        A first component such as "model" is no level: it is the name of the whole model in a module around it.
-
-        >>> _Name("fc.weight").child_of_model, _Name("model.fc.weight").child_of_model
-        ('fc', 'fc')
-        >>> _Name("blocks.fc.weight").child_of_model  # None
-        """
-        path = self.components
-        if self.is_of_layer:  # without "weight"
-            path = path[:-1]
-        while len(path) > 1 and path[0] in _TOPS:
-            path = path[1:]
-        if len(path) != 1:
-            return None
-        return path[0]
-
-
-def _components(name: str) -> list[str]:
-    """Split a parameter name at its dots, without the components that wrappers and peft's adapters add.
-
-    >>> _components("_orig_mod.fc.base_layer.weight"), _components("head.modules_to_save.default.weight")
-    (['fc', 'weight'], ['head', 'weight'])
-    """
-    components = plain_name(name).split(".")
-    if "modules_to_save" in components[:-1]:  # as in "head.modules_to_save.default.weight", with the adapter's name
-        index = components.index("modules_to_save")  # this component and the next one are removed
-        del components[index : index + 2]
-    components = [component for component in components if component not in ("base_layer", "original_module")]
-    return components or [name]
-
-
-def _path_to_layer(components: list[str], is_of_layer: bool) -> list[str]:
-    """Return the path of the layer of a parameter, without the numbers of a list at its end.
-
-    >>> _path_to_layer(["blocks", "fc", "0", "weight"], True), _path_to_layer(["vit", "prompts", "0"], False)
-    (['blocks', 'fc'], ['vit', 'prompts'])
-    """
-    path = list(components)
-    if is_of_layer:  # without "weight"
-        path.pop()
-    while path and path[-1].isdigit():
-        path.pop()
-    return path or components  # a name of "weight" or numbers alone remains as it is
-
-
-def _words(component: str) -> list[str]:
-    """Split a component of a parameter name into words in lower case, without its digits and underscores.
-
-    >>> _words("embedTokens2"), _words("lm_head"), _words("QKVProj")
-    (['embed', 'tokens'], ['lm', 'head'], ['qkv', 'proj'])
-    """
-    # A word is either capitals that no small letter follows, as in "QKV", or small letters after at most one capital.
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", component)
-    return list(map(str.lower, words))
-
-
-def _ends_in(words: Sequence[str], last_words: Set[str]) -> bool:
-    """Return True if the last word is one of ``last_words``; False if there is no word."""
-    return bool(words) and words[-1] in last_words

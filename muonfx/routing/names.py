@@ -1,0 +1,189 @@
+"""Roles that the names of parameters show: a table of regular expressions, and the components that they are read in."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple, TypeAlias
+
+from muonfx.routing.params import plain_name
+from muonfx.routing.structure import LEAVES_OF_LAYERS
+
+Role = Literal["hidden", "embedding", "head", "vector", "other"]
+"""The role of a parameter; `default_labels` describes the roles."""
+
+Where: TypeAlias = Literal["any", "last", "layer", "tensor", "child", "path"]
+"""The part of a name that a regular expression is compared with:
+
+- "any": each component of a name, also the modules around the layer.
+- "layer": the name of the layer, "fc" in ``h.fc.weight`` and in ``h.fc.0.weight``.
+- "tensor": the name of a parameter that belongs to no layer, "pos_embed" in ``vit.pos_embed``.
+- "last": one of these two.
+- "child": the same, if it is a direct child of the model.
+- "path": the whole path of a layer, "h.fc.0" in ``h.fc.0.weight``.
+"""
+
+
+class NameRule(NamedTuple):
+    """A role, and a regular expression for the names of parameters that have this role."""
+
+    role: Role
+    where: Where
+    pattern: str
+    """It is searched for in words that "_" separates, in lower case: "lm_head" for ``lmHead``."""
+    beside: str | None = None
+    """If set, the rule applies to models that have a child or a parameter of such a name themselves."""
+
+
+_EMBED = "(embed(s|dings?|ders?)?|emb[sd]?|wte|wpe)"
+_EMBEDDED = "(tokens?|tok|positions?|pos|in|state|action|return|timestep)"
+_HEAD = "(head|classifier|unembed(ding|der)?|logits)"
+# Words that may follow a head word at the beginning of a name: head_dist, head_linear, logits_dense.
+_AFTER_HEAD = "(dist|linear|dense|proj|projection|fc|layer|conv|out|output|aux)"
+# A head of attention is a part of a hidden layer: multi_head, attn_output_head, q_head.
+_HEAD_OF_ATTENTION = "((attn|attention|multi)_(.*_)?|(query|key|value|[qkvo]|qk|q?kv)_)head"
+_FRONT = r"\b([^.]*_)?(encoder|tower|backbone|visual|vocoder|trunk|extractor|embedder)(_\d+)*"
+_END = r"(_\d+)*$"
+
+NORM = NameRule("vector", "last", rf"(^|_)(norms?|layernorm|rmsnorm|batchnorm|groupnorm|ln|bn|gn){_END}")
+"""Norms. It decides only for named tensors without a model: else the type of the module does."""
+GATE = NameRule(
+    "other", "any", rf"(^|_)(moe|experts?)_(.*_)?(gate|gating){_END}|^(gate|gating|gate_network|gating_network){_END}"
+)
+"""Gates of a mixture of experts, or of a gated MLP, where they are hidden."""
+FIRST_CONVOLUTION = NameRule(
+    "other",
+    "path",
+    # conv1 of Whisper; encoder.stem; feature_extractor.conv_layers.0.conv of wav2vec 2.0
+    rf"^(.*{_FRONT}\.(\d+\.)*)?(conv_1|conv_in|conv_pre|mel_conv|stem)$|{_FRONT}\.(.*\.)?conv_layers\.0\.",
+)
+"""The convolution of raw input at the front of a model: the blocks of a ResNet have such names, too."""
+NAME_RULES = (
+    # gate_up_proj_bias, attention_biases; mlp1_bias_EG in torchtitan; pos_bias_u in Transformer-XL
+    NameRule("vector", "tensor", r"(^|_)bias(es)?(_[a-z]{1,3})?$"),
+    # pos_emb, embed_tokens, vision_embed_tokens_extend; rel_pos_x_bias, a layer of attention biases
+    NameRule("embedding", "layer", rf"^((?!patch).)*(?<![a-z]){_EMBED}(_{_EMBEDDED})?{_END}|^{_EMBED}_{_EMBEDDED}_"),
+    NameRule("embedding", "layer", r"(^|_)(embedding_table|bias_table|pos_bias|bias(es)?|relative_attention_bias)$"),
+    NameRule("embedding", "path", r"(^|\.)shared$"),  # of T5 and BART
+    # pos_embed, class_embedding_table; not embed_proj, which is a matrix
+    NameRule("embedding", "tensor", rf"^((?!proj).)*(?<![a-z]){_EMBED}(_(?!.*proj)|$)"),
+    # tables whose rows act as tokens or positions: cls_token, a Perceiver's latents, a quantizer's codebook, rel_pos_h
+    NameRule(
+        "embedding",
+        "tensor",
+        rf"(^|_)(tokens?|registers?|latents|queries|(latent|learned)_query|prompts?|codevectors|codebooks?){_END}|"
+        rf"(^|_)(rpb|pe|ape|pos|positions?|encodings?|table|bias_table){_END}|^latents_|^rel_pos_",
+    ),
+    # rates of state-space and RWKV layers; gains
+    NameRule("vector", "tensor", r"^(a_log|d|time_decay|time_first|time_faaaa)$|(^|_)(scales?|gamma|gain)(_\d+)*$"),
+    NORM,
+    NameRule("other", "last", r"^(x_proj|dt_proj)(_weight)?$"),  # from the input to the rates of a state-space layer
+    # layers that embed patches of an image: to_patch_embedding, patch_embed_proj; x_embedder.proj
+    NameRule("other", "any", rf"(^|_)patch_(.*_)?({_EMBED}|embed_[a-z]+){_END}"),
+    NameRule("other", "path", r"[a-z\d_]*(?<![a-z])(embed|embedder)\.proj(ection)?$"),
+    NameRule("other", "path", r"[a-z\d_]*embeddings\.([a-z\d_]*_)?patch_proj(ection)?$"),
+    NameRule("other", "any", r"(^|_)(routers?|routing)(_|$)"),  # of a mixture of experts
+    GATE,
+    # lm_head, classifier_2, logits_dense, embed_out in GPT-NeoX; all layers inside them, too
+    NameRule("head", "any", rf"^(?!(.*_)?{_HEAD_OF_ATTENTION}{_END})(.*_)?{_HEAD}{_END}"),
+    NameRule("head", "any", rf"^{_HEAD}(_{_AFTER_HEAD})+{_END}|(^|_){_EMBED}_out{_END}"),
+    NameRule(
+        "head",
+        "any",
+        r"^(score|cls_score|output_layer|vocab_proj(ector)?|qa_outputs|seq_relationship|ctc_proj|decoder_pred"
+        rf"|predict_(state|action|return)|action_out_proj|feat_out|prob_out|final_linear|lm_heads){_END}",
+    ),
+    NameRule("head", "path", r"(^|\.)decoder(\.output_projection)?$"),  # from features to the vocabulary in BERT
+    # Heads only as direct children of the model, as in torchtitan, ResNet and Whisper. A number above 1 marks the last
+    # of several layers, such as proj_out_2 in DiT. The loss of wav2vec 2.0 compares project_hid and project_q.
+    NameRule(
+        "head", "child", r"^(fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?|project_(hid|q))$"
+    ),
+    NameRule("head", "child", "^projector$", beside="classifier"),
+    NameRule("head", "child", "^(text|visual|image|audio)_projection$", beside="logit_scale|temperature"),  # as in CLIP
+)
+"""The rules for names. The first one that matches decides."""
+
+_TOPS = frozenset({"module", "model", "base_model", "net", "network"})
+
+
+class Name:
+    """The name of a parameter, and the components of it that rules are compared with.
+
+    >>> name = Name("_orig_mod.blocks.lmHead.0.weight")
+    >>> name.components, name.layer, name.find(NameRule("head", "layer", "^lm_head$"))
+    (['blocks', 'lmHead', '0', 'weight'], 'lmHead', 'lmHead')
+    """
+
+    def __init__(self, name: str) -> None:
+        self.components = _components(name)
+        """The components of the name. Components that wrappers and peft's adapters add are left out."""
+        self.is_of_layer = self.components[-1] in LEAVES_OF_LAYERS
+        """True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
+        path = self.components
+        if self.is_of_layer and len(path) > 1:  # without "weight"
+            path = path[:-1]
+        while len(path) > 1 and path[0] in _TOPS:  # the name of the whole model in a module around it
+            path = path[1:]
+        self.path = path
+        """The components up to the layer, without the name of the model: ["blocks", "lmHead", "0"]."""
+        names = [component for component in path if not component.isdigit()]
+        self.layer = (names or self.components)[-1]
+        """The name of the layer, such as "lmHead"; of a parameter without a layer, its own."""
+
+    @property
+    def child_of_model(self) -> str | None:
+        """The name of the layer or parameter, if it is a direct child of the model; None if it is nested deeper.
+
+        >>> Name("model.fc.weight").child_of_model, Name("blocks.fc.weight").child_of_model
+        ('fc', None)
+        """
+        return self.path[0] if len(self.path) == 1 else None
+
+    def find(self, rule: NameRule) -> str | None:
+        """Return the first component that a rule matches, as it is written; None if there is none.
+
+        >>> Name("h.0.lmHead.weight").find(NameRule("head", "any", "^lm_head$"))
+        'lmHead'
+        """
+        if rule.where == "path":
+            match = re.search(rule.pattern, ".".join(map(words_of, self.path)))
+            return match[0].strip(".") if match and self.is_of_layer else None
+        for component in self._compared(rule.where):
+            if re.search(rule.pattern, words_of(component)):
+                return component
+        return None
+
+    def _compared(self, where: Where) -> list[str]:
+        """Return the components that a rule for these components is compared with."""
+        if where == "any":
+            return self.components
+        if where == "child" and self.child_of_model is None:
+            return []
+        if (where == "layer" and not self.is_of_layer) or (where == "tensor" and self.is_of_layer):
+            return []
+        return [self.layer]
+
+
+def _components(name: str) -> list[str]:
+    """Split a parameter name at its dots, without the components that wrappers and peft's adapters add.
+
+    >>> _components("_orig_mod.fc.base_layer.weight"), _components("head.modules_to_save.default.weight")
+    (['fc', 'weight'], ['head', 'weight'])
+    """
+    components = plain_name(name).split(".")
+    if "modules_to_save" in components[:-1]:  # as in "head.modules_to_save.default.weight", with the adapter's name
+        index = components.index("modules_to_save")  # this component and the next one are removed
+        del components[index : index + 2]
+    components = [component for component in components if component not in ("base_layer", "original_module")]
+    return components or [name]
+
+
+def words_of(component: str) -> str:
+    """Return the words and numbers of a component, in lower case and joined by "_".
+
+    >>> words_of("embedTokens"), words_of("lm_head"), words_of("QKVProj"), words_of("conv1"), words_of("A_log")
+    ('embed_tokens', 'lm_head', 'qkv_proj', 'conv_1', 'a_log')
+    """
+    # A word is either capitals that no small letter follows, as in "QKV", or small letters after at most one capital.
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", component)
+    return "_".join(words).lower()
