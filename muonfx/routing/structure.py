@@ -7,11 +7,9 @@ return, and the lists of blocks are known without running the model:
 - A *block* is a module with children in an ``nn.ModuleList`` or in an ``nn.ModuleDict`` with numbers as keys, or one of
   several such modules of the same class in an ``nn.Sequential``. Blocks are the body of a model. An ``nn.Sequential``
   whose last layer returns what no other layer reads is no block, but one of several heads.
-- An *input* is a layer outside all blocks, if no earlier layer returns what it reads, whole or concatenated. After all
-  blocks, it is one only if some layer or norm reads features as wide as it returns.
-- A *head* is a layer outside all blocks whose outputs no other layer reads, whole or in parts. If it returns a multiple
-  of the width that it reads, it may also be a fused projection. It is a head if it is after all blocks, and the module
-  around it contains another head.
+- An *input* is a layer outside all blocks, if no earlier layer returns what it reads, whole or concatenated.
+- A *head* is a layer outside all blocks whose outputs no other layer reads, whole or in parts. Before the blocks, a
+  layer that returns a multiple of the width that it reads may also be a fused projection: it is only a possible head.
 - A layer is *read in parts* if a later layer reads a half or a third of its outputs, and no layer or norm in the module
   around both reads the whole: the layer returns several vectors, such as the two of a gated linear unit.
 """
@@ -21,7 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -46,26 +44,17 @@ _MOST_CONCATENATED = 32  # the frequencies that a speech encoder flattens, or th
 
 
 class Layer(NamedTuple):
-    """A linear layer, a convolution or an embedding, by its path in the model, such as "blocks.0.fc"."""
+    """A linear layer, a convolution, an embedding or a norm, by its path in the model, such as "blocks.0.fc"."""
 
     path: str
-    reads: int | None
-    """The width of the vectors that it reads; None for an embedding, which reads indices."""
+    reads: int
+    """The width of the vectors that it reads; 0 for an embedding, which reads indices."""
     returns: int
-    """The width of the vectors that it returns."""
+    """The width of the vectors that it returns; 0 for a norm, or another vector that belongs to no layer."""
     block: str | None = None
     """The path of the outermost block that contains it, such as "blocks.0"; None outside all blocks."""
     is_grouped: bool = False
     """True for a convolution with groups, such as a depthwise convolution."""
-
-
-class Norm(NamedTuple):
-    """A norm, or another vector that belongs to no layer."""
-
-    path: str
-    width: int
-    block: str | None = None
-    """The path of the outermost block that contains it; None outside all blocks."""
 
 
 class Structure(NamedTuple):
@@ -101,16 +90,16 @@ def structure_of(model: object) -> Structure:
     """
     if not isinstance(model, nn.Module):
         return Structure()
-    defined = _modules_of(model)
-    layers = defined.layers
+    modules = _modules_of(model)
+    layers = modules.layers
     has_blocks = any(layer.block is not None for layer in layers)
     if has_blocks:  # the repeated modules of the body: inputs and heads are outside of them
-        inputs = _inputs(defined)
-        heads, possible_heads = _heads(defined, inputs)
+        inputs = _inputs(modules)
+        heads, possible_heads = _heads(modules, inputs)
     else:  # nothing shows which layers are the first and the last
         inputs = {}
         heads = {}
-        possible_heads = _possible_heads_without_blocks(layers, defined.norms)
+        possible_heads = _possible_heads_without_blocks(modules)
     read_one_channel = {layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped}
     return Structure(
         held_by_no_layer=frozenset(_held_by_no_layer(model)),
@@ -118,83 +107,75 @@ def structure_of(model: object) -> Structure:
         heads=heads,
         read_in_their_block=_read_in_their_block(layers),
         possible_heads=frozenset(possible_heads),
-        read_in_parts=_read_in_parts(defined),
+        read_in_parts=_read_in_parts(modules),
         read_one_channel=frozenset(read_one_channel),
     )
 
 
 class _Modules(NamedTuple):
-    """The modules of a model that show its structure."""
+    """The modules of a model that show its structure, in the order of definition."""
 
     layers: list[Layer]
-    """The layers in the order of definition."""
-    norms: list[Norm]
-    """The norms in the order of definition."""
-    read_widths: set[int]
-    """The widths that some layer or norm reads."""
+    norms: list[Layer]
 
 
 def _modules_of(model: nn.Module) -> _Modules:
-    """Return the layers and norms of a model, each with the block that contains it."""
-    layers = list(_layers_of(model))
-    norms = list(_norms_of(model))
-    read_widths = {norm.width for norm in norms}
-    for layer in layers:
-        if layer.reads is not None:  # an embedding reads indices
-            read_widths.add(layer.reads)
-    # The widths show which modules are blocks. Only then, the block around each layer is known.
-    blocks = set(_blocks_of(model, read_widths))
-    return _Modules(_with_blocks(layers, blocks), _with_blocks(norms, blocks), read_widths)
+    """Return the layers and the norms of a model, each with the block that contains it.
 
+    A norm reads vectors of the width of its gain, its 1-D weight. A layer norm has two vectors, and is returned twice.
 
-_Part = TypeVar("_Part", Layer, Norm)
-
-
-def _with_blocks(parts: Iterable[_Part], blocks: set[str]) -> list[_Part]:
-    """Return layers or norms with the path of the block that contains each; ``blocks`` are the paths of all blocks."""
-    return [part._replace(block=_block_around(part.path, blocks)) for part in parts]
-
-
-def _may_be_head_in_block(last_layer: Layer, read_widths: set[int]) -> bool:
-    """Return True if the last layer of a model is in a block, and returns features that no layer or norm reads.
-
-    Such a layer may be an output head in an ``nn.ModuleList``. ``read_widths`` are the widths that some layer or norm
-    of the model reads.
-
-    >>> last_layer = Layer("parts.1.fc", reads=64, returns=10, block="parts.1")
-    >>> _may_be_head_in_block(last_layer, {8, 64}), _may_be_head_in_block(last_layer, {10, 64})
-    (True, False)
+    >>> modules = _modules_of(nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 64), nn.LayerNorm(64)))
+    >>> [(layer.path, layer.reads, layer.returns) for layer in (*modules.layers, *modules.norms)]
+    [('0', 0, 8), ('1', 8, 64), ('2', 64, 0), ('2', 64, 0)]
     """
-    is_embedding = last_layer.reads is None
-    if last_layer.block is None or is_embedding:
-        return False
-    if _returns_parts(last_layer):  # a small multiple of its own width: maybe a fused projection, read in parts
-        return False
-    return last_layer.returns not in read_widths
+    modules = _Modules([], [])
+    for path, module in model.named_modules():
+        if widths := _widths_of(module):
+            reads, returns = widths
+            modules.layers.append(Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1))
+            continue
+        width = getattr(module, "embedding_dim", None)
+        if is_embedding(type(module)) and isinstance(width, int):
+            modules.layers.append(Layer(path, 0, width))
+        for param in module.parameters(recurse=False):
+            if param.ndim == 1:
+                modules.norms.append(Layer(path, param.shape[0], 0))
+    # The widths show which modules are blocks. Only then, the block around each layer is known.
+    blocks = set(_blocks_of(model, modules))
+    return _Modules(_with_blocks(modules.layers, blocks), _with_blocks(modules.norms, blocks))
 
 
-def _possible_heads_without_blocks(layers: Sequence[Layer], norms: Iterable[Norm]) -> set[str]:
+def _with_blocks(layers: Iterable[Layer], blocks: set[str]) -> list[Layer]:
+    """Return layers with the path of the outermost block that contains each; ``blocks`` are the paths of all blocks.
+
+    >>> _with_blocks([Layer("h.0.attn.1.fc", 8, 8)], {"h.0", "h.0.attn.1"})[0].block
+    'h.0'
+    """
+    found: list[Layer] = []
+    for layer in layers:
+        block = next((ancestor for ancestor in _with_ancestors(layer.path) if ancestor in blocks), None)
+        found.append(layer._replace(block=block))
+    return found
+
+
+def _possible_heads_without_blocks(modules: _Modules) -> set[str]:
     """Return the paths of layers that may be output heads, in a model without repeated modules (blocks).
 
     They are the last layer, and each layer whose outputs no other layer or norm reads, judged by equal widths. A model
     that ends in an embedding, or that is a single layer, has none.
 
     >>> layers = [Layer("fc1", 8, 16), Layer("fc2", 16, 8), Layer("out", 8, 5)]
-    >>> _possible_heads_without_blocks(layers, norms=[])
+    >>> _possible_heads_without_blocks(_Modules(layers, norms=[]))
     {'out'}
     """
-    if not layers:
+    layers = modules.layers
+    if not layers or not layers[-1].reads or layers[-1].path == "":
         return set()
-    last_layer = layers[-1]
-    is_embedding_last = last_layer.reads is None
-    is_whole_model = last_layer.path == ""
-    if is_embedding_last or is_whole_model:
-        return set()
-    widths_of_norms = {norm.width for norm in norms}
-    possible_heads = {last_layer.path}
+    widths_of_norms = {norm.reads for norm in modules.norms}
+    possible_heads = {layers[-1].path}
     for layer in layers:
         is_read_by_norm = layer.returns in widths_of_norms
-        if layer.reads is not None and not is_read_by_norm and not _is_read(layer, layers):
+        if layer.reads and not is_read_by_norm and not _is_read(layer, layers):
             possible_heads.add(layer.path)
     return possible_heads
 
@@ -202,29 +183,21 @@ def _possible_heads_without_blocks(layers: Sequence[Layer], norms: Iterable[Norm
 def _is_read(layer: Layer, layers: Sequence[Layer]) -> bool:
     """Return True if the widths allow that another of the ``layers`` reads the outputs of a layer: then it is no head.
 
-    For a layer that returns 48 features, a reader is a layer that reads
-
-    - 48 features, the whole; or 24 or 16, a half or a third, as in a gated MLP;
-    - 96 features, which are several such vectors, concatenated or flattened (48 channels at 2 positions); such a reader
-      is defined after the layer.
+    For a layer that returns 48 features, a reader is a layer that reads 48, the whole; 24 or 16, a half or a third, as
+    in a gated MLP; or 96, several such vectors concatenated or flattened, if it is defined after the layer, and no
+    layer returns 96 features.
 
     >>> layers = [Layer("fc1", 8, 48), Layer("fc2", 24, 5)]
     >>> _is_read(layers[0], layers), _is_read(layers[1], layers)
     (True, False)
     """
+    index = layers.index(layer)
     returned_widths = {other.returns for other in layers}
-    is_later = False
-    for reader in layers:
-        if reader is layer:
-            is_later = True  # for the layers that follow
-            continue
-        if reader.reads is None:
-            continue
-        reads_whole_or_part = layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads)
-        if reads_whole_or_part:
+    for reader in (*layers[:index], *layers[index + 1 :]):
+        if layer.returns in (reader.reads, 2 * reader.reads, 3 * reader.reads):
             return True
-        # It combines no vectors if a layer returns just the width that it reads.
-        if is_later and reader.reads not in returned_widths and reader.reads % layer.returns == 0:
+    for reader in layers[index + 1 :]:
+        if reader.reads and reader.reads not in returned_widths and reader.reads % layer.returns == 0:
             return True
     return False
 
@@ -276,38 +249,9 @@ def _leaves_of(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(recurse=False)}
 
 
-def _layers_of(model: nn.Module) -> Iterator[Layer]:
-    """Yield the layers and embeddings of a model in the order of definition, with the widths that they read and return.
-
-    >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4))
-    >>> [(layer.path, layer.reads, layer.returns) for layer in _layers_of(model)]
-    [('0', None, 8), ('1', 8, 4)]
-    """
-    for path, module in model.named_modules():
-        if widths := _widths_of(module):
-            reads, returns = widths
-            yield Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1)
-        elif is_embedding(type(module)):  # it reads indices, so that it has no width that it reads
-            width = getattr(module, "embedding_dim", None)
-            if isinstance(width, int):
-                yield Layer(path, None, width)
-
-
 def is_embedding(module: type) -> bool:
     """Return True for the class of an embedding, judged by its type or its name."""
     return issubclass(module, nn.Embedding | nn.EmbeddingBag) or class_name_fits(module, _EMBEDDING_CLASS)
-
-
-def _block_around(path: str, blocks: set[str]) -> str | None:
-    """Return the path of the outermost block around a module, since blocks may be nested; None outside all blocks.
-
-    >>> _block_around("stages.0.blocks.1.fc", {"stages.0", "stages.0.blocks.1"})
-    'stages.0'
-    """
-    for ancestor in _with_ancestors(path):
-        if ancestor in blocks:
-            return ancestor
-    return None
 
 
 def _widths_of(module: nn.Module) -> tuple[int, int] | None:
@@ -331,19 +275,19 @@ def _widths_of(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
+def _blocks_of(model: nn.Module, modules: _Modules) -> Iterator[str]:
     """Yield the paths of blocks, the repeated modules that are the body of a model.
 
     A block is a module of several layers in an ``nn.ModuleList``, in an ``nn.ModuleDict`` with numbers as keys (as in
     torchtitan), or one of several of the same class in an ``nn.Sequential``. Some models have a list of output heads,
-    too. These are no blocks: each is an ``nn.Sequential`` whose last layer returns a width that is not in
-    ``read_widths``, the widths that layers and norms of the model read.
+    too. These are no blocks: each is an ``nn.Sequential`` whose last layer returns a width that no layer or norm reads.
 
     >>> body = nn.ModuleList([nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))])
-    >>> heads = nn.ModuleList([nn.Sequential(nn.Linear(8, 5)), nn.Sequential(nn.Linear(8, 7))])
-    >>> list(_blocks_of(nn.ModuleDict({"body": body, "heads": heads}), read_widths={8}))
-    ['body.0', 'body.1']
+    >>> layers = [Layer("0.0", 8, 8), Layer("1.0", 8, 8)]
+    >>> list(_blocks_of(body, _Modules(layers, norms=[])))
+    ['0', '1']
     """
+    read_widths = {layer.reads for layer in (*modules.layers, *modules.norms)}
     for path, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) or _is_numbered_dict(module)
         if not is_list and not isinstance(module, nn.Sequential):
@@ -353,8 +297,10 @@ def _blocks_of(model: nn.Module, read_widths: set[int]) -> Iterator[str]:
         for name, child in children.items():
             # A list is written for repeated modules. An nn.Sequential may also be a chain of different parts.
             is_repeated = is_list or count_of_class[type(child)] > 1
-            if is_repeated and not _is_sequential_head(child, read_widths):
-                yield joined(path, name)
+            child_path = joined(path, name)
+            is_head = type(child) is nn.Sequential and _last_width(child_path, modules.layers) not in read_widths
+            if is_repeated and not is_head:
+                yield child_path
 
 
 def _is_numbered_dict(module: nn.Module) -> bool:
@@ -370,20 +316,14 @@ def _is_numbered_dict(module: nn.Module) -> bool:
     return all(map(str.isdigit, module))
 
 
-def _is_sequential_head(module: nn.Module, read_widths: set[int]) -> bool:
-    """Return True if no layer reads the features that the last layer of an ``nn.Sequential`` returns: it is a head.
+def _last_width(path: str, layers: Sequence[Layer]) -> int:
+    """Return the width that the last layer in a module returns, if its layers run in their order; 0 without layers.
 
-    For example, ``nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))``, if no layer of the model reads 5
-    features. ``read_widths`` are the widths that some layer or norm of the model reads.
+    >>> _last_width("heads.1", [Layer("heads.0.2", 8, 5), Layer("heads.1.0", 8, 8), Layer("heads.1.2", 8, 7)])
+    7
     """
-    if type(module) is not nn.Sequential:  # the last layer of another module may run at any time
-        return False
-    # The layers of a sequence run in their order, so that the last one returns what the sequence returns.
-    returned_width: int | None = None
-    for child in module.modules():
-        if layer_widths := _widths_of(child):
-            _, returned_width = layer_widths
-    return returned_width is not None and returned_width not in read_widths
+    widths = [layer.returns for layer in layers if layer.path.startswith(f"{path}.")]
+    return widths[-1] if widths else 0
 
 
 def _with_ancestors(path: str) -> Iterator[str]:
@@ -404,30 +344,22 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
     """Return the layers that read the raw input of a model, by path.
 
     Such a layer is outside all blocks, the repeated modules of the body, and reads features that no earlier layer
-    returns. A model may define it after its blocks, as the layer that reads the state of a robot next to images. There,
-    a layer that returns a width that no layer or norm reads is a head.
+    returns. A model may define it after its blocks, as the layer that reads the state of a robot next to images.
 
     >>> layers = [Layer("embed", 3, 8), Layer("h.0.fc", 8, 8, block="h.0"), Layer("state", 7, 8), Layer("head", 8, 5)]
-    >>> list(_inputs(_Modules(layers, norms=[], read_widths={3, 7, 8})))
+    >>> list(_inputs(_Modules(layers, norms=[])))
     ['embed', 'state']
     """
-    last_in_blocks = _last_in_blocks(modules.layers)
     part_counts = _read_in_parts(modules)
     inputs: dict[str, Layer] = {}
     earlier_widths: set[int] = set()  # that the layers before the current one return
-    for index, layer in enumerate(modules.layers):
-        may_be_head = index > last_in_blocks and layer.returns not in modules.read_widths
-        if layer.block is None and not may_be_head and _reads_raw_input(layer, earlier_widths):
+    for layer in modules.layers:
+        if layer.block is None and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
         earlier_widths.add(layer.returns)
         if layer.path in part_counts:  # a gated linear unit returns half as many features as its layer
             earlier_widths.add(layer.returns // part_counts[layer.path])
     return inputs
-
-
-def _last_in_blocks(layers: Sequence[Layer]) -> int:
-    """Return the index of the last layer in a block."""
-    return max(index for index, layer in enumerate(layers) if layer.block is not None)
 
 
 def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
@@ -440,7 +372,7 @@ def _reads_raw_input(layer: Layer, earlier_widths: Iterable[int]) -> bool:
     >>> _reads_raw_input(Layer("patch", 768, 64), [64]), _reads_raw_input(Layer("patch", 100, 64), [64])
     (False, True)
     """
-    if layer.reads is None or layer.reads == layer.returns:
+    if not layer.reads or layer.reads == layer.returns:
         return False
     for width in earlier_widths:
         # 768 = 12 x 64 may be 12 concatenated vectors, and 96 = 1.5 x 64 one and a half. 100 features cannot be.
@@ -457,79 +389,20 @@ def _widths_between_modules(modules: _Modules, inputs: Collection[str]) -> set[i
     64 -> 256 -> 64, 256 is an inner width: a layer outside that returns 256 features may still be an output head.
 
     >>> mlp = [Layer("h.0.up", 64, 256, block="h.0"), Layer("h.0.down", 256, 64, block="h.0")]
-    >>> _widths_between_modules(_Modules(mlp, norms=[], read_widths={64, 256}), inputs=[])
+    >>> _widths_between_modules(_Modules(mlp, norms=[]), inputs=[])
     {64}
 
     ``inputs`` are the paths of layers that read raw input. Their widths are left out, since a model of images may read
     and return the same number of raw features.
     """
     widths: set[int] = set()
-    returned_in_block: set[tuple[str, int]] = set()  # pairs such as ("h.0", 256), up to the current layer
-    for layer in modules.layers:
-        is_inner_width = (layer.block, layer.reads) in returned_in_block
-        if layer.reads is not None and layer.path not in inputs and not is_inner_width:
+    returned: set[tuple[str | None, int]] = set()  # pairs of block and width, such as ("h.0", 256)
+    for layer in (*modules.layers, *modules.norms):
+        is_inner_width = layer.block is not None and (layer.block, layer.reads) in returned
+        if layer.path not in inputs and not is_inner_width:
             widths.add(layer.reads)
-        if layer.block is not None:
-            returned_in_block.add((layer.block, layer.returns))  # in the end: a layer does not read its own outputs
-    # The pairs of all layers, since a norm may be defined before the layers whose outputs it reads.
-    for norm in modules.norms:
-        if (norm.block, norm.width) not in returned_in_block:
-            widths.add(norm.width)
+        returned.add((layer.block, layer.returns))  # in the end: a layer does not read its own outputs
     return widths
-
-
-def _returns_slices(reads: int, returns: int, block_counts: Iterable[int], widths_between: set[int]) -> bool:
-    """Return True if a layer returns one slice of features for each block: 48 -> 2 x 64, for 2 blocks that read 64.
-
-    Such a layer, for example the embedding of a condition, is no head. A layer 32 -> 2 x 64 = 4 x 32 returns a multiple
-    of its own width, as some heads do: its width is no evidence, so that the result is False.
-
-    >>> _returns_slices(48, 128, block_counts=[2], widths_between={64})
-    True
-    >>> _returns_slices(32, 128, block_counts=[2], widths_between={64})
-    False
-
-    Args:
-        reads: the width that the layer reads.
-        returns: the width that it returns.
-        block_counts: the number of blocks in each list of blocks.
-        widths_between: the widths of the vectors that pass between the modules of the model, without its raw inputs.
-    """
-    for count in block_counts:
-        width_of_slice = returns / count
-        if width_of_slice not in widths_between:  # also if the features do not divide by the number of blocks
-            continue
-        may_be_head = width_of_slice % reads == 0
-        if not may_be_head:
-            return True
-    return False
-
-
-def _candidates_for_heads(modules: _Modules, inputs: Collection[str]) -> Iterator[tuple[int, Layer]]:
-    """Yield the index and the layer for each layer of a model that may be an output head, judged by its width.
-
-    A head is outside all blocks (repeated modules), and no layer or norm reads the width that it returns, except within
-    a block. These are no heads:
-
-    - the first layers of the model; ``inputs`` has their paths;
-    - an embedding, which reads indices;
-    - a layer between others, which returns the width that it reads;
-    - a layer that returns a slice of features for each block, such as the embedding of a condition.
-
-    >>> layers = [Layer("embed", 3, 8), Layer("h.0.fc", 8, 8, block="h.0"), Layer("lm_head", 8, 100)]
-    >>> [layer.path for _, layer in _candidates_for_heads(_Modules(layers, norms=[], read_widths={3, 8}), ["embed"])]
-    ['lm_head']
-    """
-    widths_between_modules = _widths_between_modules(modules, inputs)
-    block_counts = _numbers_of_blocks(modules.layers)
-    for index, layer in enumerate(modules.layers):
-        if layer.block is not None or layer.path in inputs or layer.reads is None:
-            continue
-        is_between_others = layer.returns == layer.reads
-        if is_between_others or layer.returns in widths_between_modules:
-            continue
-        if not _returns_slices(layer.reads, layer.returns, block_counts, widths_between_modules):
-            yield index, layer
 
 
 def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer], set[str]]:
@@ -539,56 +412,40 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
     reads 100 features. Nor does one read the 16 of "pool", which could also be two vectors of 8 features, each read
     by itself:
 
-    >>> layers = [Layer("h.0.fc", 8, 8, block="h.0"), Layer("lm_head", 8, 100), Layer("pool.fc", 8, 16)]
-    >>> heads, possible_heads = _heads(_Modules(layers, norms=[], read_widths={8}), inputs=[])
+    >>> layers = [Layer("pool.fc", 8, 16), Layer("h.0.fc", 8, 8, block="h.0"), Layer("lm_head", 8, 100)]
+    >>> heads, possible_heads = _heads(_Modules(layers, norms=[]), inputs=[])
     >>> list(heads), possible_heads
     (['lm_head'], {'pool.fc'})
 
+    These are no heads: an embedding, an input, and a layer between others, which returns the width that it reads.
     ``inputs`` are the paths of the layers that read raw input.
     """
     layers = modules.layers
-    last_in_blocks = _last_in_blocks(layers)
+    last_in_blocks = max(index for index, layer in enumerate(layers) if layer.block is not None)
+    widths_between = _widths_between_modules(modules, inputs)
     heads: dict[str, Layer] = {}
     possible_heads: set[str] = set()
-    multiples_after_blocks: list[Layer] = []  # they return a multiple of the width that they read, as "pool.fc"
-    for index, layer in _candidates_for_heads(modules, inputs):
-        possible_heads.add(layer.path)
-        # A layer that returns several vectors, of which other layers read each, is no head.
-        later_layers = layers[index + 1 :]
-        if is_modulation(layer.path) or _is_read_in_part(layer, later_layers):
+    for index, layer in enumerate(layers):
+        is_outside = layer.block is None and layer.path not in inputs and layer.reads
+        if not is_outside or layer.returns == layer.reads or layer.returns in widths_between:
             continue
-        if not _returns_parts(layer):
+        # Before the blocks, a small multiple of its own width may be several vectors, each of which other layers read.
+        may_return_parts = index < last_in_blocks and _returns_parts(layer)
+        if may_return_parts or is_modulation(layer.path) or _is_read_in_part(layer, layers[index + 1 :]):
+            possible_heads.add(layer.path)
+        else:
             heads[layer.path] = layer
-        elif index > last_in_blocks:
-            multiples_after_blocks.append(layer)
-    # In one module with a head, such a layer is a head, too: the 4 x 64 logits of a policy, and the value of a critic.
-    modules_with_heads = {_module_around(path) for path in heads}
-    for layer in multiples_after_blocks:
-        if _module_around(layer.path) in modules_with_heads:
-            heads[layer.path] = layer
-    # The last layer may be a head in an nn.ModuleList.
-    if _may_be_head_in_block(layers[-1], modules.read_widths):
-        possible_heads.add(layers[-1].path)
-    return heads, possible_heads - heads.keys()
+    # The last layer may be a head in an nn.ModuleList, if no layer or norm reads its outputs.
+    last = layers[-1]
+    read_widths = {layer.reads for layer in (*layers, *modules.norms)}
+    if last.block is not None and last.reads and not _returns_parts(last) and last.returns not in read_widths:
+        possible_heads.add(last.path)
+    return heads, possible_heads
 
 
 def _module_around(path: str) -> str:
     """Return the path of the module that contains a layer, such as "blocks.0" for "blocks.0.fc"; "" is the model."""
     return path.rpartition(".")[0]
-
-
-def _numbers_of_blocks(layers: Sequence[Layer]) -> set[int]:
-    """Return the number of blocks in each list of at least two blocks.
-
-    >>> _numbers_of_blocks([Layer("h.0.fc", 8, 8, "h.0"), Layer("h.1.fc", 8, 8, "h.1")])
-    {2}
-    """
-    list_of_block: dict[str, str] = {}  # {"h.0": "h", "h.1": "h"}
-    for layer in layers:
-        if layer.block is not None:
-            list_of_block[layer.block] = _module_around(layer.block)
-    lengths = Counter(list_of_block.values()).values()
-    return {length for length in lengths if length > 1}
 
 
 def _returns_parts(layer: Layer) -> bool:
@@ -597,14 +454,12 @@ def _returns_parts(layer: Layer) -> bool:
     >>> _returns_parts(Layer("attn.qkv", 64, 192)), _returns_parts(Layer("head", 64, 1000))
     (True, False)
     """
-    if layer.reads is None:
-        return False
     # From twice its own width up to the largest number of parts that a layer is known to return.
-    multiples = {count * layer.reads for count in range(2, MOST_PARTS + 1)}
-    return layer.returns in multiples or is_modulation(layer.path)
+    is_multiple = layer.returns % layer.reads == 0 and 2 <= layer.returns // layer.reads <= MOST_PARTS
+    return is_multiple or is_modulation(layer.path)
 
 
-def _is_read_in_part(layer: Layer, later_layers: Sequence[Layer]) -> bool:
+def _is_read_in_part(layer: Layer, later_layers: Iterable[Layer]) -> bool:
     """Return True if a later layer in the same module reads a half of the features of a layer, or a concatenation.
 
     A layer that returns 64 features is read in part by one that reads 32, as in a gated MLP, or 128.
@@ -613,9 +468,19 @@ def _is_read_in_part(layer: Layer, later_layers: Sequence[Layer]) -> bool:
     True
     """
     widths = _widths_read_beside(layer, later_layers)
-    half = layer.returns / 2
-    width_with_another = layer.returns * 2  # concatenated with the outputs of another layer
-    return half in widths or width_with_another in widths
+    return not widths.isdisjoint({layer.returns / 2, layer.returns * 2})
+
+
+def _widths_read_beside(layer: Layer, later_layers: Iterable[Layer]) -> set[int]:
+    """Return the widths that later layers of the same module read; the model itself is not such a module.
+
+    >>> _widths_read_beside(Layer("mlp.fc1", 8, 64), [Layer("mlp.fc2", 32, 8), Layer("head", 8, 5)])
+    {32}
+    """
+    holder = _module_around(layer.path)
+    if not holder:  # all later layers are in the model, also those that have nothing to do with this one
+        return set()
+    return {later.reads for later in later_layers if later.path.startswith(f"{holder}.")}
 
 
 def _read_in_parts(modules: _Modules) -> dict[str, int]:
@@ -624,7 +489,7 @@ def _read_in_parts(modules: _Modules) -> dict[str, int]:
     In an MLP with a gate, ``fc1`` returns a gate and a value of 64 features each, and ``fc2`` reads their product:
 
     >>> mlp = [Layer("mlp.fc1", 8, 128), Layer("mlp.fc2", 64, 8)]
-    >>> _read_in_parts(_Modules(mlp, norms=[], read_widths={8, 64}))
+    >>> _read_in_parts(_Modules(mlp, norms=[]))
     {'mlp.fc1': 2}
 
     Such a layer returns more features than it reads, and a layer that may run after it reads a half, or else a third.
@@ -638,11 +503,11 @@ def _read_in_parts(modules: _Modules) -> dict[str, int]:
     for index, (layer, next_layer) in enumerate(pairwise(layers)):
         holder = _module_around(layer.path)
         first_layer = first_layer_in.setdefault(holder, layer)
-        returns_more = layer.reads is not None and layer.returns > layer.reads
+        returns_more = 0 < layer.reads < layer.returns
         if not returns_more or _is_read_whole(layer, widths_in[holder]):
             continue
         # The widths that layers read that may run after this one.
-        widths_after: set[int | None] = set(_widths_read_beside(layer, layers[index + 1 :]))
+        widths_after = _widths_read_beside(layer, layers[index + 1 :])
         widths_in_both = widths_in[_module_around_both(layer.path, next_layer.path)]
         if next_layer.block == layer.block and not _is_read_whole(layer, widths_in_both):
             widths_after.add(next_layer.reads)
@@ -684,52 +549,17 @@ def _widths_by_module(modules: _Modules) -> dict[str, set[int]]:
     """Return the widths that the layers and norms in each module read, by the path of the module; "" is the model.
 
     >>> mlp = [Layer("h.0.mlp.up", 8, 16), Layer("h.0.mlp.down", 16, 8), Layer("head", 8, 5)]
-    >>> widths = _widths_by_module(_Modules(mlp, norms=[], read_widths={8, 16}))
+    >>> widths = _widths_by_module(_Modules(mlp, norms=[]))
     >>> widths["h.0.mlp"], widths[""]
     ({8, 16}, {8, 16})
     """
     widths: dict[str, set[int]] = defaultdict(set)
-    for layer in modules.layers:
-        for path in _with_ancestors(_module_around(layer.path)):
-            # A convolution with groups, as between the two layers of a gated MLP, works on each vector by itself.
-            if layer.reads is not None and not layer.is_grouped:
-                widths[path].add(layer.reads)
-    for norm in modules.norms:
-        for path in _with_ancestors(_module_around(norm.path)):
-            widths[path].add(norm.width)
-    return widths
-
-
-def _widths_read_beside(layer: Layer, later_layers: Sequence[Layer]) -> set[int]:
-    """Return the widths that later layers of the same module read; the model itself is not such a module.
-
-    >>> _widths_read_beside(Layer("mlp.fc1", 8, 64), [Layer("mlp.fc2", 32, 8), Layer("head", 8, 5)])
-    {32}
-    """
-    holder = _module_around(layer.path)
-    if not holder:  # all later layers are in the model, also those that have nothing to do with this one
-        return set()
-    widths: set[int] = set()
-    for later in later_layers:
-        if later.reads and later.path.startswith(f"{holder}."):
-            widths.add(later.reads)
-    return widths
-
-
-def _norms_of(model: nn.Module) -> Iterator[Norm]:
-    """Yield the norms of a model, and other modules with vectors that belong to no layer.
-
-    A norm reads vectors of the width of its gain, its 1-D weight. A layer norm has two vectors, and is yielded twice:
-
-    >>> [(norm.path, norm.width) for norm in _norms_of(nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64)))]
-    [('1', 64), ('1', 64)]
-    """
-    for path, module in model.named_modules():
-        if _widths_of(module) is not None:  # a layer, whose vector is a bias
+    for layer in (*modules.layers, *modules.norms):
+        if layer.is_grouped:  # as between the two layers of a gated MLP, it works on each vector by itself
             continue
-        for param in module.parameters(recurse=False):
-            if param.ndim == 1:
-                yield Norm(path, param.shape[0])
+        for path in _with_ancestors(_module_around(layer.path)):
+            widths[path].add(layer.reads)
+    return widths
 
 
 def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
@@ -741,15 +571,12 @@ def _read_in_their_block(layers: Sequence[Layer]) -> frozenset[str]:
     >>> sorted(_read_in_their_block([Layer("h.0.q_head", 8, 64, "h.0"), Layer("h.0.out", 64, 8, "h.0")]))
     ['h.0.out', 'h.0.q_head']
     """
-    blocks_and_widths = [(layer.block, layer.reads) for layer in layers]
-    count_of_readers = Counter(blocks_and_widths)  # how many layers of a block read a width: {("h.0", 64): 1, ...}
+    count_of_readers = Counter((layer.block, layer.reads) for layer in layers)  # {("h.0", 64): 1, ...}
     read: set[str] = set()
     for layer in layers:
-        if layer.block is None:
-            continue
         other_readers = count_of_readers[layer.block, layer.returns]
         if layer.reads == layer.returns:
             other_readers -= 1  # without the layer itself
-        if other_readers > 0:
+        if layer.block is not None and other_readers > 0:
             read.add(layer.path)
     return frozenset(read)
