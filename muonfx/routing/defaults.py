@@ -41,7 +41,8 @@ def default_labels(
     6. fewer than two dimensions, or a bias by name: ``other``;
     7. a name that suggests an embedding, a token or position table, an output head, a MoE router, a gain, a norm, the
        convolution of raw input, or state-space rates and the maps to them (``x_proj``, ``dt_proj``): ``other``. A layer
-       in a block is no head if another layer of the block reads its outputs, as for ``q_head``;
+       in a block is no head if another layer of the block reads its outputs, as for ``q_head``, or inside a
+       ``diffusion_head``;
     8. a shape without a matrix to orthogonalize: ``other``. The parameter has a side of 1 after flattening to (first
        dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels. Or it is a
        matrix whose short side is at most 4 and whose long side is at least 32 times as long;

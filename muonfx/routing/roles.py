@@ -244,9 +244,8 @@ def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | N
             continue
         if rule is GATE and _is_in_gated_mlp(name, component, info.ndim, model.gated_mlps):
             continue
-        # A layer is hidden in spite of its name if another layer reads its outputs. A module around it may be a head.
-        is_read = module_path(full_name) in model.structure.read_in_their_block
-        if rule.role == "head" and is_read and component == name.layer:
+        # A layer is hidden in spite of its name, or of a module around it, if another layer of its block reads it.
+        if rule.role == "head" and module_path(full_name) in model.structure.read_in_their_block:
             continue
         return Decision(rule.role, f"name component {component!r}")
     return None

@@ -327,6 +327,13 @@ def test_a_sequential_of_sequentials_has_a_head():
     assert default_labels(model) == {"0.0.weight": "muon", "1.0.weight": "muon", "2.0.weight": "adamw"}
 
 
+def test_the_blocks_inside_a_head_are_hidden_and_its_other_layers_are_heads():
+    head = with_body(before={"noisy": lin(D, 24)}, after={"final": lin(24, D)})  # VibeVoice
+    labels = default_labels(with_body({"tokens": nn.Embedding(9, D)}, after={"diffusion_head": head}), roles=True)
+    names = ("blocks.0.up", "blocks.1.down", "noisy", "final")
+    assert [labels[f"diffusion_head.{name}.weight"] for name in names] == ["hidden", "hidden", "head", "head"]
+
+
 class Dense(nn.Module):
     """A layer with its activation."""
 
