@@ -44,8 +44,9 @@ def default_labels(
        in a block is no head if another layer of the block reads its outputs, as for ``q_head``, or inside a
        ``diffusion_head``;
     8. a shape without a matrix to orthogonalize: ``other``. The parameter has a side of 1 after flattening to (first
-       dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels. Or it is a
-       matrix whose short side is at most 4 and whose long side is at least 32 times as long;
+       dim, rest), or is a depthwise convolution, or a convolution with at most 3 input or output channels; outside all
+       blocks, with at most 4. Or it is a matrix whose short side is at most 4 and whose long side is at least 32 times
+       as long;
     9. the structure of the model: ``other``. The parameter is a table, which is a 2-D ``nn.Parameter`` that is not the
        weight of a layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Or it belongs to a layer of
        raw input, which is outside all blocks and reads features that no earlier layer returns. Or it belongs to a head,

@@ -323,11 +323,12 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
         return Decision("vector", "a side of 1: a vector")
     if info.ndim == 2:
         return _by_few_features(info.shape)
-    reads_gray_images = module_path(info.name) in model.structure.read_one_channel
+    layer = model.structure.without_groups.get(module_path(info.name))
     # A depthwise convolution reads one channel in each of its groups. One that reads gray images has this shape, too.
-    if info.shape[1] == 1 and not reads_gray_images:
+    if info.shape[1] == 1 and layer is None:
         return Decision("vector", "depthwise: one vector a channel")
-    return _by_few_channels(info, _IMAGE_CHANNELS)
+    is_outside_blocks = layer is not None and layer.block is None
+    return _by_few_channels(info, _FEW_FEATURES if is_outside_blocks else _IMAGE_CHANNELS)
 
 
 def _by_few_features(shape: tuple[int, ...]) -> Decision | None:

@@ -72,8 +72,8 @@ class Structure(NamedTuple):
     """The paths of layers that may be heads: the widths alone do not show whether they are heads or hidden."""
     read_in_parts: Mapping[str, int] = {}
     """The number of vectors that a layer returns, 2 or 3, for the path of each layer that is read in parts."""
-    read_one_channel: frozenset[str] = frozenset()
-    """The paths of layers that read one channel. Their kernels have the shape of a depthwise convolution's."""
+    without_groups: Mapping[str, Layer] = {}
+    """The layers without groups by path: the shape of a convolution shows how many channels it reads."""
 
 
 def structure_of(model: object) -> Structure:
@@ -100,7 +100,6 @@ def structure_of(model: object) -> Structure:
         inputs = {}
         heads = {}
         possible_heads = _possible_heads_without_blocks(modules)
-    read_one_channel = {layer.path for layer in layers if layer.reads == 1 and not layer.is_grouped}
     return Structure(
         held_by_no_layer=frozenset(_held_by_no_layer(model)),
         inputs=inputs,
@@ -108,7 +107,7 @@ def structure_of(model: object) -> Structure:
         read_in_their_block=_read_in_their_block(layers),
         possible_heads=frozenset(possible_heads),
         read_in_parts=_read_in_parts(modules),
-        read_one_channel=frozenset(read_one_channel),
+        without_groups={layer.path: layer for layer in layers if not layer.is_grouped},
     )
 
 

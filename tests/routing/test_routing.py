@@ -695,7 +695,9 @@ def test_the_report_has_a_line_for_every_parameter_and_totals():
     assert str(describe(iter(named.items()))) == str(describe(default_labels(named), named))
 
 
-@pytest.mark.parametrize(("name", "channels", "label"), [("0", 3, "adamw"), ("0", 4, "muon"), ("stem", 4, "adamw")])
+@pytest.mark.parametrize(
+    ("name", "channels", "label"), [("0", 3, "adamw"), ("0", 4, "adamw"), ("0", 12, "muon"), ("stem", 12, "adamw")]
+)
 def test_the_convolution_of_an_image_is_found_by_its_channels_or_its_name(name: str, channels: int, label: str):
     layers = OrderedDict({name: nn.Conv2d(channels, 32, 8), "1": nn.Conv2d(32, 64, 4)})
     model = nn.ModuleDict({"network": nn.Sequential(layers)}) if name == "0" else nn.Sequential(layers)
