@@ -28,8 +28,7 @@ def fused_layer(name: str, holder: nn.Module | None) -> Fused | None:
     holder_class = written_type(holder)
     for fused in FUSED:
         is_of_package = holder_class.__module__.startswith(fused.package)
-        # The entry has regular expressions for the name of the layer and for the class around it.
-        has_names = re.fullmatch(fused.layer, name) and re.fullmatch(fused.holder, holder_class.__name__)
+        has_names = re.fullmatch(fused.layer, f"{holder_class.__name__}:{name}")  # such as "GPT2Attention:c_attn"
         if is_of_package and has_names and _has_attributes(holder, fused):
             return fused
     return None
@@ -54,7 +53,7 @@ def split_pattern(fused: Fused, stored: str, holder: nn.Module | None, rows: int
         holder: the module around the layer, which has the sizes of unequal matrices as attributes.
         rows: the number of rows of the parameter.
 
-    >>> split_pattern(Fused("qkv", "Attention", "query, key, value"), "{out} in -> {out} in", None, 24)
+    >>> split_pattern(Fused("Attention:qkv", "query, key, value"), "{out} in -> {out} in", None, 24)
     '(part=3 out) in -> part out in'
     """
     if fused.pattern is not None:  # the rows of the matrices alternate: "(heads={num_heads} part=3 dim) -> ..."

@@ -19,9 +19,8 @@ class Fused:
     """
 
     layer: str
-    """A regular expression for the name of the layer, or of the parameter, in the module that holds it."""
-    holder: str
-    """A regular expression for the class of that module."""
+    """A regular expression for the class of the module that holds the layer, and the name of the layer in this module,
+    such as "GPT2Attention:c_attn". The name may also be of a parameter."""
     parts: str
     """The names of the matrices, separated by commas."""
     _: KW_ONLY
@@ -57,7 +56,6 @@ class Stored:
 
 
 _QKV = "query, key, value"
-_ANY = r".*"
 _LATENT = "(heads={%s} (key={qk_nope_head_dim} + value={v_head_dim})) -> (heads key), (heads value)"
 _FOCAL = "(query={dim} + context={dim} + gates) -> query, context, gates"
 _BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
@@ -65,219 +63,210 @@ _BY_HEAD = "(heads={%s} part=3 dim) -> part (heads dim)"
 # 1.0, diffusers 0.42 and torchtitan 0.3.0. Each applies to classes of its package only: a class of this name elsewhere
 # may differ.
 FUSED = (
-    Fused("c_attn", "GPTBigCodeAttention", _QKV, sizes=("embed_dim", "kv_dim", "kv_dim"), requires="multi_query"),
-    Fused("c_attn", "GPTBigCodeAttention", _QKV, pattern=_BY_HEAD % "num_heads", excludes="is_cross_attention"),
+    Fused("GPTBigCodeAttention:c_attn", _QKV, sizes=("embed_dim", "kv_dim", "kv_dim"), requires="multi_query"),
+    Fused("GPTBigCodeAttention:c_attn", _QKV, pattern=_BY_HEAD % "num_heads", excludes="is_cross_attention"),
     Fused(
-        "c_attn",
-        "(GPT2|DecisionTransformerGPT2|ImageGPT)Attention",
+        "(GPT2|DecisionTransformerGPT2|ImageGPT)Attention:c_attn",
         "key, value",
         requires="is_cross_attention",
     ),
-    Fused("c_attn", "(GPT2|DecisionTransformerGPT2|ImageGPT)?Attention", _QKV),
+    Fused("(GPT2|DecisionTransformerGPT2|ImageGPT)?Attention:c_attn", _QKV),
     Fused(
-        "qkv_proj",
-        "(Phi3|Phi4Multimodal)Attention",
+        "(Phi3|Phi4Multimodal)Attention:qkv_proj",
         _QKV,
         sizes=("config.num_attention_heads*head_dim", "num_key_value_heads*head_dim", "num_key_value_heads*head_dim"),
     ),
     # Four groups of query, value and key, in this order, were the cores of a TPU.
-    Fused("qkv_proj", "CodeGenAttention", "query, value, key", pattern="(cores=4 part=3 dim) -> part (cores dim)"),
-    Fused("qkv_proj", "MiniMaxLightningAttention", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
-    Fused("Wqkv", "DbrxAttention", _QKV, sizes=("hidden_size", *("num_key_value_heads*head_dim",) * 2)),
-    Fused("Wqkv", "(ModernBertAttention|MptAttention)", _QKV),
-    Fused("att_proj", "Bark.*Attention", _QKV),
-    Fused("qkv", "Exaone4_5_VisionAttention", _QKV, sizes=("q_dim", "kv_dim", "kv_dim")),
-    Fused("qkv", ".*(Vision|Blip|Mgpstr|PPOCR|Sam|Hiera|SegGpt|Timesformer|VitDet).*Attention", _QKV),
+    Fused("CodeGenAttention:qkv_proj", "query, value, key", pattern="(cores=4 part=3 dim) -> part (cores dim)"),
+    Fused("MiniMaxLightningAttention:qkv_proj", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
+    Fused("DbrxAttention:Wqkv", _QKV, sizes=("hidden_size", *("num_key_value_heads*head_dim",) * 2)),
+    Fused("(ModernBertAttention|MptAttention):Wqkv", _QKV),
+    Fused("Bark.*Attention:att_proj", _QKV),
+    Fused("Exaone4_5_VisionAttention:qkv", _QKV, sizes=("q_dim", "kv_dim", "kv_dim")),
+    Fused(".*(Vision|Blip|Mgpstr|PPOCR|Sam|Hiera|SegGpt|Timesformer|VitDet).*Attention:qkv", _QKV),
     Fused(
-        "query_key_value",
-        "Falcon.*Attention",
+        "Falcon.*Attention:query_key_value",
         _QKV,
         pattern="(groups={num_kv_heads} (query={num_heads//num_kv_heads} + key=1 + value=1) dim) "
         "-> (groups query dim), (groups key dim), (groups value dim)",
         requires="new_decoder_architecture",
     ),
     Fused(
-        "query_key_value",
-        "Falcon.*Attention",
+        "Falcon.*Attention:query_key_value",
         _QKV,
         sizes=("num_heads*head_dim", "head_dim", "head_dim"),
         requires="multi_query",
     ),
-    Fused("query_key_value", "GPTNeoXAttention", _QKV, pattern=_BY_HEAD % "config.num_attention_heads"),
-    Fused("query_key_value", "GPTNeoXJapaneseAttention", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
-    Fused("query_key_value", "(Bloom|Persimmon|Falcon).*Attention", _QKV, pattern=_BY_HEAD % "num_heads"),
+    Fused("GPTNeoXAttention:query_key_value", _QKV, pattern=_BY_HEAD % "config.num_attention_heads"),
+    Fused("GPTNeoXJapaneseAttention:query_key_value", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
+    Fused("(Bloom|Persimmon|Falcon).*Attention:query_key_value", _QKV, pattern=_BY_HEAD % "num_heads"),
     Fused(
-        "q_proj",
-        "Qwen(3Next|3_5|3_5Moe|4ExpText)Attention",
+        "Qwen(3Next|3_5|3_5Moe|4ExpText)Attention:q_proj",
         "query, gate",
         pattern="(heads={config.num_attention_heads} (query={head_dim} + gate={head_dim})) "
         "-> (heads query), (heads gate)",
     ),
     Fused(
-        "q_gate_proj",
-        "AXK2Attention",
+        "AXK2Attention:q_gate_proj",
         "query, gate",
         pattern="(heads={num_heads} (query={qk_head_dim} + gate={v_head_dim})) -> (heads query), (heads gate)",
     ),
     Fused(
-        "queries_keys_values",
-        "LevitAttention",
+        "LevitAttention:queries_keys_values",
         _QKV,
         pattern="(heads={num_attention_heads} (query={key_dim} + key={key_dim} + value)) "
         "-> (heads query), (heads key), (heads value)",
     ),
     Fused(
-        "keys_values",
-        "LevitAttentionSubsample",
+        "LevitAttentionSubsample:keys_values",
         "key, value",
         pattern="(heads={num_attention_heads} (key={key_dim} + value)) -> (heads key), (heads value)",
     ),
-    Fused("dense", "PPDocLayout.*GlobalPointer", "query, key"),
-    Fused("qkv_opreact", "xLSTMLayer", "query, key, value, gate", sizes=("qk_dim", "qk_dim", "v_dim", "v_dim")),
-    Fused("ifgate_preact", "xLSTMLayer", "input gate, forget gate"),
-    Fused("proj_up_gate_z", "xLSTMFeedForward", "gate, value"),
-    Fused("in_proj_qkv", ".*GatedDeltaNet", _QKV, sizes=("key_dim", "key_dim", "value_dim")),
+    Fused("PPDocLayout.*GlobalPointer:dense", "query, key"),
+    Fused("xLSTMLayer:qkv_opreact", "query, key, value, gate", sizes=("qk_dim", "qk_dim", "v_dim", "v_dim")),
+    Fused("xLSTMLayer:ifgate_preact", "input gate, forget gate"),
     Fused(
-        "in_proj_qkvz",
-        ".*GatedDeltaNet",
+        "xLSTMFeedForward:proj_up_gate_z|(Moshi|KyutaiSpeechToText)GatingMLP:fc1",
+        "gate, value",
+    ),
+    Fused(".*GatedDeltaNet:in_proj_qkv", _QKV, sizes=("key_dim", "key_dim", "value_dim")),
+    Fused(
+        ".*GatedDeltaNet:in_proj_qkvz",
         "query, key, value, gate",
         pattern="(heads={num_k_heads} (query={head_k_dim} + key={head_k_dim} + value={value_dim//num_k_heads} + "
         "gate={value_dim//num_k_heads})) -> (heads query), (heads key), (heads value), (heads gate)",
     ),
-    Fused("in_proj_ba", ".*GatedDeltaNet", "b, a", pattern="(heads={num_k_heads} part=2 dim) -> part (heads dim)"),
-    Fused("kv_proj", "JetMoeAttention", "key, value"),
-    Fused("kv_proj", "DeepseekV4(Attention|HCACompressor)", "shared by key and value", count=1),
-    Fused("(kv|gate)_proj", "DeepseekV4(CSACompressor|Indexer)", "previous window, current window"),
-    Fused("to_kv", _ANY, "key, value"),
-    Fused("kv_a_proj_with_mqa", _ANY, "latent, rotary", sizes=("kv_lora_rank", "qk_rope_head_dim")),
-    Fused("kv_b_proj", _ANY, "key, value", pattern=_LATENT % "num_heads"),
-    Fused("in_proj", "(Mamba|FalconMamba|JambaMamba)Mixer", "state, gate"),
-    Fused("in_proj", "ZambaMambaMixer", "state, gate", pattern="(dim part=2) -> part dim"),
+    Fused(".*GatedDeltaNet:in_proj_ba", "b, a", pattern="(heads={num_k_heads} part=2 dim) -> part (heads dim)"),
     Fused(
-        "in_proj",
-        "(Mamba2|Bamba|FalconH1|NemotronHMamba2|GraniteMoeHybridMamba|Zamba2Mamba)(Mixer|Layer)",
+        "JetMoeAttention:kv_proj|.*:to_kv",
+        "key, value",
+    ),
+    Fused("DeepseekV4(Attention|HCACompressor):kv_proj", "shared by key and value", count=1),
+    Fused("DeepseekV4(CSACompressor|Indexer):(kv|gate)_proj", "previous window, current window"),
+    Fused(".*:kv_a_proj_with_mqa", "latent, rotary", sizes=("kv_lora_rank", "qk_rope_head_dim")),
+    Fused(".*:kv_b_proj", "key, value", pattern=_LATENT % "num_heads"),
+    Fused("(Mamba|FalconMamba|JambaMamba)Mixer:in_proj", "state, gate"),
+    Fused("ZambaMambaMixer:in_proj", "state, gate", pattern="(dim part=2) -> part dim"),
+    Fused(
+        "(Mamba2|Bamba|FalconH1|NemotronHMamba2|GraniteMoeHybridMamba|Zamba2Mamba)(Mixer|Layer):in_proj",
         "gate, state, B, C, dt",
         sizes=(*("intermediate_size",) * 2, *("n_groups*ssm_state_size",) * 2, "num_heads"),
     ),
-    Fused("in_proj", "Lfm[23].*ShortConv", "B, C, state"),
-    Fused("in_proj", "DisentangledSelfAttention", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
-    Fused("[wv][12]", "DbrxExpertGLU", "one matrix an expert", pattern="(part={moe_num_experts} out) -> part out"),
+    Fused("Lfm[23].*ShortConv:in_proj", "B, C, state"),
+    Fused("DisentangledSelfAttention:in_proj", _QKV, pattern=_BY_HEAD % "num_attention_heads"),
+    Fused("DbrxExpertGLU:[wv][12]", "one matrix an expert", pattern="(part={moe_num_experts} out) -> part out"),
+    Fused("DeepseekV4Attention:o_a_proj", "one matrix a group", pattern="(part={o_a_proj.n_groups} out) -> part out"),
+    Fused("GptOssExperts:gate_up_proj", "gate, up", pattern="(dim part=2) -> part dim"),
     Fused(
-        "o_a_proj", "DeepseekV4Attention", "one matrix a group", pattern="(part={o_a_proj.n_groups} out) -> part out"
+        ".*:gate_up_proj|(Granite|JetMoe).*(MLP|MoE):input_linear",
+        "gate, up",
     ),
-    Fused("gate_up_proj", "GptOssExperts", "gate, up", pattern="(dim part=2) -> part dim"),
-    Fused("gate_up_proj", _ANY, "gate, up"),
-    Fused("input_linear", "(Granite|JetMoe).*(MLP|MoE)", "gate, up"),
-    Fused("Wi", "ModernBert.*MLP", "value, gate"),
-    Fused("fc1", "Moonshine.*DecoderMLP", "value, gate"),
-    Fused("fc1", "(Moshi|KyutaiSpeechToText)GatingMLP", "gate, value"),
-    Fused("linear_1", "Cohere2VisionMultiModalProjector", "value, gate"),
-    Fused("linear_start", "Gemma.*LightConv1d", "value, gate"),
-    Fused("ext_pw_conv_1d", "Phi4MultimodalAudioGluPointWiseConv", "value, gate"),
-    Fused("proj", "ClvpGatedLinearUnit", "value, gate"),
-    Fused("pointwise_(conv|lin)1", ".*ConvolutionModule", "value, gate"),
-    Fused("up_conv", "GraniteSpeech.*ConvModule", "value, gate"),
-    Fused("((residual|self_attn)_)?conv", ".*AdapterLayer", "value, gate"),
-    Fused("conv_layers", "Conv1dSubsampler", "value, gate"),
-    Fused("linear", "Qwen2_5_OmniAdaLayerNormZero", "six modulations", count=6),
-    Fused("linear", "Qwen2_5_OmniAdaLayerNormZero_Final", "scale, shift"),
-    Fused("adaln_linear", "EsmFold2AtomLayer", "six modulations", count=6),
-    Fused("conv_proj|project", "Vits(PosteriorEncoder|TextEncoder)", "mean, log variance"),
-    Fused("projection_in", "FocalNetModulation", "query, context, gates", pattern=_FOCAL),
-    # timm: query, key and value one after another, or head by head.
-    Fused("qkv", _ANY, _QKV, pattern=_BY_HEAD % "num_heads", requires="head_first", package="timm."),
     Fused(
-        "qkv",
-        "Attention(Downsample)?",
+        "ModernBert.*MLP:Wi|"
+        "Moonshine.*DecoderMLP:fc1|"
+        "Cohere2VisionMultiModalProjector:linear_1|"
+        "Gemma.*LightConv1d:linear_start|"
+        "Phi4MultimodalAudioGluPointWiseConv:ext_pw_conv_1d|"
+        "ClvpGatedLinearUnit:proj|"
+        ".*ConvolutionModule:pointwise_(conv|lin)1|"
+        "GraniteSpeech.*ConvModule:up_conv|"
+        ".*AdapterLayer:((residual|self_attn)_)?conv|"
+        "Conv1dSubsampler:conv_layers",
+        "value, gate",
+    ),
+    Fused("Qwen2_5_OmniAdaLayerNormZero:linear", "six modulations", count=6),
+    Fused("Qwen2_5_OmniAdaLayerNormZero_Final:linear", "scale, shift"),
+    Fused("EsmFold2AtomLayer:adaln_linear", "six modulations", count=6),
+    Fused("Vits(PosteriorEncoder|TextEncoder):(conv_proj|project)", "mean, log variance"),
+    Fused("FocalNetModulation:projection_in", "query, context, gates", pattern=_FOCAL),
+    # timm: query, key and value one after another, or head by head.
+    Fused(".*:qkv", _QKV, pattern=_BY_HEAD % "num_heads", requires="head_first", package="timm."),
+    Fused(
+        "Attention(Downsample)?:qkv",
         _QKV,
         pattern="(heads={num_heads} (query={key_dim} + key={key_dim} + value={val_dim})) "
         "-> (heads query), (heads key), (heads value)",
         requires="key_dim",
         package="timm.",
     ),
-    Fused("qkv", "WindowAttentionGlobal", "key, value", requires="use_global", package="timm."),
+    Fused("WindowAttentionGlobal:qkv", "key, value", requires="use_global", package="timm."),
     Fused(
-        "qkv",
-        "(Mask|Eva|Window|WindowMultiHead|MultiScale|MaskUnit|RelPos|Channel|Diff)?Attention(V2|2d|Cl|Rope|Global)?|XCA|MHSA"
-        "|TalkingHeadAttn|CrossCovarianceAttn|LocallyGroupedAttn|FactorAttnConvRelPosEnc|(Rot)?AttentionPool2d",
+        "((Mask|Eva|Window|WindowMultiHead|MultiScale|MaskUnit|RelPos|Channel|Diff)?Attention(V2|2d|Cl|Rope|Global)?|"
+        "XCA|MHSA|TalkingHeadAttn|CrossCovarianceAttn|LocallyGroupedAttn|FactorAttnConvRelPosEnc|(Rot)?AttentionPool2d):qkv",
         _QKV,
         package="timm.",
     ),
-    Fused("qkv", "BottleneckAttn", _QKV, sizes=("dim_out_qk", "dim_out_qk", "dim_out_v"), package="timm."),
-    Fused("qkv", "LambdaLayer", _QKV, sizes=("num_heads*dim_qk", "dim_qk", "dim_v"), package="timm."),
-    Fused("qkv", "LiteMLA", _QKV, pattern="(heads part=3 dim={dim}) -> part (heads dim)", package="timm."),
+    Fused("BottleneckAttn:qkv", _QKV, sizes=("dim_out_qk", "dim_out_qk", "dim_out_v"), package="timm."),
+    Fused("LambdaLayer:qkv", _QKV, sizes=("num_heads*dim_qk", "dim_qk", "dim_v"), package="timm."),
+    Fused("LiteMLA:qkv", _QKV, pattern="(heads part=3 dim={dim}) -> part (heads dim)", package="timm."),
     Fused(
-        "qkv_proj",
-        "LinearSelfAttention",
+        "LinearSelfAttention:qkv_proj",
         _QKV,
         pattern="(query=1 + key={embed_dim} + value={embed_dim}) -> query, key, value",
         package="timm.",
     ),
-    Fused("pwise", "ConvAttention", _QKV, pattern=_BY_HEAD % "num_heads", package="timm."),
-    Fused("qk", "Attention|GPSA", "query, key", package="timm."),
+    Fused("ConvAttention:pwise", _QKV, pattern=_BY_HEAD % "num_heads", package="timm."),
+    Fused("(Attention|GPSA):qk", "query, key", package="timm."),
     Fused(
-        "kv",
-        "HaloAttn",
+        "HaloAttn:kv",
         "key, value",
         pattern="(heads={num_heads} (key={dim_head_qk} + value={dim_head_v})) -> (heads key), (heads value)",
         package="timm.",
     ),
     Fused(
-        "kv",
-        "AttentionDownsample",
+        "AttentionDownsample:kv",
         "key, value",
         pattern="(heads={num_heads} (key={key_dim} + value={val_dim})) -> (heads key), (heads value)",
         package="timm.",
     ),
-    Fused("kv", "(Class|GlobalSubSample)?Att(entio)?n(PoolLatent)?", "key, value", package="timm."),
-    Fused("fc1", "GluMlp", "value, gate", package="timm."),
-    Fused("fc1", "GatedConvBlock", "gate, value", package="timm."),
+    Fused("(Class|GlobalSubSample)?Att(entio)?n(PoolLatent)?:kv", "key, value", package="timm."),
     Fused(
-        "fc_select",
-        "SelectiveKernelAttn",
+        "GluMlp:fc1|SHMA:v_gate",
+        "value, gate",
+        package="timm.",
+    ),
+    Fused("GatedConvBlock:fc1", "gate, value", package="timm."),
+    Fused(
+        "SelectiveKernelAttn:fc_select",
         "one matrix a path",
         pattern="(part={num_paths} out) -> part out",
         package="timm.",
     ),
-    Fused("hz_proj", "HSMSSD", "state, gate", package="timm."),
-    Fused("BCdt_proj", "HSMSSD", "B, C, dt", package="timm."),
-    Fused("v_gate", "SHMA", "value, gate", package="timm."),
+    Fused("HSMSSD:hz_proj", "state, gate", package="timm."),
+    Fused("HSMSSD:BCdt_proj", "B, C, dt", package="timm."),
     Fused(
-        "in_proj",
-        "(Diff)?ParallelScalingBlock",
+        "(Diff)?ParallelScalingBlock:in_proj",
         "mlp, query, key, value",
         pattern="(mlp + query={in_proj.in_features} + key={in_proj.in_features} + value={in_proj.in_features}) "
         "-> mlp, query, key, value",
         package="timm.",
     ),
-    Fused("f", "FocalModulation", "query, context, gates", pattern=_FOCAL, package="timm."),
-    Fused("proj", "GEGLU|SwiGLU", "value, gate", package="diffusers."),
+    Fused("FocalModulation:f", "query, context, gates", pattern=_FOCAL, package="timm."),
+    Fused("(GEGLU|SwiGLU):proj", "value, gate", package="diffusers."),
     # diffusers: scales, shifts and gates of norms, in equal parts.
-    Fused("linear", "SD35AdaLayerNormZeroX", "nine modulations", count=9, package="diffusers."),
-    Fused("linear", "AdaLayerNormZeroSingle", "three modulations", count=3, package="diffusers."),
-    Fused("linear", "LuminaRMSNormZero", "four modulations", count=4, package="diffusers."),
+    Fused("SD35AdaLayerNormZeroX:linear", "nine modulations", count=9, package="diffusers."),
+    Fused("AdaLayerNormZeroSingle:linear", "three modulations", count=3, package="diffusers."),
+    Fused("LuminaRMSNormZero:linear", "four modulations", count=4, package="diffusers."),
     Fused(
-        "linear", "(AdaLayerNorm(Zero|Single)|CogVideoXLayerNormZero)", "six modulations", count=6, package="diffusers."
+        "(AdaLayerNorm(Zero|Single)|CogVideoXLayerNormZero):linear", "six modulations", count=6, package="diffusers."
     ),
-    Fused("linear", "(AdaLayerNorm(Continuous)?|AdaGroupNorm)", "scale, shift", package="diffusers."),
-    Fused("proj_out_1", "(DiT)?Transformer2DModel", "shift, scale", package="diffusers."),
+    Fused("(AdaLayerNorm(Continuous)?|AdaGroupNorm):linear", "scale, shift", package="diffusers."),
+    Fused("(DiT)?Transformer2DModel:proj_out_1", "shift, scale", package="diffusers."),
     Fused(
-        "wqkv",
-        "FusedQKVLinear",
+        "FusedQKVLinear:wqkv",
         _QKV,
         pattern="(groups (query={heads_per_kv} + key=1 + value=1) dim={head_dim}) "
         "-> (groups query dim), (groups key dim), (groups value dim)",
         package="torchtitan.",
     ),
-    Fused("wkv_a", "Attention", "latent, rotary", sizes=("kv_lora_rank", "qk_rope_head_dim"), package="torchtitan."),
-    Fused("wkv_b", "Attention", "key, value", pattern=_LATENT % "n_heads", package="torchtitan."),
+    Fused("Attention:wkv_a", "latent, rotary", sizes=("kv_lora_rank", "qk_rope_head_dim"), package="torchtitan."),
+    Fused("Attention:wkv_b", "key, value", pattern=_LATENT % "n_heads", package="torchtitan."),
     Fused(
-        "mlp1_weight_EGD", "GptOssGroupedExperts", "gate, up", pattern="(dim part=2) -> part dim", package="torchtitan."
+        "GptOssGroupedExperts:mlp1_weight_EGD", "gate, up", pattern="(dim part=2) -> part dim", package="torchtitan."
     ),
-    Fused("qkv", "SelfAttention", _QKV, package="torchtitan."),
+    Fused("SelfAttention:qkv", _QKV, package="torchtitan."),
     Fused(
-        "linear1",
-        "SingleStreamBlock",
+        "SingleStreamBlock:linear1",
         "query, key, value, mlp",
         sizes=("hidden_size", "hidden_size", "hidden_size", "mlp_hidden_dim"),
         package="torchtitan.",

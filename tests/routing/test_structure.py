@@ -885,8 +885,48 @@ def test_fused_layers_of_known_packages_are_split_as_their_code_does(layer, name
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_shared_key_and_value_of_deepseek_v4_are_one_matrix():
-    layer = of_package("transformers.models.deepseek_v4", "DeepseekV4Attention", kv_proj=lin(2 * D, D))
+@pytest.mark.parametrize(
+    ("package", "holder", "name", "parts"),
+    [
+        ("transformers.models.x", "PPDocLayoutV2GlobalPointer", "dense", 2),
+        ("transformers.models.x", "xLSTMLayer", "ifgate_preact", 2),
+        ("transformers.models.x", "xLSTMFeedForward", "proj_up_gate_z", 2),
+        ("transformers.models.x", "Qwen2_5_OmniAdaLayerNormZero", "linear", 6),
+        ("transformers.models.x", "Qwen2_5_OmniAdaLayerNormZero_Final", "linear", 2),
+        ("transformers.models.x", "EsmFold2AtomLayer", "adaln_linear", 6),
+        ("transformers.models.x", "VitsPosteriorEncoder", "conv_proj", 2),
+        ("transformers.models.x", "VitsTextEncoder", "project", 2),
+        ("transformers.models.x", "ParakeetEncoderConvolutionModule", "pointwise_lin1", 2),
+        ("timm.models.x", "GatedConvBlock", "fc1", 2),
+        ("timm.models.x", "HSMSSD", "hz_proj", 2),
+        ("timm.models.x", "HSMSSD", "BCdt_proj", 3),
+        ("timm.models.x", "SHMA", "v_gate", 2),
+        ("torchtitan.models.x", "SelfAttention", "qkv", 3),
+    ],
+)
+def test_fused_layers_of_equal_parts_are_split_as_their_code_does(package, holder, name, parts):
+    layer = of_package(package, holder, **{name: lin(parts * D, D)})
+    model = nn.ModuleList([build({"layer": layer, "proj": lin(D, D)})])
+    assert default_labels(model).views[f"0.layer.{name}.weight"].pattern == f"(part={parts} out) in -> part out in"
+
+
+def test_the_modulation_of_focalnet_in_transformers_is_split_as_its_code_does():
+    layer = of_package("transformers.models.x", "FocalNetModulation", projection_in=lin(2 * D + 3, D), dim=D)
+    pattern = default_labels(nn.ModuleList([layer])).views["0.projection_in.weight"].pattern
+    assert pattern == "(query=16 + context=16 + gates) in -> query in, context in, gates in"
+
+
+def test_the_interleaved_experts_of_gpt_oss_in_torchtitan_are_split_as_their_code_does():
+    stack = nn.Parameter(torch.zeros(4, 2 * D, D))
+    layer = of_package("torchtitan.models.x", "GptOssGroupedExperts", mlp1_weight_EGD=stack)
+    pattern = default_labels(nn.ModuleList([layer])).views["0.mlp1_weight_EGD"].pattern
+    assert pattern == "... (dim part=2) in -> ... part dim in"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("holder", ["DeepseekV4Attention", "DeepseekV4HCACompressor"])
+def test_the_shared_key_and_value_of_deepseek_v4_are_one_matrix(holder):
+    layer = of_package("transformers.models.deepseek_v4", holder, kv_proj=lin(2 * D, D))
     model = nn.ModuleList([build({"attn": layer, "proj": lin(D, D)})])
     labels = default_labels(model)
     assert labels.reason("0.attn.kv_proj.weight") == "hidden matrix (2-D); shared by key and value"
