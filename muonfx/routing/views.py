@@ -218,15 +218,7 @@ def _likely_stack(param: _Param) -> str:
     and the value of a "w13" of shape (8, 96, 32), it has the pattern "... (part=2 out) in -> ... part out in".
     """
     stored = _order_of_stack(param)  # (out, in) or (in, out)
-    part_names = _names_of_parts(param.layers)  # ("q", "k", "v") for "qkv"
-    if part_names is None:  # the name suggests nothing, but the widths of other stacks may
-        return split_of_stack(param.info, stored, param.shapes) or whole(stored)
-    count = len(part_names)
-    is_split_already = param.info.shape[0] == count  # a "qkv" of shape (3, 32, 32): one matrix each for q, k and v
-    has_equal_parts = number_of_rows(stored, param.info.shape) % count == 0
-    if has_equal_parts and not is_split_already:
-        return in_equal_parts(stored, count)
-    return whole(stored)
+    return _split_by_name(param, stored) or split_of_stack(param.info, stored, param.shapes) or whole(stored)
 
 
 def _order_of_stack(param: _Param) -> str:
@@ -245,6 +237,8 @@ def _split_by_name(param: _Param, stored: str) -> str | None:
     """
     part_names = _names_of_parts(param.layers)  # ("q", "k", "v") for "qkv"
     if part_names is None:
+        return None
+    if param.info.ndim > 2 and len(part_names) == param.info.shape[0]:  # one matrix each for q, k and v: (3, 32, 32)
         return None
     has_equal_parts = number_of_rows(stored, param.info.shape) % len(part_names) == 0
     if has_equal_parts:
