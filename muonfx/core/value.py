@@ -17,7 +17,7 @@ import functools
 import hashlib
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast
 
@@ -603,7 +603,7 @@ class Recorded:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the arguments, not the functions. The constructor creates the functions again at first use."""
-        return Recorded._from, (self._new_structure(), self.parts)
+        return _unpickled, (self._new_structure(), self.parts)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -613,6 +613,14 @@ class Recorded:
         resume with another learning rate. The digits are the same in every process, and if code is moved.
         """
         return hashlib.sha256(_text_of_call(self).encode()).hexdigest()[:16]
+
+
+def _unpickled(structure: Structure, parts: Sequence[object]) -> Recorded:
+    """Return the value that `Recorded.__reduce__` pickled. New arguments of its factory have their defaults."""
+    recorded = Recorded._from(structure, parts)
+    if structure.skeleton.keys() == structure.factory.definition.parameters.keys():
+        return recorded
+    return structure.factory(**recorded.arguments)  # a TypeError if an argument was removed, or has no default
 
 
 def prepared(recorded: R) -> R:

@@ -2,12 +2,14 @@
 
 import copy
 import os
+import pickle
 import pkgutil
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -105,6 +107,16 @@ def test_a_fingerprint_does_not_change_when_an_argument_with_a_default_is_added(
         assert newer(**used).fingerprint != older().fingerprint
     assert newer(rate=0.5, inner=mfx.scale(3.0)).fingerprint == older().fingerprint  # numbers do not count
     assert newer(rate=3).fingerprint == older().fingerprint  # an int where a float is meant
+
+
+def test_a_pickle_gets_the_default_of_an_argument_that_was_added_since(monkeypatch: pytest.MonkeyPatch):
+    module: Any = ModuleType("acme_transforms")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.averaged = momentum_like(module=module.__name__)
+    saved = pickle.dumps(module.averaged(0.5, nesterov=False))
+    module.averaged = momentum_like(module=module.__name__, newer=True)
+    assert pickle.loads(saved) == module.averaged(0.5, nesterov=False)
+    assert repr(pickle.loads(saved)) == "averaged(decay=0.5, nesterov=False)"
 
 
 def test_a_default_dict_of_transforms_is_left_out_of_a_fingerprint_in_any_order():
