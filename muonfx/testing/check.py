@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.checks import INIT_RUNS_ON_META
+from muonfx.core.checks import INIT_RUNS_ON_META, positive_int
 from muonfx.core.transform import check_extras
 from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
@@ -223,7 +223,10 @@ def check_transform(
     if not checked:
         return LawReport(repr(tx), {}, left_out)
 
-    number = max_examples or hypothesis.settings().max_examples
+    number = hypothesis.settings().max_examples
+    if max_examples is not None:
+        positive_int("max_examples", max_examples)
+        number = max_examples
     standard: list[Example] = []
     if params is None:
         ranks = _suitable_ranks(tx)

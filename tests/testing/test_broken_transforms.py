@@ -234,6 +234,11 @@ def test_a_report_is_returned_if_all_laws_hold():
     assert list(report.held) == ["identity_is_neutral"]
 
 
+def test_a_check_on_no_example_is_an_error():
+    with pytest.raises(ValueError, match="max_examples must be"):
+        kit.check_transform(mfx.scale(2.0), max_examples=0)
+
+
 def test_an_unknown_law_is_an_error_that_lists_those_known():
     with pytest.raises(ValueError, match=r"found 'purity', expected names of laws: absent_leaves"):
         kit.check_transform(mfx.identity(), laws=["purity"])
