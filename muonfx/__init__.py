@@ -42,7 +42,8 @@ from muonfx.core.schedules import (
 from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
 from muonfx.routing import Labels, default_labels, describe, labels
 from muonfx.transforms import (
-    AttentionHeads, Leaf, MatrixSlot, MatrixView, Metric, Number, ShapeRule, Slot, StateAndStep, StepCount, accumulate,
+    AttentionHeads, Leaf, MatrixSlot, MatrixView, Metric, Number, ShapeRule, Slot, StateAndMatrixStep, StateAndStep,
+    StepCount, accumulate,
     add_decayed_weights, attention, cautious, clip_by_block_rms, clip_by_global_norm, clip_by_value, ema_params,
     leafwise, master_params, matrixwise, metrics, momentum, monitor, normalize_neurons, orthogonalize, qk_clip, scale,
     scale_by_adam, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape, scale_by_sign, skip_nonfinite,
@@ -62,10 +63,10 @@ if TYPE_CHECKING:
     from muonfx import studies as studies
     from muonfx import testing as testing
     from muonfx.checkpoint import spec as spec
-    from muonfx.inspect import Diagnosis as Diagnosis
-    from muonfx.inspect import Summary as Summary
-    from muonfx.inspect import diagnose as diagnose
-    from muonfx.inspect import summary as summary
+    from muonfx.inspect.diagnose import Diagnosis as Diagnosis
+    from muonfx.inspect.diagnose import diagnose as diagnose  # mypy takes `muonfx.inspect.diagnose` for the module
+    from muonfx.inspect.summary import Summary as Summary
+    from muonfx.inspect.summary import summary as summary
     from muonfx.optimizer import Muon as Muon
     from muonfx.optimizer import TransformOptimizer as TransformOptimizer
     from muonfx.studies import study as study
@@ -99,7 +100,7 @@ __all__ = [
     "study",
     # types of arguments and results, for annotations
     "InitAndUpdate", "Metric", "PyTree", "Scalar", "ScalarOrSchedule", "ScheduleFunction", "ShapeRule",
-    "StateAndStep",
+    "StateAndMatrixStep", "StateAndStep",
     # schedules
     "Schedule", "constant_schedule", "cosine_decay_schedule", "exponential_decay", "join_schedules",
     "linear_schedule", "schedule", "warmup_cosine_decay_schedule", "warmup_stable_decay_schedule",

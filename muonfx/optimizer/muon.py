@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from muonfx.core import Transform
 from muonfx.core.checks import is_frozen, is_usable, warn_caller
+from muonfx.core.schedules import Scalar
 from muonfx.internal.arguments import bind, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.optimizer.constructing import constructed_together
@@ -82,14 +83,14 @@ class Muon(TransformOptimizer):
     def __init__(
         self,
         params: NamedParameters,
-        lr: float = 2e-3,
+        lr: Scalar = 2e-3,
         *,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
+        weight_decay: Scalar = 0.1,
+        momentum: Scalar = 0.95,
         orthogonalize: Transform = orthogonalize(),
         lr_scaling: ShapeRule = "match_rms_adamw",
-        adamw_lr: float | Mapping[str, float] | None = None,
-        adamw_weight_decay: float | Mapping[str, float] | None = None,
+        adamw_lr: Scalar | Mapping[str, float] | None = None,
+        adamw_weight_decay: Scalar | Mapping[str, float] | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         labels: LabelsLike = None,
         layout: Layout | Callable[[Mapping[str, Tensor]], Layout] | None = None,
@@ -122,7 +123,7 @@ class Muon(TransformOptimizer):
             )
 
     @staticmethod
-    def transform_for(params: nn.Module | Mapping[str, Tensor], lr: float = 2e-3, **options: Any) -> Transform:
+    def transform_for(params: nn.Module | Mapping[str, Tensor], lr: Scalar = 2e-3, **options: Any) -> Transform:
         """Return the transform that ``Muon(params, lr, **options)`` would use, without creating the optimizer.
 
         Use it with ``init`` and ``update``, or to read its labels.
@@ -199,14 +200,14 @@ def _signature_of_transform() -> inspect.Signature:
 
 def _transform(
     params: nn.Module | NamedTensors,
-    lr: float,
+    lr: Scalar,
     *,
-    weight_decay: float,
-    momentum: float,
+    weight_decay: Scalar,
+    momentum: Scalar,
     orthogonalize: Transform,
     lr_scaling: ShapeRule,
-    adamw_lr: float | Mapping[str, float] | None,
-    adamw_weight_decay: float | Mapping[str, float] | None,
+    adamw_lr: Scalar | Mapping[str, float] | None,
+    adamw_weight_decay: Scalar | Mapping[str, float] | None,
     betas: tuple[float, float],
     labels: LabelsLike,
     model: nn.Module | None,

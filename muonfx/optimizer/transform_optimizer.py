@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Self, TypedDict, cast
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ from muonfx.sharding.shards.dtensors import is_dtensor, local_of
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 
+Loss = TypeVar("Loss")
 LayoutLike = Layout | Callable[[Mapping[str, Tensor]], Layout] | None
 """A layout, or a function that returns the layout of named parameters."""
 
@@ -861,6 +862,12 @@ class TransformOptimizer(Optimizer):
         if not torch.compiler.is_compiling():
             self._use_replacements_alone()  # puts new tensors into the groups, from which torch's method reads them
         super().zero_grad(set_to_none)
+
+    @overload
+    def step(self, closure: None = None, **extras: Any) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss], **extras: Any) -> Loss: ...
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **extras: Any) -> Any:

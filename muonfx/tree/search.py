@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar, overload
 
 from muonfx.internal.arguments import close_names
 from muonfx.internal.display import format_list
 from muonfx.tree.structure import PyTree, dotted, open_node
 
+Node = TypeVar("Node")
 Path = tuple[object, ...]
 Where = str | type
 """How to find leaves or subtrees: by the last keys of their dotted path, such as "momentum.trace", or by type."""
+
+
+@overload
+def get(tree: PyTree, where: type[Node]) -> Node: ...
+
+
+@overload
+def get(tree: PyTree, where: str) -> PyTree: ...
 
 
 def get(tree: PyTree, where: Where) -> PyTree:

@@ -21,6 +21,14 @@ def sign(momentum: mfx.ScalarOrSchedule = 0.9) -> mfx.StateAndStep:
     return {"average": mfx.Slot()}, step
 
 
+@mfx.matrixwise
+def center_rows(*, view: mfx.MatrixView = mfx.MatrixView()) -> mfx.StateAndMatrixStep:  # noqa: B008
+    def step(matrices: Tensor, state: mfx.PyTree) -> tuple[Tensor, mfx.PyTree]:
+        return matrices - matrices.mean(-1, keepdim=True), state
+
+    return mfx.core.EmptyState(), step
+
+
 @mfx.transform(locality=mfx.Locality.ELEMENT)
 def sign_descent(rate: float = 0.1, *, flip: bool = False) -> mfx.InitAndUpdate:
     factor = rate if flip else -rate
@@ -67,6 +75,7 @@ def names_of_rules_and_sets() -> list[mfx.Transform]:
         mfx.orthogonalize(steps=3, view=mfx.MatrixView({"*.weight": "(part=2 out) in -> part out in"})),
         mfx.scale_by_shape("spectral"),
         mfx.monitor("updates", ("norm", "orthogonality_error")),
+        center_rows(),
     ]
 
 
@@ -108,7 +117,23 @@ def torch_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     muon = mfx.Muon(model, lr=1e-2, weight_decay=0.1, lr_scaling="spectral", betas=(0.9, 0.99))
     mine = mfx.TransformOptimizer(model, mfx.chain(mfx.momentum(), mfx.scale(-0.1)), donate_grads=True)
     torch.optim.lr_scheduler.CosineAnnealingLR(muon, T_max=20)
-    return [muon, mine]
+    return [muon, mine, mfx.Muon(model, torch.tensor(1e-2), adamw_lr=torch.tensor(1e-3))]
+
+
+def losses_of_steps(model: nn.Module) -> float:
+    optimizer = mfx.Muon(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(4)).square().sum()
+        loss.backward()
+        return loss
+
+    loss: Tensor = optimizer.step(closure)
+    state: mfx.transforms.MomentumState = mfx.tree.get(optimizer.transform_state, mfx.transforms.MomentumState)
+    measured: dict[str, float] = mfx.diagnose(optimizer).metrics()
+    size: int = mfx.summary(optimizer).nbytes
+    return loss.item() + len(state.trace) + len(measured) + size
 
 
 def values() -> str:
@@ -142,6 +167,7 @@ def main() -> None:
     a_named_tuple_of_parameters_stays_one()
     schedules()
     torch_optimizers(model)
+    losses_of_steps(model)
     values()
     sharding(params)
     iterations(params["0.weight"])
