@@ -107,39 +107,40 @@ def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
 
 @stand_in
 @with_memory
-def in_store(_cache: Memory, tx: Transform, store: Store):
-    """Run a transform that works leaf by leaf, and load its state from a store bucket by bucket.
+def in_store(_cache: Memory, tx: Transform, store: Store, *, whole: bool = False):
+    """Run a transform, and load its state from a store before each step, bucket by bucket if it works leaf by leaf.
 
     The store is host memory or a disk, where the state is between steps. Only the state of one bucket of parameters,
     and of the next, is on the device at a time. ``tx`` receives and returns it as tensors on the device. For AdamW with
-    a bucket of 64 MiB, these are 128 MiB of moments instead of all.
+    a bucket of 64 MiB, these are 128 MiB of moments instead of all. A transform that needs all leaves at once has
+    ``whole=True``: all parameters are one bucket.
     """
 
     def init(params: PyTree) -> PyTree:
         """Return the initial state, with its tensors in the store. Nothing is stored for meta tensors."""
-        if device_of(params).type == "meta":
+        device = device_of(params)
+        if device.type == "meta":
             return tx.functions.init(params)
-        return init_in_store(store, tx.functions.init, params)
+        if not whole:
+            return init_in_store(store, tx.functions.init, params)
+        state = tx.functions.init(params)
+        parameters = parameters_of(state, params)
+        nbytes = sum(sizes_of(tree.names(params), state, parameters).values())
+        if nbytes and not store.is_direct(device):  # a direct store needs no copy on the device
+            _warn_of_whole_state(tx, nbytes)
+        return store_away(store, device, state, parameters)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx`` bucket by bucket. The next state is in the store again."""
         parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
-        buckets = _buckets_of_state(updates, state, parameters, store.bucket_bytes)
+        buckets = [tree.names(updates)]
+        if not whole and can_be_divided(state, parameters):  # a sum over all leaves, for example, is in no bucket
+            sizes = sizes_of(_leaves_by_name(updates), state, parameters)
+            buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]  # `tx` runs once without updates
         call = Arguments(updates, state, params, donate, extras)
         return _run_in_buckets(tx, call, store, parameters, buckets)
 
     return init, update
-
-
-def _buckets_of_state(updates: PyTree, state: PyTree, parameters: Sequence[str | None], limit: int) -> list[list[str]]:
-    """Split the names of the parameters that have updates into buckets of at most `limit` bytes of state.
-
-    There is at least one bucket, so that a transform runs once without updates.
-    """
-    if not can_be_divided(state, parameters):  # a sum over all leaves, for example, belongs to no bucket
-        return [tree.names(updates)]
-    sizes = sizes_of(_leaves_by_name(updates), state, parameters)
-    return split_into_buckets(sizes, limit) or [[]]
 
 
 @stand_in
@@ -172,39 +173,34 @@ def skippable(tx: Transform):
 @stand_in
 @with_memory
 def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivision, store: Store):
-    """Run a transform that needs all leaves. Its own state is in a store between steps, and loaded whole in each step.
+    """Run a wrapper, a transform that calls others, such as `accumulate`. Its own state is in a store between steps.
 
-    Such a transform may call others (its inner transforms), as `accumulate` does. Its own state is the part of its
-    state that belongs to none of them, such as a sum of gradients; they load and store theirs themselves. ``division``
-    separates these parts. The store is host memory or a disk.
+    Its own state is the part of its state that belongs to none of its inner transforms, such as a sum of gradients. It
+    is loaded whole in each step. The inner transforms load and store theirs themselves. ``division`` separates these
+    parts. The store is host memory or a disk.
     """
 
     def init(params: PyTree) -> PyTree:
-        """Return the initial state. The inner transforms have stored theirs; this stores the transform's own."""
+        """Return the initial state. The inner transforms have stored theirs; this stores the wrapper's own."""
         state = tx.functions.init(params)
         device = device_of(params)
         if device.type == "meta":
             return state
         own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
-        parameters = parameters_of(own_state, params)
-        nbytes = sum(sizes_of(tree.names(params), own_state, parameters).values())
-        if nbytes and not inner_states and not store.is_direct(device):  # a direct store needs no copy on the device
-            _warn_of_whole_state(tx, nbytes)
-        return division.merge(store_away(store, device, own_state, parameters), inner_states)
+        stored_own_state = store_away(store, device, own_state, parameters_of(own_state, params))
+        return division.merge(stored_own_state, inner_states)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Load the transform's own state, run ``tx``, and write this state back to the store."""
+        """Load the wrapper's own state, run ``tx``, and write this state back to the store."""
         own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
         device = device_of(updates, params)
         parameters = remembered_parameters(_cache, own_state, updates)  # for each leaf, the parameter's name
         all_names = tree.names(updates)
         with BucketedState(store, device, own_state, parameters, [all_names], donate) as one_bucket:
-            # 1. Load the own state from the store. It may be overwritten if it is a copy, the inner states may not.
+            # 1. Load the own state from the store.
             loaded_state = division.merge(one_bucket.load(0), inner_states)
-            may_write_state = donate.state if inner_states else one_bucket.may_write_state
-            donation = Donation(updates=donate.updates, state=may_write_state)
-            # 2. Run the transform. The inner transforms load their own states, and store them again.
-            new_updates, new_state = tx.run(updates, loaded_state, params, donate=donation, **extras)
+            # 2. Run the wrapper. The inner transforms load their own states, and store them again.
+            new_updates, new_state = tx.run(updates, loaded_state, params, donate=donate, **extras)
             new_own_state, new_inner_states = division.split(new_state)
             # 3. Store the own state. Updates in the memory into which states are loaded are copied.
             one_bucket.write_back(0, new_own_state)
@@ -229,17 +225,11 @@ def _warn_of_whole_state(tx: Transform, nbytes: int) -> None:
 
 
 class StateDivision(NamedTuple):
-    """Separates the own state of a transform from the states of the transforms that it calls (inner transforms)."""
+    """Separates the own state of a wrapper from the states of the transforms that it calls (inner transforms)."""
 
     structure: Structure
     inner_indices: tuple[int, ...]
     """The indices of the leaves of the structure that represent the states of inner transforms."""
-
-    @classmethod
-    def without_inner(cls) -> StateDivision:
-        """Return the division of a transform that calls no others: all of its state is its own."""
-        structure_of_leaf = tree.flatten(0)[1]  # one leaf, which represents the whole state
-        return cls(structure_of_leaf, ())
 
     @classmethod
     def of(cls, tx: Transform, params: PyTree) -> StateDivision:

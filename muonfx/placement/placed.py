@@ -343,7 +343,7 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
     if where.is_offloaded:  # it cannot run bucket by bucket, so its whole state is loaded in each step
-        return with_own_state_in_store(tx, StateDivision.without_inner(), where.store)
+        return in_store(tx, where.store, whole=True)
     return tx
 
 
