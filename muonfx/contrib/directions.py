@@ -131,8 +131,8 @@ def scale_by_namo(
         # For each matrix: v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
         correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
         v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
-        # `by_stacks` calls it once for all small matrices of one shape.
-        v, alpha = ew.by_stacks(v_and_alpha, results=2)(matrices.stacks, matrices.split(m), old_v)
+        # With one call for all small matrices of one shape.
+        v, alpha = ew.by_stacks(v_and_alpha, matrices.stacks, matrices.split(m), old_v, results=2)
 
         # update = alpha D(m)
         averages = present.fill(ew.cast_like(m, matrices.leaves))
@@ -140,7 +140,7 @@ def scale_by_namo(
         directions, inner_state = inner.run(averages, state.inner, params, donate=donation, **extras)
         _require_no_further_updates(directions, updates)
         direction_stacks = matrices.split(present.pick(directions))
-        (scaled,) = ew.by_stacks(_scale)(direction_stacks, alpha)
+        (scaled,) = ew.by_stacks(_scale, direction_stacks, alpha)
 
         stored_m = ew.cast_like(m, old_m)
         new_state = NamoState(
@@ -235,10 +235,8 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         for index, gradient in enumerate(gradients):
             if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 gradients[index] = torch.zeros_like(matrices.leaves[index])
-        gradient_stacks = matrices.split(gradients)
-        # As a function of lists of matrices, which calls it once for all small matrices of one shape.
-        scale_stacks = ew.by_stacks(_scale_by_inner_product)
-        (scaled,) = scale_stacks(matrices.stacks, gradient_stacks)
+        # With one call for all small matrices of one shape.
+        (scaled,) = ew.by_stacks(_scale_by_inner_product, matrices.stacks, matrices.split(gradients))
         return matrices.fill(scaled), state
 
     return inner.functions.init, update

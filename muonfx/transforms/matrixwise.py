@@ -488,8 +488,7 @@ class _MatrixFormula:
 
         # 2. Run the step: once for all small matrices of one shape, which are stacked, and once for each large matrix.
         run_on_stack = functools.partial(self._run_on_stack, containers)
-        run_on_all_stacks = ew.by_stacks(run_on_stack, results=1 + len(self._stores))
-        new_updates, *state_outputs = run_on_all_stacks(*operands)
+        new_updates, *state_outputs = ew.by_stacks(run_on_stack, *operands, results=1 + len(self._stores))
 
         # 3. Join the matrices of each parameter.
         new_trees: list[PyTree] = []

@@ -307,15 +307,13 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     """
     if _cannot_use_foreach(xs, scalar=c):  # under torch.func or autograd
         return _tensorwise(lambda x: x + c, xs)
-    if not isinstance(c, Tensor):  # a Python number, added to all tensors in one call
-        return _foreach("add", xs, c, reuse=reuse)
-    # A 0-d tensor, such as a hyperparameter of a compiled step: repeat it, in the dtype of each tensor.
-    summands: Any = _scalar_for_each(c, xs)
-    # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
-    runs_cuda_kernel = not is_traced() and all(x.is_cuda for x in xs)
-    if runs_cuda_kernel:
-        summands = _one_or_each(summands, xs)
-    return _foreach("add", xs, summands, reuse=reuse)
+    summand: Any = c
+    if isinstance(c, Tensor):  # such as a hyperparameter of a compiled step
+        summand = _scalar_for_each(c, xs)
+        # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
+        if all(x.is_cuda for x in xs) and not is_traced():
+            summand = _one_or_each(summand, xs)
+    return _foreach("add", xs, summand, reuse=reuse)
 
 
 def add(xs: Tensors, ys: Tensors, c: Scalar = 1.0, *, reuse: bool = False) -> Tensors:
@@ -430,44 +428,36 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def by_stacks(
-    function: Callable[..., Tensor | Sequence[Tensor]], results: int = 1
-) -> Callable[..., tuple[Tensors, ...]]:
-    """Turn a function of tensors into a function of lists, which calls it once for all small tensors of one shape.
+    function: Callable[..., Tensor | Sequence[Tensor]], *lists: Sequence[Tensor], results: int = 1
+) -> tuple[Tensors, ...]:
+    """Apply a function of tensors to lists, with one call for all small tensors of one shape. Return a list per result.
 
-    Small tensors of equal shape are stacked for the call. ``function`` must treat the first dim as a batch, and return
-    ``results`` new tensors with this dim. A lone tensor is a stack of one, so that on a CPU its bits do not depend on
-    the other tensors.
+    There is a list for each argument of ``function``. Small tensors of equal shape are stacked for the call. The
+    function must treat the first dim as a batch, and return ``results`` new tensors with this dim. A lone tensor is a
+    stack of one, so that on a CPU its bits do not depend on the other tensors. For a list of a (2, 3), a (4,) and a
+    (2, 3) tensor, the function receives a stack (2, 2, 3) and then a stack (1, 4).
 
-    >>> double_and_square = by_stacks(lambda x: (2 * x, x**2), results=2)
-    >>> double_and_square([torch.tensor([3.0]), torch.tensor([5.0])])  # one call, with the stack [[3.0], [5.0]]
+    >>> xs = [torch.tensor([3.0]), torch.tensor([5.0])]
+    >>> by_stacks(lambda x: (2 * x, x**2), xs, results=2)  # one call, with the stack [[3.0], [5.0]]
     ([tensor([6.]), tensor([10.])], [tensor([9.]), tensor([25.])])
     """
-
-    def on_lists(*lists: Sequence[Tensor]) -> tuple[Tensors, ...]:
-        """Apply ``function`` to lists of tensors, one list for each of its arguments. Return a list for each result.
-
-        It is called once for each group of tensors. In a list of a (2, 3), a (4,) and a (2, 3) tensor, the groups are
-        ``[[0, 2], [1]]``, so ``function`` receives a stack (2, 2, 3) and then a stack (1, 4).
-        """
-        if _cannot_use_foreach(*lists) or is_traced():  # the memory of tensors cannot be examined: no stacks
-            groups = [[index] for index in range(len(lists[0]))]
-            to_contiguous = Tensor.contiguous
-        else:
-            groups = _groups(lists)
-            to_contiguous = aligned
-        outputs: list[list[Any]] = [[None] * len(lists[0]) for _ in range(results)]  # a list for each result
-        for indices in groups:
-            stacks = [_stack_of(xs, indices, to_contiguous) for xs in lists]
-            output_stacks = function(*stacks)
-            if isinstance(output_stacks, Tensor):  # a function with one result may return it alone
-                output_stacks = [output_stacks]
-            # Cut each stack of results into tensors, and put these at the positions of the group: 0 and 2.
-            for output, stack in zip(outputs, output_stacks, strict=True):
-                for index, tensor in zip(indices, _unstacked(stack), strict=True):
-                    output[index] = tensor
-        return tuple(outputs)
-
-    return on_lists
+    if _cannot_use_foreach(*lists) or is_traced():  # the memory of tensors cannot be examined: no stacks
+        groups = [[index] for index in range(len(lists[0]))]
+        to_contiguous = Tensor.contiguous
+    else:
+        groups = _groups(lists)  # [[0, 2], [1]]
+        to_contiguous = aligned
+    outputs: list[list[Any]] = [[None] * len(lists[0]) for _ in range(results)]  # a list for each result
+    for indices in groups:
+        stacks = [_stack_of(xs, indices, to_contiguous) for xs in lists]
+        output_stacks = function(*stacks)
+        if isinstance(output_stacks, Tensor):  # a function with one result may return it alone
+            output_stacks = [output_stacks]
+        # Cut each stack of results into tensors, and put these at the positions of the group: 0 and 2.
+        for output, stack in zip(outputs, output_stacks, strict=True):
+            for index, tensor in zip(indices, _unstacked(stack), strict=True):
+                output[index] = tensor
+    return tuple(outputs)
 
 
 def _stack_of(xs: Sequence[Tensor], indices: list[int], to_contiguous: Callable[[Tensor], Tensor]) -> Tensor:
