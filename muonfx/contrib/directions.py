@@ -183,7 +183,7 @@ def _v_and_alpha(
     # If all gradients have been zero, 0 / (0 + eps) is 0 for any eps.
     ratio = divide_unless(divisor == 0, m_norm, divisor, otherwise=0.0)
     alpha = correction.to(wide) * ratio
-    return v.to(old_v.dtype), alpha
+    return v, alpha
 
 
 def _scale(direction: Tensor, alpha: Tensor) -> Tensor:

@@ -206,41 +206,38 @@ class Matrices:
         needs_names = isinstance(view.pattern, Mapping)  # from globs to patterns; any other pattern is for all tensors
         if named or needs_names:
             self.names = self.present.names()
-        self._view = view
         self._patterns = view.of(self.names)
         """The pattern of each tensor; None if it is one matrix."""
+        numbers_of_dims = {leaf.ndim for leaf in self.leaves}
+        self._are_matrices = view.pattern is None and numbers_of_dims <= {2}
+        """True if each tensor is one matrix as it is."""
         self.stacks = self.split(self.leaves)
         """The stacks of matrices of all tensors, such as one stack for query and one for key of each tensor."""
 
     def split(self, leaves: list[Tensor]) -> list[Tensor]:
         """Split other tensors of the same shapes; return the stacks (..., rows, columns) of all tensors."""
-        if self._are_matrices(leaves):
+        if self._are_matrices:
             return leaves
         stacks: list[Tensor] = []
         for pattern, leaf, name in zip(self._patterns, leaves, self.names, strict=True):
             stacks += split(pattern, leaf, name)
         return stacks
 
-    def join(self, stacks: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-        """Undo `split`: join the stacks of all tensors into tensors with the shapes of the tensors ``like``.
+    def join(self, stacks: list[Tensor]) -> list[Tensor]:
+        """Undo `split`: join the stacks of all tensors into tensors with the shapes of the tensors in the tree.
 
         For a fused weight of 12 rows, with the pattern ``"(q=4 + k=4 + v=4) in -> q in, k in, v in"``, three stacks
         of 4 rows each become one tensor of 12 rows again.
         """
-        if self._are_matrices(like):  # each stack is a whole tensor
+        if self._are_matrices:  # each stack is a whole tensor
             return stacks
         leaves: list[Tensor] = []
-        for pattern, stacks_of_leaf, leaf in zip(self._patterns, self.grouped(stacks), like, strict=True):
+        for pattern, stacks_of_leaf, leaf in zip(self._patterns, self.grouped(stacks), self.leaves, strict=True):
             if pattern is None:  # one matrix, such as a flattened convolution
                 leaves.append(stacks_of_leaf[0].reshape(leaf.shape))
             else:
                 leaves.append(pattern.join(stacks_of_leaf, leaf.shape))
         return leaves
-
-    def _are_matrices(self, leaves: list[Tensor]) -> bool:
-        """Return True if each tensor is one matrix as it is."""
-        numbers_of_dims = {leaf.ndim for leaf in leaves}
-        return self._view.pattern is None and numbers_of_dims <= {2}
 
     def grouped(self, stacks: list[Tensor]) -> list[list[Tensor]]:
         """Turn a flat list of the stacks of all tensors into a list with the stacks of each tensor.
@@ -260,7 +257,7 @@ class Matrices:
 
     def fill(self, stacks: list[Tensor]) -> PyTree:
         """Return the tree with new matrices, given as `split` returns them."""
-        return self.present.fill(self.join(stacks, self.leaves))
+        return self.present.fill(self.join(stacks))
 
 
 def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:

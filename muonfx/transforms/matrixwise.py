@@ -281,46 +281,34 @@ def matrixwise(
         {'attn.qkv': tensor([[1.2000, 1.6000],
                 [0.0000, 2.0000]])}
     """
-
-    def decorate(constructor: Callable[..., StateAndMatrixStep]) -> Callable[..., Transform]:
-        """Return a function like ``constructor`` that returns a transform in place of the pair (state, step)."""
-        cost_of_leaf = None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
-        if cost is not None:
-            cost_of_leaf = functools.partial(_cost_of_leaf, cost)
-        # How a parameter is divided into parts for several ranks, and how long a rank takes for it.
-        work = MatrixWork(on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf)
-        decorate_as_transform = transform(
-            locality=matrix_locality,
-            reads_params=reads_params,
-            matrices=work,
-            name_patterns=name_patterns,
-            position=position,
-            short_names=short_names,
-        )
-        return decorate_as_transform(_as_functions(constructor, reads_params))
-
     if constructor is None:  # written with options: @matrixwise(position="last")
-        return decorate
-    return decorate(constructor)
-
-
-def _as_functions(constructor: Callable[..., StateAndMatrixStep], reads_params: bool) -> Callable[..., InitAndUpdate]:
-    """Return a function like ``constructor`` that returns `init` and `update` in place of the pair (state, step).
-
-    ``constructor`` is the function under the decorator: ``def f(decay, *, view): ... return state, step``. The two
-    functions call its step for each stack of matrices.
-    """
-    default_view = _default_view(constructor)
+        return functools.partial(
+            matrixwise, reads_params=reads_params, position=position, short_names=short_names, cost=cost
+        )
     name = constructor.__name__
+    default_view = _default_view(constructor)
 
     @functools.wraps(constructor)
     def init_and_update(*args: object, view: MatrixView = default_view, **kwargs: object) -> InitAndUpdate:
+        """Call the constructor, and return the functions of the transform that its state and step describe."""
         returned = constructor(*args, view=view, **kwargs)
         state, step = state_and_step(f"{name}: a matrixwise", returned, (Slot, MatrixSlot), reads_params)
         formula = _MatrixFormula(name, view, state, step, reads_params)
         return formula.init, formula.update
 
-    return init_and_update
+    cost_of_leaf = None  # the option is for one matrix, and `transform` requires the cost of a whole parameter
+    if cost is not None:
+        cost_of_leaf = functools.partial(_cost_of_leaf, cost)
+    as_transform = transform(
+        locality=matrix_locality,
+        reads_params=reads_params,
+        # How a parameter is divided into parts for several ranks, and how long a rank takes for it.
+        matrices=MatrixWork(on_stacks=functools.partial(_on_stacks, constructor), cost=cost_of_leaf),
+        name_patterns=name_patterns,
+        position=position,
+        short_names=short_names,
+    )
+    return as_transform(init_and_update)
 
 
 def _default_view(constructor: Callable[..., StateAndMatrixStep]) -> MatrixView:
@@ -384,13 +372,9 @@ class _SplitTrees:
     def read(self, old_tree: PyTree, matrices: Matrices) -> list[Tensor]:
         return matrices.split(self._trees.read(matrices.present, old_tree))
 
-    def rounded(self, state: Tensor, dtype: torch.dtype) -> Tensor:
-        return state  # `write` rounds instead, because a quantized dtype rounds a whole leaf, not a matrix
-
     def write(self, states: list[Tensor], old_tree: PyTree, matrices: Matrices) -> PyTree:
         old_tensors = self._trees.read(matrices.present, old_tree)
-        new_tensors = matrices.join(states, old_tensors)
-        return self._trees.write(matrices.present, new_tensors, old_tensors, old_tree, reuse=False)
+        return self._trees.write(matrices.present, matrices.join(states), old_tensors, old_tree, reuse=False)
 
 
 class MatrixTrees:
@@ -398,21 +382,20 @@ class MatrixTrees:
 
     def __init__(self, slot: MatrixSlot) -> None:
         self._slot = slot
-        self.rounded = slot.rounded
 
     def init(self, matrices: Matrices) -> PyTree:
         """Return the initial state tree for the matrices of the parameters, such as a norm of zero for each matrix.
 
         A parameter is divided into one stack of matrices or several, such as query and key. Each stack has a state, and
-        `write` joins the states of a parameter into one tensor.
+        the states of a parameter are joined into one tensor.
         """
         slot = self._slot
         leaves = list(map(as_start, matrices.leaves))  # detached values, from which the state may start
-        states: list[Tensor] = []
-        for stack in matrices.split(leaves):
-            start = slot.start(stack.contiguous())  # zeros of shape (8, 1, 1), for a stack of 8 heads
-            states.append(slot.rounded(start, state_dtype(slot.dtype, stack.dtype)))
-        return self.write(states, matrices.values, matrices)  # leaves of None stay
+        tensors: list[Tensor] = []
+        for leaf, stacks in zip(leaves, matrices.grouped(matrices.split(leaves)), strict=True):
+            states = [slot.start(stack.contiguous()) for stack in stacks]  # zeros of shape (8, 1, 1), for 8 heads
+            tensors.append(slot.rounded(slot.join(states, stacks), state_dtype(slot.dtype, leaf.dtype)))
+        return matrices.present.fill(tensors)
 
     def read(self, old_tree: PyTree, matrices: Matrices) -> list[Tensor]:
         """Return the state of each stack of matrices, for the leaves that have a gradient."""
@@ -423,9 +406,10 @@ class MatrixTrees:
         return states
 
     def write(self, states: list[Tensor], old_tree: PyTree, matrices: Matrices) -> PyTree:
-        """Return a state tree with new states for the leaves that have a gradient."""
-        states_of_leaves = matrices.grouped(states)
-        tensors = list(map(self._slot.join, states_of_leaves, matrices.grouped(matrices.stacks)))
+        """Return a state tree with new states for the leaves that have a gradient, in the storage dtype."""
+        old_tensors = matrices.present.pick(old_tree)
+        joined = map(self._slot.join, matrices.grouped(states), matrices.grouped(matrices.stacks))
+        tensors = [self._slot.rounded(new, old.dtype) for new, old in zip(joined, old_tensors, strict=True)]
         return matrices.present.fill(tensors, old_tree)
 
 
@@ -498,7 +482,7 @@ class _MatrixFormula:
         return matrices.fill(new_updates), new_state
 
     def _run_on_stack(self, containers: Structure, *operands: Tensor) -> list[Tensor]:
-        """Run the step on one stack of matrices, in fp32 or wider, and round the new update and the new states.
+        """Run the step on one stack of matrices, in fp32 or wider. Return the new update, rounded, and the new states.
 
         Args:
             containers: the NamedTuple, dict or tuple of the state.
@@ -506,7 +490,7 @@ class _MatrixFormula:
                 u, n and p for ``step(u, {"norm": n}, p)``.
         """
         old_values = operands[: 1 + len(self._stores)]  # the update and the states
-        old_update, *old_states = old_values
+        old_update = old_values[0]
         if old_update.numel() == 0:  # a matrix without elements has nothing to compute
             return ew.clone(old_values)
         # The step receives all operands in one dtype: the widest of them, at least fp32.
@@ -520,10 +504,8 @@ class _MatrixFormula:
                 )
 
         new_update, *new_states = _separate(outputs, wide_operands)
-        results = [new_update.to(old_update.dtype)]
-        for store, new_state, old_state in zip(self._stores, new_states, old_states, strict=True):
-            results.append(store.rounded(new_state, old_state.dtype))
-        return results
+        # The stores round the states: a quantized dtype rounds a whole leaf, not a matrix.
+        return [new_update.to(old_update.dtype), *new_states]
 
     def _call_step(self, containers: Structure, operands: list[Tensor]) -> list[Tensor]:
         """Call the step with operands in a list, and return its outputs as a list: the update and the states.
