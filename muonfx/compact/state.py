@@ -39,8 +39,6 @@ class KeyedQuantizedState(NamedTuple):
 class QuantizedTrees:
     """Creates, reads and writes one tree of a transform's state, such as its momenta, in a quantized dtype."""
 
-    reads_copies = True
-
     def __init__(
         self, dtype: QuantizedDtype, role: str, *, signed: bool, start: Literal["zeros", "params"] = "zeros"
     ) -> None:
@@ -79,7 +77,6 @@ class QuantizedTrees:
         self,
         present: Present,
         values: list[Tensor],
-        old: list[Tensor],
         state: QuantizedState | KeyedQuantizedState,
         *,
         reuse: bool,
@@ -87,11 +84,11 @@ class QuantizedTrees:
         """Return ``state`` with new ``values`` encoded in eight bits, one for each position in ``present``.
 
         ``values`` are fp32 tensors, such as the new momentum of each parameter that has a gradient. The leaves of
-        ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten, so ``old`` and
-        ``reuse`` are not used.
+        ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten:
+        ``reuse`` is not used.
 
         >>> trees, params = QuantizedTrees(mfx.int8(), "mu", signed=True), {"w": torch.zeros(5000)}
-        >>> state = trees.write(Present(params), [torch.ones(5000)], [], trees.init(params), reuse=False)
+        >>> state = trees.write(Present(params), [torch.ones(5000)], trees.init(params), reuse=False)
         >>> state.codes["w"][:2], state.scales["w"]  # each element is 127 / 127 times the scale 1.0
         (tensor([127, 127], dtype=torch.int8), tensor([1., 1., 1.]))
         """

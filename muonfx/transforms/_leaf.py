@@ -1,4 +1,4 @@
-"""Recording of a `leafwise` step: a placeholder tensor that records operations, and the plan made of them.
+"""Recording of a `leafwise` step: placeholder tensors that are made by operations on others, and the plan to run them.
 
 `muonfx.transforms._values` runs the plan on the lists of all leaves.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -31,8 +31,8 @@ class Operation(NamedTuple):
     function: Callable[..., list[Tensor]]
     """Called with a list of tensors for each operand, then the scalars, and returns a list of results. A torch function
     that is called for each leaf receives the lists only; it contains its scalars."""
-    operands: list[int]
-    """The numbers of the values that it reads; a value has its position in the record as its number."""
+    operands: Sequence[Leaf]
+    """The placeholders of the lists that it reads."""
     scalars: Sequence[object]
     """The other arguments, such as 0.9."""
     is_for_each: bool
@@ -110,10 +110,10 @@ class Leaf:
 
     __array_ufunc__ = None  # makes numpy scalars defer to the operators of the leaf
 
-    def __init__(self, record: list[Operation | None], operation: Operation | None = None) -> None:
-        self.record = record
-        self.index = len(record) - 1  # `new_leaf` has appended the operation
-        self.operation = operation  # None for an operand of the step
+    def __init__(self, numbers: Iterator[int], operation: Operation | None = None) -> None:
+        self.numbers = numbers  # counts the placeholders of a step
+        self.number = next(numbers)
+        self.operation = operation  # the one that computes it; None for an operand of the step
 
     @classmethod
     def __torch_function__(
@@ -141,7 +141,7 @@ class Leaf:
         return record_for_each(function, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<value {self.index} of a step, without elements>"
+        return f"<value {self.number} of a step, without elements>"
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
@@ -256,18 +256,7 @@ def _record_on_lists(
     can_run_on_lists = all(map(has_shape_of_leaf, operands)) and all(map(_is_number, scalars))
     if not can_run_on_lists:
         return record_for_each(for_one_leaf, *operands, *scalars)
-    indices = [operand.index for operand in operands]  # the operation refers to values by their index in the record
-    operation = Operation(function, indices, scalars, is_for_each=False)
-    return new_leaf(operands[0].record, operation)
-
-
-def new_leaf(record: list[Operation | None], operation: Operation | None = None) -> Leaf:
-    """Append a value to the record of a step, and return its placeholder.
-
-    The value is the result of an operation, or an operand of the step if ``operation`` is None.
-    """
-    record.append(operation)
-    return Leaf(record, operation)
+    return Leaf(operands[0].numbers, Operation(function, operands, scalars, is_for_each=False))
 
 
 def has_shape_of_leaf(value: Leaf) -> bool:
@@ -275,8 +264,7 @@ def has_shape_of_leaf(value: Leaf) -> bool:
 
     It may have any shape, and its dtype may be complex. All other values have the shapes of the leaves.
     """
-    operation = value.operation  # the one that computes the value; None for an operand of the step
-    return operation is None or not operation.is_for_each
+    return value.operation is None or not value.operation.is_for_each
 
 
 def _is_number(value: object) -> bool:
@@ -288,36 +276,20 @@ def _is_number(value: object) -> bool:
 
 def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Leaf) -> Leaf:
     """Record one call of a function on the list of all leaves' tensors, whose results may have any shape and dtype."""
-    return new_leaf(operand.record, Operation(function, [operand.index], (), is_for_each=True))
+    return Leaf(operand.numbers, Operation(function, [operand], (), is_for_each=True))
 
 
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a call of a torch function that runs later, once for each leaf. Return a placeholder for the results.
 
-    A placeholder (`Leaf`) represents one tensor for each leaf. In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are
-    placeholders. The arguments are recorded as ``[_Operand(0), 0.0, _Operand(1)]``, and later the tensors of each leaf
-    replace the operands.
+    In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are placeholders (`Leaf`). Each represents one tensor for each
+    leaf, which replaces it later.
     """
     flat_args, treedef = tree.flatten((args, kwargs))  # arguments may be nested, as in torch.stack([x, y])
-    operands: list[Leaf] = []
-    for position, argument in enumerate(flat_args):
-        if isinstance(argument, Leaf):
-            # Not the placeholder itself, which refers to its record: the record would refer to itself.
-            flat_args[position] = _Operand(len(operands))
-            operands.append(argument)
-
+    operands = [argument for argument in flat_args if isinstance(argument, Leaf)]
     # Later, `call` receives a list with the tensors of all leaves for each placeholder.
     call = functools.partial(_call_for_each, function, treedef, flat_args)
-    indices = [operand.index for operand in operands]
-    operation = Operation(call, indices, flat_args, is_for_each=True)
-    return new_leaf(operands[0].record, operation)
-
-
-class _Operand(NamedTuple):
-    """Takes the place of a placeholder in the recorded arguments of a torch function."""
-
-    number: int
-    """The number of placeholders before it among the arguments."""
+    return Leaf(operands[0].numbers, Operation(call, operands, flat_args, is_for_each=True))
 
 
 def _call_for_each(
@@ -331,12 +303,15 @@ def _call_for_each(
     Args:
         function: the torch function.
         treedef: the structure of its arguments: the pair (positional arguments, keyword arguments).
-        flat_args: the recorded arguments as a flat list: ``[_Operand(0), 0.0, _Operand(1)]``.
+        flat_args: the recorded arguments as a flat list: ``[mask, 0.0, u]``.
         lists: for each placeholder, its tensors of all leaves: ``[mask_1, mask_2]`` and ``[u_1, u_2]``.
     """
+    positions = [position for position, argument in enumerate(flat_args) if isinstance(argument, Leaf)]
     results: list[Tensor] = []
     for tensors_of_leaf in zip(*lists, strict=True):
-        leaf_args = [_argument_of_leaf(argument, tensors_of_leaf) for argument in flat_args]  # [mask_1, 0.0, u_1]
+        leaf_args = _with_numbers_like(tensors_of_leaf, flat_args)
+        for position, tensor in zip(positions, tensors_of_leaf, strict=True):
+            leaf_args[position] = tensor  # [mask_1, 0.0, u_1]
         # Nested as they were in the recorded call.
         positional, named = tree.unflatten(treedef, leaf_args)
         result = function(*positional, **named)
@@ -346,23 +321,22 @@ def _call_for_each(
     return results
 
 
-def _argument_of_leaf(argument: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return an argument of a torch function for one leaf: for ``_Operand(0)``, the first of the leaf's ``tensors``.
+def _with_numbers_like(tensors: Sequence[Tensor], args: list[Any]) -> list[Any]:
+    """Return a new list of arguments. If all ``tensors`` are 0-d, numbers in 0-d tensors get the dtype of these.
 
-    Any other 0-d tensor gets the dtype of ``tensors`` if all are 0-d. Torch computes ``u / number`` in the dtype of
-    ``u`` if ``u`` has dims, but in fp64 if ``u`` is 0-d in fp32 and the number a 0-d tensor in fp64. Without the
-    conversion, a leaf of shape () would have other bits than a leaf of shape (1,).
+    Torch computes ``u / number`` in the dtype of ``u`` if ``u`` has dims, but in fp64 if ``u`` is 0-d in fp32 and the
+    number a 0-d tensor in fp64. So a leaf of shape () would have other bits than a leaf of shape (1,).
     """
-    if isinstance(argument, _Operand):
-        return tensors[argument.number]
-    if not isinstance(argument, Tensor) or argument.ndim > 0 or not argument.is_floating_point():
-        return argument
-    if any(tensor.ndim > 0 for tensor in tensors):
-        return argument
+    args = list(args)
+    for tensor in tensors:
+        if tensor.ndim > 0:
+            return args
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
-    if not dtype.is_floating_point:  # torch promotes integers to the dtype of the number
-        return argument
-    return argument.to(dtype)
+    for position, argument in enumerate(args):
+        is_number = isinstance(argument, Tensor) and argument.ndim == 0 and argument.is_floating_point()
+        if is_number and dtype.is_floating_point:  # torch promotes integers to the dtype of the number
+            args[position] = argument.to(dtype)
+    return args
 
 
 def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:
@@ -374,41 +348,33 @@ def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:
 
 
 class Plan(NamedTuple):
-    """The recorded operations that some outputs need, in order.
+    """The operations that some outputs need, in the order in which they were recorded."""
 
-    A record is a list with one item for each value: None for an operand (the update, a tensor of the state, the
-    parameter), and an `Operation` for a result. The number of a value is its position. For ``step(u, s)`` with
-    ``s.trace`` and the line ``m = s.trace * 0.9 + u``, the record is ``[None, None, mul(1), add(2, 0)]``.
-    """
-
-    operations: list[tuple[int, Operation]]
-    """Pairs (number of the result, operation)."""
-    uses: list[int]
-    """For each value, how many operations and outputs read it. It may be overwritten after the last of them."""
+    operations: dict[int, Operation]
+    """The operations by the numbers of the placeholders of their results."""
+    uses: dict[int, int]
+    """For the number of each value, how many operations and outputs read it. It may be overwritten after the last."""
 
     @property
     def scalars(self) -> list[object]:
         """The scalars of all operations, such as 0.9."""
-        return list(chain.from_iterable(operation.scalars for _, operation in self.operations))
+        return list(chain.from_iterable(operation.scalars for operation in self.operations.values()))
 
     @classmethod
-    def of(cls, record: Sequence[Operation | None], outputs: Sequence[Leaf]) -> Plan:
-        """Select the operations of a record that the outputs need, and count how often each value is used.
+    def of(cls, outputs: Sequence[Leaf]) -> Plan:
+        """Find the operations that the outputs need, and count how often each value is used.
 
-        In the record ``[None, None, mul(1), add(2, 0)]``, the numbers in parentheses are the indices of the operands.
-        An output with the index 2 needs only ``mul(1)``. The uses are then ``[0, 1, 1, 0]``.
+        For ``def step(u, s): m = s.trace * 0.9 + u; return m, s``, the numbers of ``u``, ``s.trace``, the product and
+        the sum are 0 to 3. The output ``m`` needs the operations ``{2: mul, 3: add}``, and each value is used once.
         """
-        uses = [0] * len(record)
-        for output in outputs:  # to be returned is a use too
-            uses[output.index] += 1
-        operations: list[tuple[int, Operation]] = []
-        # Backwards, since an operation is needed if an output or a later operation uses its result.
-        for index in reversed(range(len(record))):
-            operation = record[index]
-            if operation is None or uses[index] == 0:  # an operand, or a result that nothing uses
-                continue
-            operations.append((index, operation))
-            for operand in operation.operands:
-                uses[operand] += 1
-        operations.reverse()  # now in the order in which they run
-        return cls(operations, uses)
+        uses: dict[int, int] = {}
+        operations: dict[int, Operation] = {}
+        pending = list(outputs)  # to be returned is a use too
+        while pending:
+            leaf = pending.pop()
+            uses[leaf.number] = uses.get(leaf.number, 0) + 1
+            if leaf.operation is not None and leaf.number not in operations:
+                operations[leaf.number] = leaf.operation
+                pending.extend(leaf.operation.operands)
+        in_order = {number: operations[number] for number in sorted(operations)}
+        return cls(in_order, uses)

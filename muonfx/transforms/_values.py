@@ -17,7 +17,7 @@ class Values:
     """The values of a `leafwise` step, each as a list with one tensor for each leaf.
 
     A value is an operand of the step (the update, a tree of the state, the parameters), or the result of a recorded
-    operation. Its number is its position in this order: the update is 0, and the results follow the operands.
+    operation. It has the number of its placeholder: the update is 0, and the results follow the operands.
     """
 
     def __init__(self, present: Present) -> None:
@@ -47,11 +47,11 @@ class Values:
         of results and updates. A result may take the storage of an operand after its last use. A result that nothing
         reads any more is freed.
         """
-        self._remaining_uses = dict(enumerate(plan.uses))  # {number of a value: how many will still read it}
+        self._remaining_uses = dict(plan.uses)
         with ew.unrecorded(*self.operands, plan.scalars):  # autograd records nothing, unless it must
-            for index, operation in plan.operations:
-                if index not in self._computed:  # else a sum over leaves has needed it already
-                    self._compute(index, operation)
+            for number, operation in plan.operations.items():
+                if number not in self._computed:  # else a sum over leaves has needed it already
+                    self._compute(number, operation)
                 self._count_uses(operation.operands)
 
     def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
@@ -69,67 +69,68 @@ class Values:
             _require_one_shape(leaf)
             # The step is still running: only the operations that this placeholder needs are computed. They overwrite
             # nothing, since the rest of the step may read every value.
-            plan = Plan.of(leaf.record, [leaf])
+            plan = Plan.of([leaf])
             with ew.unrecorded(*self.operands, plan.scalars):
-                for index, operation in plan.operations:
-                    if index not in self._computed:
-                        self._compute(index, operation)
-            value_of_each_leaf = self.read(leaf.index)
-            return sum_over_leaves(self.present.fill(value_of_each_leaf))
+                for number, operation in plan.operations.items():
+                    if number not in self._computed:
+                        self._compute(number, operation)
+            return sum_over_leaves(self.present.fill(self.read(leaf)))
 
         return sum_of
 
-    def read(self, index: int) -> list[Tensor]:
+    def read(self, leaf: Leaf) -> list[Tensor]:
         """Return the tensors of a value, one for each leaf, in the compute dtype, which is fp32 or wider.
 
-        ``index`` is the number of the value. In ``step(u, s)`` with ``s.trace``, 0 is ``u`` and 1 is ``s.trace``, and
-        the results of operations follow. ``read(0)`` converts bf16 updates to fp32, once.
+        ``leaf`` is the placeholder of the value. That of the updates converts bf16 tensors to fp32, once.
         """
-        if index in self._computed:  # a result, or an operand that has been read before
-            return self._computed[index]
+        number = leaf.number
+        if number in self._computed:  # a result, or an operand that has been read before
+            return self._computed[number]
         if self._dtypes is None:
             self._dtypes = _compute_dtypes(self.operands)
-        self._computed[index] = ew.cast(self.operands[index], self._dtypes)
-        if self.was_cast(index):
-            self._may_write[index] = True  # these are copies, not the caller's tensors
-        return self._computed[index]
+        self._computed[number] = ew.cast(self.operands[number], self._dtypes)
+        if self.was_cast(leaf):
+            self._may_write[number] = True  # these are copies, not the caller's tensors
+        return self._computed[number]
 
-    def was_cast(self, operand: int) -> bool:
+    def was_cast(self, operand: Leaf) -> bool:
         """Return True if an operand has been read, and converting its dtype made new tensors for all leaves."""
-        if operand not in self._computed:
+        number = operand.number
+        if number not in self._computed:
             return False
-        return all(map(is_not, self._computed[operand], self.operands[operand]))
+        return all(map(is_not, self._computed[number], self.operands[number]))
 
-    def _compute(self, index: int, operation: Operation) -> None:
+    def _compute(self, number: int, operation: Operation) -> None:
         """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; store its results.
 
-        ``index`` is the number of the result. It takes the storage of the first operand, here ``[u1, u2]``, if no later
+        The results have this number. They take the storage of the first operand, here ``[u1, u2]``, if no later
         operation reads this operand and the caller permits it.
         """
         lists = [self.read(operand) for operand in operation.operands]
         if operation.is_for_each:
-            self._computed[index] = operation.function(*lists)
-            for number in (index, *operation.operands):
-                self._may_write[number] = False  # the result may be a view of an operand
+            self._computed[number] = operation.function(*lists)
+            self._may_write[number] = False  # the result may be a view of an operand
+            for operand in operation.operands:
+                self._may_write[operand.number] = False
             return
         first = operation.operands[0]
         reuse = self._is_free_after_this_use(first)
-        self._computed[index] = operation.function(*lists, *operation.scalars, reuse=reuse)
+        self._computed[number] = operation.function(*lists, *operation.scalars, reuse=reuse)
         if reuse:
-            self._may_write[first] = False  # its storage is the result's now
-        self._may_write[index] = True
+            self._may_write[first.number] = False  # its storage is the result's now
+        self._may_write[number] = True
 
-    def _is_free_after_this_use(self, index: int) -> bool:
+    def _is_free_after_this_use(self, leaf: Leaf) -> bool:
         """Return True if nothing needs the storage of a value after one more use, which has not been counted yet."""
-        return self._may_write[index] and self._remaining_uses.get(index) == 1
+        return self._may_write[leaf.number] and self._remaining_uses.get(leaf.number) == 1
 
-    def _count_uses(self, operands: Sequence[int]) -> None:
+    def _count_uses(self, operands: Sequence[Leaf]) -> None:
         """Count one use of each of these values, and forget results that nothing reads any more."""
-        for index in operands:
-            self._remaining_uses[index] -= 1
-            # The first numbers are the operands of the step, which `was_cast` and `take` read again.
-            if not self._remaining_uses[index] and index >= len(self.operands):
-                del self._computed[index]
+        for leaf in operands:
+            self._remaining_uses[leaf.number] -= 1
+            # The operands of the step have no operation. `was_cast` and `take` read them again.
+            if not self._remaining_uses[leaf.number] and leaf.operation is not None:
+                del self._computed[leaf.number]
 
     def check(self, operand: Leaf, output: Leaf, beginning: str) -> None:
         """Raise an error if a value that the step returns is complex, or has another shape than its leaf.
@@ -143,29 +144,31 @@ class Values:
         """
         if has_shape_of_leaf(output):  # the usual case, which reads no tensor
             return
-        results = self.read(output.index)
-        leaves = self.operands[operand.index]
+        results = self.read(output)
+        leaves = self.operands[operand.number]
         for index, (result, leaf) in enumerate(zip(results, leaves, strict=True)):
             if result.is_complex() or result.shape != leaf.shape:
                 raise _wrong_result(beginning, self.present.names()[index], result, leaf)
 
-    def take(self, index: int, copy_into: int | None = None) -> list[Tensor]:
+    def take(self, output: Leaf, operand: Leaf) -> list[Tensor]:
         """Return the tensors of a value that the step returns, such that no other output and no caller has them.
 
         `leafwise` calls this method after `run` for each changed output. For a step that returns the same value as
         update and as state, the first output gets a copy, and the last one the tensors themselves.
 
         Args:
-            index: the number of the value.
-            copy_into: the number of an operand into which a copy is written, if nothing else needs its storage.
+            output: the placeholder of the value.
+            operand: the one in whose place it is returned. A copy is written into its tensors if nothing needs them.
         """
-        tensors = self.read(index)
-        is_free = self._is_free_after_this_use(index)
-        self._remaining_uses[index] -= 1
+        tensors = self.read(output)
+        is_free = self._is_free_after_this_use(output)
+        self._remaining_uses[output.number] -= 1
         if is_free:
+            self._may_write[output.number] = False  # its storage is the output's now
             return tensors
-        if copy_into is not None and self._may_write[copy_into] and self._remaining_uses[copy_into] == 0:
-            return ew.copy(tensors, into=self.read(copy_into))  # without new memory
+        if self._may_write[operand.number] and not self._remaining_uses.get(operand.number):
+            self._may_write[operand.number] = False
+            return ew.copy(tensors, into=self.read(operand))  # without new memory
         return ew.clone(tensors)
 
 

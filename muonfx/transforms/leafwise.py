@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
-from muonfx.transforms._leaf import Leaf, Operation, Plan, new_leaf
+from muonfx.transforms._leaf import Leaf, Plan
 from muonfx.transforms._values import Values
 from muonfx.tree import Present, PyTree, Structure, device_of
 from muonfx.tree import elementwise as ew
@@ -90,6 +91,14 @@ def copies(params: PyTree, dtype: WideStateDtype = None) -> PyTree:
         return as_start(param).to(stored_dtype, copy=True)
 
     return tree.map(copy_of, params)
+
+
+def write(present: Present, values: list[Tensor], old_tree: PyTree, *, reuse: bool = False) -> PyTree:
+    """Return a tree with new values at the leaves ``present``, in the dtypes of the old tree.
+
+    With ``reuse``, the values are written into the leaves of the old tree.
+    """
+    return present.fill(ew.store(values, present.pick(old_tree), reuse=reuse), old_tree)
 
 
 @plain_fields
@@ -168,8 +177,6 @@ class Number:
 class PlainTrees:
     """Creates, reads and writes the state tree that a `Slot` declares: one tensor for each parameter."""
 
-    reads_copies = False
-
     def __init__(self, dtype: WideStateDtype, start: Literal["zeros", "params"]) -> None:
         self._dtype: WideStateDtype = dtype
         self._start = start
@@ -184,9 +191,9 @@ class PlainTrees:
         """Return the tensors of a state tree that belong to the leaves ``present`` (leaves that are not None)."""
         return present.pick(state)
 
-    def write(self, present: Present, values: list[Tensor], old: list[Tensor], state: PyTree, *, reuse: bool) -> PyTree:
-        """Return a state tree with new values at the leaves ``present``; if ``reuse``, stored in ``old``."""
-        return present.fill(ew.store(values, old, reuse=reuse), state)
+    def write(self, present: Present, values: list[Tensor], state: PyTree, *, reuse: bool) -> PyTree:
+        """Return a state tree with new values at the leaves ``present``; if ``reuse``, stored in the old leaves."""
+        return write(present, values, state, reuse=reuse)
 
 
 SlotTrees = PlainTrees | QuantizedTrees
@@ -320,44 +327,43 @@ def leafwise(
     if reads_params not in (True, False, "updated") and not callable(reads_params):
         raise TypeError(f'leafwise: reads_params must be True, False or "updated", found {reads_params!r}')
 
-    def decorate(constructor: Callable[..., StateAndStep]) -> Callable[..., Transform]:
-        """Return the factory of transforms: a function like the constructor that returns a transform.
-
-        A constructor is the function under the decorator, such as ``def momentum(decay=0.95): ... return state, step``.
-        `muonfx.transform` makes the factory. For ``momentum(0.9)``, it calls both functions below with the argument
-        0.9, and they pass it on to the constructor.
-        """
-
-        @functools.wraps(constructor)
-        def init_and_update(*args: object, **kwargs: object) -> InitAndUpdate:
-            """Call the constructor, and return the functions of the transform that its state and step describe."""
-            step_reads_params = reads_params
-            if callable(step_reads_params):  # it depends on the arguments
-                step_reads_params = step_reads_params(*args, **kwargs)
-            returned = constructor(*args, **kwargs)  # such as (MomentumState(Slot()), step)
-            name = constructor.__name__
-            # The state may contain one tensor for each leaf (a Slot), and counts or numbers that all leaves share.
-            types = (Slot, StepCount, Number)
-            state, step = state_and_step(f"{name}: a leafwise", returned, types, step_reads_params)
-            return _Formula(name, state, step, step_reads_params).functions()
-
-        def locality_of_transform(*args: object, **kwargs: object) -> Locality:
-            """Return how much of its input an element of the result depends on, for these arguments."""
-            state, step = constructor(*args, **kwargs)  # `init_and_update` has checked them
-            return _locality_of_transform(constructor.__name__, state, step, locality)
-
-        as_transform = transform(
-            locality=locality_of_transform,
-            reads_params=reads_params if callable(reads_params) else bool(reads_params),
+    if constructor is None:  # written with options: @leafwise(position="last")
+        return functools.partial(
+            leafwise,
+            locality=locality,
+            reads_params=reads_params,
             position=position,
             short_names=short_names,
             check_extras=check_extras,
         )
-        return as_transform(init_and_update)
+    name = constructor.__name__
 
-    if constructor is None:  # written with options: @leafwise(position="last")
-        return decorate
-    return decorate(constructor)
+    # `muonfx.transform` makes the factory. For ``momentum(0.9)``, it calls both functions below with the argument 0.9.
+    @functools.wraps(constructor)
+    def init_and_update(*args: object, **kwargs: object) -> InitAndUpdate:
+        """Call the constructor, and return the functions of the transform that its state and step describe."""
+        step_reads_params = reads_params
+        if callable(step_reads_params):  # it depends on the arguments
+            step_reads_params = step_reads_params(*args, **kwargs)
+        returned = constructor(*args, **kwargs)  # such as (MomentumState(Slot()), step)
+        # The state may contain one tensor for each leaf (a Slot), and counts or numbers that all leaves share.
+        types = (Slot, StepCount, Number)
+        state, step = state_and_step(f"{name}: a leafwise", returned, types, step_reads_params)
+        return _Formula(name, state, step, step_reads_params).functions()
+
+    def locality_of_transform(*args: object, **kwargs: object) -> Locality:
+        """Return how much of its input an element of the result depends on, for these arguments."""
+        state, step = constructor(*args, **kwargs)  # `init_and_update` has checked them
+        return _locality_of_transform(name, state, step, locality)
+
+    as_transform = transform(
+        locality=locality_of_transform,
+        reads_params=reads_params if callable(reads_params) else bool(reads_params),
+        position=position,
+        short_names=short_names,
+        check_extras=check_extras,
+    )
+    return as_transform(init_and_update)
 
 
 def state_and_step(
@@ -468,16 +474,16 @@ def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_ste
 
 
 class RecordedStep(NamedTuple):
-    """The operations of one call of a step, and what it received and returned."""
+    """The operations of one call of a step, and what it received and returned.
 
-    update: Leaf
-    """The placeholder of the update."""
-    state: list[Any]
-    """For each item of the state a placeholder, or the 0-d tensor of a number that all leaves share."""
-    new_update: Leaf
-    """The placeholder of the new update."""
-    new_state: list[Any]
-    """For each item of the state, what the step returned in its place."""
+    Placeholders represent trees: the update, and the items of the state that are slots. The other items, numbers that
+    all leaves share, are 0-d tensors.
+    """
+
+    operands: list[Any]
+    """The update, and each item of the state."""
+    outputs: list[Any]
+    """The values that the step returned in their places."""
     plan: Plan
     """The operations that the outputs need."""
 
@@ -508,8 +514,8 @@ class _Formula:
         """The operations of the step, if they are the same at each update."""
         self._items = tree.named_leaves(declared)
         """The declared items of the state with their names: ``[("trace", Slot())]``."""
-        self._stores: list[SlotTrees | SharedNumber] = []
-        """For each item of the state in order: the store of one tensor for each leaf, or of one number for all."""
+        self._stores: list[SlotTrees | SharedNumber] = [PlainTrees(None, "zeros")]
+        """The store of the update, which is returned in its old dtype, and one for each item of the state in order."""
         for item_name, item in self._items:
             if isinstance(item, Slot):
                 self._stores.append(slot_trees(item, item_name))
@@ -545,7 +551,8 @@ class _Formula:
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state."""
         containers = tree.flatten(self._declared)[1]
-        trees = [store.init(params) for store in self._stores]
+        _update_store, *stores = self._stores
+        trees = [store.init(params) for store in stores]
         return tree.unflatten(containers, trees)
 
     def _run(
@@ -558,8 +565,10 @@ class _Formula:
         """
         # 1. Collect the tensors of all leaves for each operand.
         containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
-        old_trees = tree.subtrees(containers, state)
-        values = self._operand_values(updates, old_trees, params, donate)
+        items = tree.subtrees(containers, state)
+        old_trees = [updates, *items]
+        donated = [donate.updates, *[donate.state] * len(items)]  # whether each of them may be overwritten
+        values = self._operand_values(old_trees, donated, params)
         if "sum_over_leaves" in extras:
             sum_of_placeholder = values.sum_with(extras["sum_over_leaves"])
             extras = extras | {"sum_over_leaves": sum_of_placeholder}
@@ -571,28 +580,33 @@ class _Formula:
         values.run(recorded.plan)
 
         # 4. Build the new trees.
-        new_updates = self._new_updates(recorded.update, recorded.new_update, updates, values)
         new_trees: list[PyTree] = []
-        for store, operand, output, old_tree in zip(
-            self._stores, recorded.state, recorded.new_state, old_trees, strict=True
+        for store, operand, output, old_tree, is_donated in zip(
+            self._stores, recorded.operands, recorded.outputs, old_trees, donated, strict=True
         ):
-            new_trees.append(self._new_tree(store, operand, output, old_tree, values, donate))
-        return new_updates, tree.unflatten(containers, new_trees)
+            new_trees.append(self._new_tree(store, operand, output, old_tree, values, is_donated))
+        new_updates, *new_items = new_trees
+        return new_updates, tree.unflatten(containers, new_items)
 
-    def _operand_values(self, updates: PyTree, old_trees: list[PyTree], params: PyTree, donate: Donation) -> Values:
+    def _operand_values(self, old_trees: list[PyTree], donated: list[bool], params: PyTree) -> Values:
         """Return the tensors of the operands of ``step(u, s, p)``: the updates, each tree of the state, the parameters.
 
         For two leaves and one tree, they are ``[[u1, u2], [m1, m2], [p1, p2]]``. This is the order of the placeholders
-        in `_call_step`. An operand may be overwritten if the caller has donated it (``donate``), or if it is a copy.
+        in `_call_step`.
+
+        Args:
+            old_trees: the updates, and the items of the state.
+            donated: for each of them, whether it may be overwritten. A copy always may.
+            params: the parameters.
         """
+        updates = old_trees[0]
         present = Present(updates)  # the leaves that have a gradient
         values = Values(present)
-        values.add_operand(present.pick(updates), may_write=donate.updates)
-        for store, old_tree in zip(self._stores, old_trees, strict=True):
+        for store, old_tree, is_donated in zip(self._stores, old_trees, donated, strict=True):
             if isinstance(store, SharedNumber):  # one number for all leaves, which has no placeholder
                 continue
-            may_write = donate.state or store.reads_copies  # quantized state is decoded to copies
-            values.add_operand(store.read(present, old_tree), may_write=may_write)
+            is_copy = isinstance(store, QuantizedTrees)  # its 8-bit codes are decoded
+            values.add_operand(store.read(present, old_tree), may_write=is_donated or is_copy)
         if self._reads_params:
             params = params_for(self._name, params)
             if self._reads_params == "updated":  # the parameters after this update, as for `ema_params`
@@ -631,35 +645,36 @@ class _Formula:
     def _call_step(self, containers: Structure, old_trees: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
         """Call the step once with placeholders, and return the operations that they record.
 
+        ``old_trees`` are the updates and the items of the state, and ``containers`` is the structure of the state.
         A placeholder (`Leaf`) takes the place of one tensor for each leaf: the update, a tree of the state such as
         ``trace``, the parameter. A number that all leaves share, such as a step count, is passed as its 0-d tensor.
         """
-        # The values have numbers in the order in which they are appended to the record: the update is 0, then the trees
-        # of the state follow, then the parameter, and then the results of operations on these.
-        record: list[Operation | None] = []
-        update = new_leaf(record)
-        state_operands: list[Any] = []
+        # The numbers of the placeholders: the update is 0, then the trees of the state follow, then the parameter, and
+        # then the results of operations on these.
+        numbers = itertools.count()
+        operands: list[Any] = []
         for store, old_tree in zip(self._stores, old_trees, strict=True):
             if isinstance(store, SharedNumber):
-                state_operands.append(old_tree)
+                operands.append(old_tree)
             else:
-                state_operands.append(new_leaf(record))
-        step_args = [update, tree.unflatten(containers, state_operands)]
+                operands.append(Leaf(numbers))
+        update, *items = operands
+        step_args = [update, tree.unflatten(containers, items)]
         if self._reads_params:
-            step_args.append(new_leaf(record))
+            step_args.append(Leaf(numbers))
 
         new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
         if not isinstance(new_update, Leaf):  # such as a tensor or 0.0, which does not depend on the update
             update_type = type(new_update).__name__
             raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
-        state_outputs = self._state_outputs(containers, new_state)
-        for (name, item), operand, output in zip(self._items, state_operands, state_outputs, strict=True):
-            self._check_state_output(name, item, operand, output)
+        new_items = self._state_outputs(containers, new_state)
+        for (name, declared), item, new_item in zip(self._items, items, new_items, strict=True):
+            self._check_state_output(name, declared, item, new_item)
 
         # The plan has only the operations that these outputs need, since a step may compute more than it returns.
-        outputs = [output for output in [new_update, *state_outputs] if isinstance(output, Leaf)]
-        plan = Plan.of(record, outputs)
-        return RecordedStep(update, state_operands, new_update, state_outputs, plan)
+        outputs = [new_update, *new_items]
+        plan = Plan.of([output for output in outputs if isinstance(output, Leaf)])
+        return RecordedStep(operands, outputs, plan)
 
     def _state_outputs(self, containers: Structure, new_state: object) -> list[Any]:
         """Return the items of a state that a step returned: ``[m]`` for ``MomentumState(m)``.
@@ -696,38 +711,29 @@ class _Formula:
         output: Any,
         old_tree: PyTree,
         values: Values,
-        donate: Donation,
+        is_donated: bool,
     ) -> PyTree:
-        """Return the new value for one item of the state, such as ``trace`` of `momentum`, after the operations ran.
+        """Return the new updates, or the new value of an item of the state such as ``trace``, after the operations ran.
 
         Args:
-            store: writes the tensors into a tree, in the dtype of the state.
+            store: writes the tensors into a tree, in the dtypes of the old tree.
             operand: the placeholder of the old tree, such as ``s.trace``, or a number that all leaves share.
             output: what the step returned in its place.
             old_tree: the old tree, or the old number.
             values: the tensors of all placeholders.
-            donate: whether the old tree may be overwritten.
+            is_donated: whether the old tree may be overwritten.
         """
         if isinstance(store, SharedNumber):
             return store.write(output, old_tree)
-        if output.index == operand.index:  # the step returned the tree unchanged
+        if output is operand:  # the step returned the tree unchanged
             return old_tree
-        values.check(operand, output, f"{self._name}: the step returns a state")  # its shapes
-        new_tensors = values.take(output.index)
-        old_tensors = values.operands[operand.index]
+        what = "an update" if operand.number == 0 else "a state"
+        values.check(operand, output, f"{self._name}: the step returns {what}")  # its shapes
+        new_tensors = values.take(output, operand)
         # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were cast,
         # the operations worked on copies, and the results are written into the donated tensors here.
-        write_into_old = donate.state and values.was_cast(operand.index)
-        return store.write(values.present, new_tensors, old_tensors, old_tree, reuse=write_into_old)
-
-    def _new_updates(self, operand: Leaf, output: Leaf, updates: PyTree, values: Values) -> PyTree:
-        """Return the tree of the new updates, in the dtypes of the incoming updates."""
-        if output.index == operand.index:
-            return updates
-        values.check(operand, output, f"{self._name}: the step returns an update")
-        new_tensors = values.take(output.index, copy_into=operand.index)
-        old_tensors = values.operands[operand.index]
-        return values.present.fill(ew.cast_like(new_tensors, old_tensors))
+        write_into_old = is_donated and values.was_cast(operand)
+        return store.write(values.present, new_tensors, old_tree, reuse=write_into_old)
 
 
 def params_for(name: str, params: PyTree) -> PyTree:

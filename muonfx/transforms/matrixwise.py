@@ -373,8 +373,7 @@ class _SplitTrees:
         return matrices.split(self._trees.read(matrices.present, old_tree))
 
     def write(self, states: list[Tensor], old_tree: PyTree, matrices: Matrices) -> PyTree:
-        old_tensors = self._trees.read(matrices.present, old_tree)
-        return self._trees.write(matrices.present, matrices.join(states), old_tensors, old_tree, reuse=False)
+        return self._trees.write(matrices.present, matrices.join(states), old_tree, reuse=False)
 
 
 class MatrixTrees:

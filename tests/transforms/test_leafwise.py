@@ -59,6 +59,17 @@ def keeps_the_gradient(factor: float = 0.5):
     }, step
 
 
+@mfx.leafwise
+def trades_its_trees(factor: float = 0.5):
+    """A tree that is returned in the place of another one, and a value that is returned for several trees."""
+
+    def step(u: mfx.Leaf, s: Any):
+        both = s["a"] * factor + u
+        return both, {"a": s["b"], "b": s["a"], "c": both, "d": both}
+
+    return {"a": mfx.Slot(None), "b": mfx.Slot(None), "c": mfx.Slot(None), "d": mfx.Slot()}, step
+
+
 @mfx.leafwise(reads_params=True)
 def gives_out_its_state(factor: float = 0.5):
     def step(u: mfx.Leaf, s: Any, p: mfx.Leaf):
@@ -116,6 +127,7 @@ TINY = {"block": 4, "min_size": 0}
 CASES = [
     rms_scaled(dtype=torch.bfloat16),
     swaps_its_trees(),
+    trades_its_trees(),
     keeps_the_gradient(),
     gives_out_its_state(),
     views_and_writes(),
