@@ -15,7 +15,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.polar.iteration import unit_power
 from muonfx.transforms.formulas import bias_correction, divide_unless, running_average
-from muonfx.transforms.leafwise import WideStateDtype, zeros
+from muonfx.transforms.leafwise import WideStateDtype, read_wide, write, zeros
 from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrixwise import MatrixSlot, MatrixTrees, matrix_locality, name_patterns
 from muonfx.tree import PyTree, device_of
@@ -120,12 +120,11 @@ def scale_by_namo(
         """
         matrices = Matrices(view, updates)  # of the leaves that have a gradient; the others keep their state
         present = matrices.present
-        old_m = present.pick(state.mu)
         old_v = moments.read(state.nu, matrices)
         count = state.count + 1
 
         # m = b1 m + (1 - b1) g, for whole leaves, in the wider dtype of both
-        g, m = ew.widest(matrices.leaves, old_m)
+        g, m = read_wide(present, updates, state.mu)
         m = ew.lerp(m, g, 1.0 - b1)
 
         # For each matrix: v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
@@ -135,17 +134,16 @@ def scale_by_namo(
         v, alpha = ew.by_stacks(v_and_alpha, matrices.stacks, matrices.split(m), old_v, results=2)
 
         # update = alpha D(m)
-        averages = present.fill(ew.cast_like(m, matrices.leaves))
+        averages = write(present, m, updates)
         donation = Donation(updates=False, state=donate.state)  # the averages may share storage with the new state
         directions, inner_state = inner.run(averages, state.inner, params, donate=donation, **extras)
         _require_no_further_updates(directions, updates)
         direction_stacks = matrices.split(present.pick(directions))
         (scaled,) = ew.by_stacks(_scale, direction_stacks, alpha)
 
-        stored_m = ew.cast_like(m, old_m)
         new_state = NamoState(
             count=count,
-            mu=present.fill(stored_m, state.mu),
+            mu=write(present, m, state.mu),
             nu=moments.write(v, state.nu, matrices),
             inner=inner_state,
         )

@@ -13,7 +13,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.transforms.clip import Sum
 from muonfx.transforms.formulas import bias_correction, divide_unless
-from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, zeros
+from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, read_wide, write, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
@@ -127,17 +127,11 @@ def scale_by_prodigy(
 
         x0 are the initial parameters, x the current ones, g the gradients, m and v the moments, s the weighted sum of
         gradients, and r the numerator of the estimate. Except for r, they are lists with a tensor for each leaf that
-        has a gradient. Each stored tensor is read as `old_...`, computed in the widest dtype, and stored again.
+        has a gradient, in the widest dtype of all of them.
         """
         params = params_for("scale_by_prodigy", params)
         present = Present(updates)  # the leaves that have a gradient; the state of the others does not change
-        gradients = present.pick(updates)
-        old_x = present.pick(params)
-        old_x0 = present.pick(state.start)
-        old_m = present.pick(state.mu)
-        old_v = present.pick(state.nu)
-        old_s = present.pick(state.grad_sum)
-        g, x, x0, m, v, s = ew.widest(gradients, old_x, old_x0, old_m, old_v, old_s)
+        g, x, x0, m, v, s = read_wide(present, updates, params, state.start, state.mu, state.nu, state.grad_sum)
         reuse = donate.state  # True if the new state may overwrite the old one
 
         count = state.count + 1
@@ -170,8 +164,7 @@ def scale_by_prodigy(
 
         # d = max(d, estim_lr_coef r / |s|_1). The norm is over all leaves, also those without a gradient in this step:
         # they have contributed to r.
-        new_s = ew.store(s, old_s, reuse=reuse)
-        grad_sum = present.fill(new_s, state.grad_sum)
+        grad_sum = write(present, s, state.grad_sum, reuse=reuse)
         norms = tree.map(_norm, grad_sum)
         s_norm = sum_over_leaves(norms).to(d)
         new_d = _largest_estimate(d, estim_lr_coef * r, s_norm)
@@ -180,19 +173,16 @@ def scale_by_prodigy(
         u = _directions(m, v, x, new_d * eps, weight_decay)
         u = ew.mul(u, step_size, reuse=True)
 
-        new_m = ew.store(m, old_m, reuse=reuse)
-        new_v = ew.store(v, old_v, reuse=reuse)
-        new_updates = ew.cast_like(u, gradients)
         new_state = ProdigyState(
             count=count,
             estim_lr=new_d,
             numerator=r,
-            mu=present.fill(new_m, state.mu),
-            nu=present.fill(new_v, state.nu),
+            mu=write(present, m, state.mu, reuse=reuse),
+            nu=write(present, v, state.nu, reuse=reuse),
             grad_sum=grad_sum,
             start=state.start,
         )
-        return present.fill(new_updates), new_state
+        return write(present, u, updates), new_state
 
     return init, update
 

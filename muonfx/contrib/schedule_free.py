@@ -16,7 +16,7 @@ from muonfx.core.schedules import Scalar, Schedule, constant_schedule
 from muonfx.core.transform import require_transform, within
 from muonfx.core.value import Memory, with_memory
 from muonfx.transforms.formulas import divide_unless
-from muonfx.transforms.leafwise import WideStateDtype, copies, params_for
+from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, read_wide, write
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -149,10 +149,7 @@ def schedule_free(
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         present = Present(inner_updates)  # the leaves that the inner transform updates
-        inner_leaves = present.pick(inner_updates)
-        old_z = present.pick(state.z)
-        old_y = present.pick(params)
-        u, z, y = ew.widest(inner_leaves, old_z, old_y)
+        u, z, y = read_wide(present, inner_updates, state.z, params)
         x = _average_of(y, z, state.b1)
 
         # z = z + u,  x = (1 - c) x + c z,  y = (1 - b1) z + b1 x. With `reuse`, a result overwrites the first list.
@@ -161,17 +158,15 @@ def schedule_free(
         new_y = ew.lerp(new_z, new_x, new_b1)
         step_of_y = ew.add(new_y, y, -1.0, reuse=True)
 
-        stored_z = ew.store(new_z, old_z, reuse=donate.state)
-        new_updates = ew.cast_like(step_of_y, inner_leaves)
         new_state = ScheduleFreeState(
             count=count,
             b1=new_b1,
             max_lr=max_lr,
             weight_sum=weight_sum,
-            z=present.fill(stored_z, state.z),
+            z=write(present, new_z, state.z, reuse=donate.state),
             inner=inner_state,
         )
-        return present.fill(new_updates), new_state
+        return write(present, step_of_y, inner_updates), new_state
 
     return init, update
 

@@ -14,7 +14,7 @@ from muonfx.core import Combinator, Donation, Locality, Transform, checks, trans
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import require_transform
 from muonfx.internal.tracing import is_traced, is_wrapped, uncompiled
-from muonfx.transforms.leafwise import WideStateDtype, zeros
+from muonfx.transforms.leafwise import WideStateDtype, read_wide, write, zeros
 from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -249,10 +249,8 @@ def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) ->
     """
     # The sums of the leaves that have a gradient, computed in the wider dtype of both operands.
     present = Present(updates)
-    old_sums = present.pick(state.sums)
-    wide_gradients, wide_sums = ew.widest(present.pick(updates), old_sums)
-    wide_sums = ew.add(wide_sums, wide_gradients, reuse=donate.state)
-    new_sums = ew.store(wide_sums, old_sums, reuse=donate.state)
+    gradients, sums = read_wide(present, updates, state.sums)
+    sums = ew.add(sums, gradients, reuse=donate.state)
 
     # One more gradient for each leaf that has one, in the order of ``seen``: [1, 0].
     leaves = tree.leaves(updates)
@@ -262,7 +260,7 @@ def _add_gradients(updates: PyTree, state: AccumulateState, donate: Donation) ->
     return AccumulateState(
         count=state.count + 1,
         seen=state.seen + seen_now,
-        sums=present.fill(new_sums, state.sums),
+        sums=write(present, sums, state.sums, reuse=donate.state),
         inner=state.inner,
     )
 

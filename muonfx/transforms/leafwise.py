@@ -93,8 +93,21 @@ def copies(params: PyTree, dtype: WideStateDtype = None) -> PyTree:
     return tree.map(copy_of, params)
 
 
+def read_wide(present: Present, *trees: PyTree) -> list[list[Tensor]]:
+    """Return a list of the leaves ``present`` of each tree. The leaves at a position get one dtype, at least fp32.
+
+    >>> updates, state = (
+    ...     {"w": torch.ones(1, dtype=torch.bfloat16), "b": None},
+    ...     {"w": torch.zeros(1), "b": torch.zeros(1)},
+    ... )
+    >>> read_wide(Present(updates), updates, state)
+    [[tensor([1.])], [tensor([0.])]]
+    """
+    return ew.widest(*map(present.pick, trees))
+
+
 def write(present: Present, values: list[Tensor], old_tree: PyTree, *, reuse: bool = False) -> PyTree:
-    """Return a tree with new values at the leaves ``present``, in the dtypes of the old tree.
+    """Return a tree with new values at the leaves ``present``, in the dtypes of the old tree; it inverts `read_wide`.
 
     With ``reuse``, the values are written into the leaves of the old tree.
     """
