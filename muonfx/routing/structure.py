@@ -297,7 +297,7 @@ def _blocks_of(model: nn.Module, modules: _Modules) -> Iterator[str]:
             # A list is written for repeated modules. An nn.Sequential may also be a chain of different parts.
             is_repeated = is_list or count_of_class[type(child)] > 1
             child_path = joined(path, name)
-            is_head = type(child) is nn.Sequential and _last_width(child_path, modules.layers) not in read_widths
+            is_head = type(child) is nn.Sequential and _last_width(child) not in read_widths
             if is_repeated and not is_head:
                 yield child_path
 
@@ -315,14 +315,17 @@ def _is_numbered_dict(module: nn.Module) -> bool:
     return all(map(str.isdigit, module))
 
 
-def _last_width(path: str, layers: Sequence[Layer]) -> int:
+def _last_width(module: nn.Module) -> int:
     """Return the width that the last layer in a module returns, if its layers run in their order; 0 without layers.
 
-    >>> _last_width("heads.1", [Layer("heads.0.2", 8, 5), Layer("heads.1.0", 8, 8), Layer("heads.1.2", 8, 7)])
+    >>> _last_width(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 7)))
     7
     """
-    widths = [layer.returns for layer in layers if layer.path.startswith(f"{path}.")]
-    return widths[-1] if widths else 0
+    last_width = 0
+    for child in module.modules():
+        if widths := _widths_of(child):
+            _, last_width = widths
+    return last_width
 
 
 def _with_ancestors(path: str) -> Iterator[str]:

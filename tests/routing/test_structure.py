@@ -4,6 +4,7 @@ Each row of the table recreates a part of a model of transformers, timm or diffu
 modules in the same order, with small sizes.
 """
 
+import cProfile
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 import muonfx as mfx
 from muonfx.routing import default_labels, describe
+from muonfx.routing.structure import structure_of
 from tests.routing.test_routing import Holder, build, lin
 
 D = 16
@@ -332,6 +334,18 @@ def test_the_blocks_inside_a_head_are_hidden_and_its_other_layers_are_heads():
     labels = default_labels(with_body({"tokens": nn.Embedding(9, D)}, after={"diffusion_head": head}), roles=True)
     names = ("blocks.0.up", "blocks.1.down", "noisy", "final")
     assert [labels[f"diffusion_head.{name}.weight"] for name in names] == ["hidden", "hidden", "head", "head"]
+
+
+def calls_of_structure(blocks: int) -> int:
+    """The number of function calls that read the structure of a model whose blocks are sequences."""
+    body = nn.ModuleList([nn.Sequential(lin(2 * D, D), nn.ReLU(), lin(D, 2 * D)) for _ in range(blocks)])
+    profile = cProfile.Profile()
+    profile.runcall(structure_of, build({"blocks": body, "head": lin(100, D)}))
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_the_structure_is_read_in_time_linear_in_the_number_of_blocks():
+    assert calls_of_structure(80) < 2.5 * calls_of_structure(40)
 
 
 class Dense(nn.Module):
