@@ -133,9 +133,10 @@ def _modules_of(model: nn.Module) -> _Modules:
             reads, returns = widths
             modules.layers.append(Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1))
             continue
-        width = getattr(module, "embedding_dim", None)
-        if is_embedding(type(module)) and isinstance(width, int):
-            modules.layers.append(Layer(path, 0, width))
+        if is_embedding(type(module)):
+            width = getattr(module, "embedding_dim", None)
+            if isinstance(width, int):
+                modules.layers.append(Layer(path, 0, width))
         for param in module.parameters(recurse=False):
             if param.ndim == 1:
                 modules.norms.append(Layer(path, param.shape[0], 0))

@@ -336,6 +336,22 @@ def test_the_blocks_inside_a_head_are_hidden_and_its_other_layers_are_heads():
     assert [labels[f"diffusion_head.{name}.weight"] for name in names] == ["hidden", "hidden", "head", "head"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_only_embeddings_are_asked_for_the_width_of_an_embedding():
+    class Prior(nn.Module):
+        """A model with a deprecated attribute, as PriorTransformer of diffusers."""
+
+        @property
+        def embedding_dim(self) -> int:
+            warnings.warn("embedding_dim is deprecated", FutureWarning, stacklevel=2)
+            return D
+
+    prior = Prior()
+    prior.blocks = nn.ModuleList([Block(), Block()])
+    prior.head = lin(100, D)
+    assert default_labels(prior)["head.weight"] == "adamw"
+
+
 def calls_of_structure(blocks: int) -> int:
     """The number of function calls that read the structure of a model whose blocks are sequences."""
     body = nn.ModuleList([nn.Sequential(lin(2 * D, D), nn.ReLU(), lin(D, 2 * D)) for _ in range(blocks)])
