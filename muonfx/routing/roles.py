@@ -153,7 +153,8 @@ def _by_adapter(info: ParamInfo) -> Decision | None:
         role = "vector"
     for name in info.names:  # also the other names of a tied tensor
         for component in name.split("."):  # "fc", "lora_A" and "weight"
-            if _ADAPTER.search(component.lower()):
+            has_word_lora = "lora" in words_of(component).split("_")  # also in loraA, downLora and lora1
+            if has_word_lora or _ADAPTER.search(component.lower()):
                 return Decision(role, f"low-rank factor (name component {component!r})")
     return None
 

@@ -478,6 +478,13 @@ def test_names_are_read_by_component():
         assert {name for name in found if default_labels({name: torch.zeros(6, 4)})[name] != label} == set()
 
 
+@pytest.mark.parametrize("name", ["lora_A", "loraA", "downLora", "QLora", "lora1", "lora_b2", "LoRA_A"])
+def test_a_factor_of_lora_is_recognized_in_camel_case_and_with_a_number(name: str):
+    full_name = f"blocks.0.attn.{name}.weight"
+    labels = default_labels({full_name: torch.zeros(6, 4)})
+    assert labels.reason(full_name) == f"low-rank factor (name component {name!r})"
+
+
 OTHER_ROLES = {
     "embedding": """
         transformer.wte.weight pos_embed patch_embed.pos_embed mask_token encoder.pe shared.weight
