@@ -59,10 +59,12 @@ FIRST_CONVOLUTION = NameRule(
 """The convolution of raw input at the front of a model: the blocks of a ResNet have such names, too."""
 NAME_RULES = (
     # gate_up_proj_bias, attention_biases; mlp1_bias_EG in torchtitan; pos_bias_u in Transformer-XL
-    NameRule("vector", "tensor", r"(^|_)bias(es)?(_[a-z]{1,3})?$"),
+    NameRule("vector", "tensor", r"(^|_)bias(es)?(_\d+)*(_[a-z]{1,3})?$"),
     # pos_emb, embed_tokens, vision_embed_tokens_extend; rel_pos_x_bias, a layer of attention biases
     NameRule("embedding", "layer", rf"^((?!patch).)*(?<![a-z]){_EMBED}(_{_EMBEDDED})?{_END}|^{_EMBED}_{_EMBEDDED}_"),
-    NameRule("embedding", "layer", r"(^|_)(embedding_table|bias_table|pos_bias|bias(es)?|relative_attention_bias)$"),
+    NameRule(
+        "embedding", "layer", rf"(^|_)(embedding_table|bias_table|pos_bias|bias(es)?|relative_attention_bias){_END}"
+    ),
     NameRule("embedding", "path", r"(^|\.)shared$"),  # of T5 and BART
     # pos_embed, class_embedding_table; not embed_proj, which is a matrix
     NameRule("embedding", "tensor", rf"^((?!proj).)*(?<![a-z]){_EMBED}(_(?!.*proj)|$)"),
@@ -85,7 +87,7 @@ NAME_RULES = (
     GATE,
     # lm_head, classifier_2, logits_dense, embed_out in GPT-NeoX; all layers inside them, too
     NameRule("head", "any", rf"^(?!(.*_)?{_HEAD_OF_ATTENTION}{_END})(.*_)?{_HEAD}{_END}"),
-    NameRule("head", "any", rf"^{_HEAD}(_{_AFTER_HEAD})+{_END}|(^|_){_EMBED}_out{_END}"),
+    NameRule("head", "any", rf"^{_HEAD}(_\d+)*(_{_AFTER_HEAD}(_\d+)*)+$|(^|_){_EMBED}_out{_END}"),
     NameRule(
         "head",
         "any",

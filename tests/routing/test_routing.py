@@ -485,6 +485,18 @@ def test_a_factor_of_lora_is_recognized_in_camel_case_and_with_a_number(name: st
     assert labels.reason(full_name) == f"low-rank factor (name component {name!r})"
 
 
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        *(("experts.bias1", "vector"), ("experts.bias_2_EG", "vector"), ("attn.relative_attention_bias2", "vector")),
+        *(("attn.pos_bias_1.weight", "embedding"), ("attn.bias_table_2.weight", "embedding")),
+        *(("head1_linear.weight", "head"), ("head_2_fc_1.weight", "head")),
+    ],
+)
+def test_a_number_in_a_name_does_not_change_the_role(name: str, role: str):
+    assert default_labels({name: torch.zeros(6, 4)}, roles=True)[name] == role
+
+
 OTHER_ROLES = {
     "embedding": """
         transformer.wte.weight pos_embed patch_embed.pos_embed mask_token encoder.pe shared.weight
