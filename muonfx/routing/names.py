@@ -61,7 +61,7 @@ NAME_RULES = (
     # gate_up_proj_bias, attention_biases; mlp1_bias_EG in torchtitan; pos_bias_u in Transformer-XL
     NameRule("vector", "tensor", r"(^|_)bias(es)?(_\d+)*(_[a-z]{1,3})?$"),
     # pos_emb, embed_tokens, vision_embed_tokens_extend; rel_pos_x_bias, a layer of attention biases
-    NameRule("embedding", "layer", rf"^((?!patch).)*(?<![a-z]){_EMBED}(_{_EMBEDDED})?{_END}|^{_EMBED}_{_EMBEDDED}_"),
+    NameRule("embedding", "layer", rf"^(?!(.*_)?patch(_|$))(.*_)?{_EMBED}(_{_EMBEDDED})?{_END}|^{_EMBED}_{_EMBEDDED}_"),
     NameRule(
         "embedding", "layer", rf"(^|_)(embedding_table|bias_table|pos_bias|bias(es)?|relative_attention_bias){_END}"
     ),
@@ -79,8 +79,8 @@ NAME_RULES = (
     NameRule("vector", "tensor", r"^(a_log|d|time_decay|time_first|time_faaaa)$|(^|_)(scales?|gamma|gain)(_\d+)*$"),
     NORM,
     NameRule("other", "last", r"^(x_proj|dt_proj)(_weight)?$"),  # from the input to the rates of a state-space layer
-    # layers that embed patches of an image: to_patch_embedding, patch_embed_proj; x_embedder.proj
-    NameRule("other", "any", rf"(^|_)patch_(.*_)?({_EMBED}|embed_[a-z]+){_END}"),
+    # layers that embed patches of an image: to_patch_embedding, patch_embed_proj, embed_patch; x_embedder.proj
+    NameRule("other", "any", rf"(^|_)(patch_(.*_)?({_EMBED}|embed_[a-z]+)|embed_patch){_END}"),
     NameRule("other", "path", r"[a-z\d_]*(?<![a-z])(embed|embedder)\.proj(ection)?$"),
     NameRule("other", "path", r"[a-z\d_]*embeddings\.([a-z\d_]*_)?patch_proj(ection)?$"),
     NameRule("other", "any", r"(^|_)(routers?|routing)(_|$)"),  # of a mixture of experts

@@ -497,6 +497,19 @@ def test_a_number_in_a_name_does_not_change_the_role(name: str, role: str):
     assert default_labels({name: torch.zeros(6, 4)}, roles=True)[name] == role
 
 
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("embed_patch", "other"),
+        ("patch_embed", "other"),
+        ("patches_embed", "embedding"),
+        ("dispatch_embed", "embedding"),
+    ],
+)
+def test_patch_is_read_as_a_whole_word(name: str, role: str):
+    assert default_labels({f"{name}.weight": torch.zeros(6, 4)}, roles=True)[f"{name}.weight"] == role
+
+
 OTHER_ROLES = {
     "embedding": """
         transformer.wte.weight pos_embed patch_embed.pos_embed mask_token encoder.pe shared.weight
