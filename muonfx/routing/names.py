@@ -61,7 +61,7 @@ NAME_RULES = (
     # gate_up_proj_bias, attention_biases; mlp1_bias_EG in torchtitan; pos_bias_u in Transformer-XL
     NameRule("vector", "tensor", r"(^|_)bias(es)?(_\d+)*(_[a-z]{1,3})?$"),
     # pos_emb, embed_tokens, vision_embed_tokens_extend; rel_pos_x_bias, a layer of attention biases
-    NameRule("embedding", "layer", rf"^(?!(.*_)?patch(_|$))(.*_)?{_EMBED}(_{_EMBEDDED})?{_END}|^{_EMBED}_{_EMBEDDED}_"),
+    NameRule("embedding", "last", rf"^(?!(.*_)?patch(_|$))(.*_)?{_EMBED}(_{_EMBEDDED})?{_END}|^{_EMBED}_{_EMBEDDED}_"),
     NameRule(
         "embedding", "layer", rf"(^|_)(embedding_table|bias_table|pos_bias|bias(es)?|relative_attention_bias){_END}"
     ),

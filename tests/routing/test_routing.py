@@ -510,6 +510,12 @@ def test_patch_is_read_as_a_whole_word(name: str, role: str):
     assert default_labels({f"{name}.weight": torch.zeros(6, 4)}, roles=True)[f"{name}.weight"] == role
 
 
+def test_a_table_whose_name_ends_in_an_embedding_word_may_contain_the_word_of_a_projection():
+    names = ("vit.proj_pos_embed", "text_projection_embedding", "vit.embed_proj")
+    labels = default_labels({name: torch.zeros(6, 4) for name in names}, roles=True)
+    assert [labels[name] for name in names] == ["embedding", "embedding", "hidden"]
+
+
 OTHER_ROLES = {
     "embedding": """
         transformer.wte.weight pos_embed patch_embed.pos_embed mask_token encoder.pe shared.weight
