@@ -54,7 +54,7 @@ FIRST_CONVOLUTION = NameRule(
     "other",
     "path",
     # conv1 of Whisper; encoder.stem; feature_extractor.conv_layers.0.conv of wav2vec 2.0
-    rf"^(.*{_FRONT}\.(\d+\.)*)?(conv_1|conv_in|conv_pre|mel_conv|stem)$|{_FRONT}\.(.*\.)?conv_layers\.0\.",
+    rf"^(.*{_FRONT}\.(\d+\.)*)?(conv_1|conv_in|conv_pre|mel_conv|stem)$|{_FRONT}\.(.*\.)?conv_layers\.0\b",
 )
 """The convolution of raw input at the front of a model: the blocks of a ResNet have such names, too."""
 NAME_RULES = (
@@ -65,7 +65,7 @@ NAME_RULES = (
     NameRule(
         "embedding", "layer", rf"(^|_)(embedding_table|bias_table|pos_bias|bias(es)?|relative_attention_bias){_END}"
     ),
-    NameRule("embedding", "path", r"(^|\.)shared$"),  # of T5 and BART
+    NameRule("embedding", "path", r"\bshared$"),  # of T5 and BART
     # pos_embed, class_embedding_table; not embed_proj, which is a matrix
     NameRule("embedding", "tensor", rf"^((?!proj).)*(?<![a-z]){_EMBED}(_(?!.*proj)|$)"),
     # tables whose rows act as tokens or positions: cls_token, a Perceiver's latents, a quantizer's codebook, rel_pos_h
@@ -94,7 +94,7 @@ NAME_RULES = (
         r"^(score|cls_score|output_layer|vocab_proj(ector)?|qa_outputs|seq_relationship|ctc_proj|decoder_pred"
         rf"|predict_(state|action|return)|action_out_proj|feat_out|prob_out|final_linear|lm_heads){_END}",
     ),
-    NameRule("head", "path", r"(^|\.)decoder(\.output_projection)?$"),  # from features to the vocabulary in BERT
+    NameRule("head", "path", r"\bdecoder(\.output_projection)?$"),  # from features to the vocabulary in BERT
     # Heads only as direct children of the model, as in torchtitan, ResNet and Whisper. A number above 1 marks the last
     # of several layers, such as proj_out_2 in DiT. The loss of wav2vec 2.0 compares project_hid and project_q.
     NameRule(
@@ -144,12 +144,21 @@ class Name:
     def find(self, rule: NameRule) -> str | None:
         """Return the first component that a rule matches, as it is written; None if there is none.
 
+        A rule for the path may match several components, which are returned with the dots between them.
+
         >>> Name("h.0.lmHead.weight").find(NameRule("head", "any", "^lm_head$"))
         'lmHead'
+        >>> Name("h.xEmbedder.proj.weight").find(NameRule("other", "path", "embedder.proj"))
+        'xEmbedder.proj'
         """
         if rule.where == "path":
-            match = re.search(rule.pattern, ".".join(map(words_of, self.path)))
-            return match[0].strip(".") if match and self.is_of_layer else None
+            path = ".".join(map(words_of, self.path))
+            match = re.search(rule.pattern, path)
+            if match is None or not self.is_of_layer:
+                return None
+            first = path.count(".", 0, match.start())  # the index of the first component of the match
+            last = path.count(".", 0, match.end())
+            return ".".join(self.path[first : last + 1])
         for component in self._compared(rule.where):
             if re.search(rule.pattern, words_of(component)):
                 return component

@@ -516,6 +516,21 @@ def test_a_table_whose_name_ends_in_an_embedding_word_may_contain_the_word_of_a_
     assert [labels[name] for name in names] == ["embedding", "embedding", "hidden"]
 
 
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        ("visionTower.conv1", "visionTower.conv1"),
+        ("net.wavEncoder.conv_layers.0", "wavEncoder.conv_layers.0"),
+        ("net.wavEncoder.conv_layers.0.conv", "wavEncoder.conv_layers.0"),
+        ("h.xEmbedder.proj", "xEmbedder.proj"),
+        ("cls.decoder", "decoder"),
+    ],
+)
+def test_the_reason_has_the_components_of_a_path_as_they_are_written(name: str, component: str):
+    labels = default_labels({f"{name}.weight": torch.zeros(6, 4, 3, 3)}, roles=True)
+    assert f"name component {component!r}" in labels.reason(f"{name}.weight")
+
+
 OTHER_ROLES = {
     "embedding": """
         transformer.wte.weight pos_embed patch_embed.pos_embed mask_token encoder.pe shared.weight
