@@ -81,8 +81,8 @@ NAME_RULES = (
     NameRule("other", "last", r"^(x_proj|dt_proj)(_weight)?$"),  # from the input to the rates of a state-space layer
     # layers that embed patches of an image: to_patch_embedding, patch_embed_proj, embed_patch; x_embedder.proj
     NameRule("other", "any", rf"(^|_)(patch_(.*_)?({_EMBED}|embed_[a-z]+)|embed_patch){_END}"),
-    NameRule("other", "path", r"[a-z\d_]*(?<![a-z])(embed|embedder)\.proj(ection)?$"),
-    NameRule("other", "path", r"[a-z\d_]*embeddings\.([a-z\d_]*_)?patch_proj(ection)?$"),
+    NameRule("other", "path", r"\w*(?<![a-z])(embed|embedder)(_\d+)*\.proj(ection)?$"),
+    NameRule("other", "path", rf"\w*(?<![a-z]){_EMBED}(_\d+)*\.(\w*_)?patch_(\w*_)?proj(ection)?{_END}"),
     NameRule("other", "any", r"(^|_)(routers?|routing)(_|$)"),  # of a mixture of experts
     GATE,
     # lm_head, classifier_2, logits_dense, embed_out in GPT-NeoX; all layers inside them, too

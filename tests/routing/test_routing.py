@@ -531,6 +531,13 @@ def test_the_reason_has_the_components_of_a_path_as_they_are_written(name: str, 
     assert f"name component {component!r}" in labels.reason(f"{name}.weight")
 
 
+@pytest.mark.parametrize(
+    "name", ["embed2.proj", "x_embedder_1.projection", "embed.patch_proj", "embedding.patch_in_proj"]
+)
+def test_a_projection_in_an_embedder_reads_raw_input(name: str):
+    assert default_labels({f"vit.{name}.weight": torch.zeros(6, 4)}, roles=True)[f"vit.{name}.weight"] == "other"
+
+
 OTHER_ROLES = {
     "embedding": """
         transformer.wte.weight pos_embed patch_embed.pos_embed mask_token encoder.pe shared.weight
