@@ -30,7 +30,7 @@ class NameRule(NamedTuple):
     where: Where
     pattern: str
     """It is searched for in words that "_" separates, in lower case: "lm_head" for ``lmHead``."""
-    beside: str | None = None
+    sibling: str | None = None
     """If set, the rule applies to models that have a child or a parameter of such a name themselves."""
 
 
@@ -100,8 +100,10 @@ NAME_RULES = (
     NameRule(
         "head", "child", r"^(fc|(output|out|proj_out|conv_out|conv_post|proj_out_conv)(_[2-9])?|project_(hid|q))$"
     ),
-    NameRule("head", "child", "^projector$", beside="classifier"),
-    NameRule("head", "child", "^(text|visual|image|audio)_projection$", beside="logit_scale|temperature"),  # as in CLIP
+    NameRule("head", "child", "^projector$", sibling="classifier"),
+    NameRule(
+        "head", "child", "^(text|visual|image|audio)_projection$", sibling="logit_scale|temperature"
+    ),  # as in CLIP
 )
 """The rules for names. The first one that matches decides."""
 
@@ -119,6 +121,8 @@ class Name:
     def __init__(self, name: str) -> None:
         self.components = _components(name)
         """The components of the name. Components that wrappers and peft's adapters add are left out."""
+        self._words = {component: words_of(component) for component in self.components}
+        """The words of each component, such as "lm_head" for "lmHead", which each rule reads."""
         self.is_of_layer = self.components[-1] in LEAVES_OF_LAYERS
         """True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
         path = self.components
@@ -152,7 +156,7 @@ class Name:
         'xEmbedder.proj'
         """
         if rule.where == "path":
-            path = ".".join(map(words_of, self.path))
+            path = ".".join([self._words[component] for component in self.path])
             match = re.search(rule.pattern, path)
             if match is None or not self.is_of_layer:
                 return None
@@ -160,7 +164,7 @@ class Name:
             last = path.count(".", 0, match.end())
             return ".".join(self.path[first : last + 1])
         for component in self._compared(rule.where):
-            if re.search(rule.pattern, words_of(component)):
+            if re.search(rule.pattern, self._words[component]):
                 return component
         return None
 

@@ -254,7 +254,7 @@ def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | N
 
 def _applies(rule: NameRule, model: _Model) -> bool:
     """Return True unless a rule requires another child of the model, such as "classifier", that the model has not."""
-    return rule.beside is None or any(re.fullmatch(rule.beside, child) for child in model.children)
+    return rule.sibling is None or any(re.fullmatch(rule.sibling, child) for child in model.children)
 
 
 def _is_in_gated_mlp(name: Name, gate: str, ndim: int, gated_mlps: GatedMlps) -> bool:
