@@ -121,7 +121,7 @@ class Name:
     def __init__(self, name: str) -> None:
         self.components = _components(name)
         """The components of the name. Components that wrappers and peft's adapters add are left out."""
-        self._words = {component: words_of(component) for component in self.components}
+        self.words = {component: words_of(component) for component in self.components}
         """The words of each component, such as "lm_head" for "lmHead", which each rule reads."""
         self.is_of_layer = self.components[-1] in LEAVES_OF_LAYERS
         """True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
@@ -156,7 +156,7 @@ class Name:
         'xEmbedder.proj'
         """
         if rule.where == "path":
-            path = ".".join([self._words[component] for component in self.path])
+            path = ".".join([self.words[component] for component in self.path])
             match = re.search(rule.pattern, path)
             if match is None or not self.is_of_layer:
                 return None
@@ -164,7 +164,7 @@ class Name:
             last = path.count(".", 0, match.end())
             return ".".join(self.path[first : last + 1])
         for component in self._compared(rule.where):
-            if re.search(rule.pattern, self._words[component]):
+            if re.search(rule.pattern, self.words[component]):
                 return component
         return None
 

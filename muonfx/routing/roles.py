@@ -267,7 +267,7 @@ def _is_in_gated_mlp(name: Name, gate: str, ndim: int, gated_mlps: GatedMlps) ->
     True
     """
     modules_around = name.components[: name.components.index(gate)]
-    is_in_expert = any(re.search(r"(^|_)experts?(_\d+)*$", words_of(module)) for module in modules_around)
+    is_in_expert = any(re.search(r"(^|_)experts?(_\d+)*$", name.words[module]) for module in modules_around)
     return is_in_expert or (".".join(modules_around), ndim) in gated_mlps
 
 
@@ -283,10 +283,10 @@ def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:
     mlps: set[tuple[str, int]] = set()
     for info in infos:
         for name in info.names:
-            components = Name(name).components
-            for index, component in enumerate(components):
-                if re.search(r"(^|_)(up|down)(_|$)", words_of(component)):
-                    path_of_mlp = ".".join(components[:index])  # the module around "up"
+            layer = Name(name)
+            for index, component in enumerate(layer.components):
+                if re.search(r"(^|_)(up|down)(_|$)", layer.words[component]):
+                    path_of_mlp = ".".join(layer.components[:index])  # the module around "up"
                     mlps.add((path_of_mlp, info.ndim))
     return frozenset(mlps)
 
