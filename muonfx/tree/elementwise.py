@@ -119,14 +119,14 @@ def _foreach(name: str, xs: Tensors, *rest: Any, reuse: bool, **options: Any) ->
 def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """Repeat a scalar for each tensor of ``xs``: for two tensors, 0.9 gives ``[0.9, 0.9]``.
 
-    If the scalar is a 0-d tensor, each repetition has the dtype of its tensor. For an fp32 and a bf16 tensor, a fp64
-    scalar gives ``[fp32 scalar, fp64 scalar]``: it is not cast to bf16 or fp16, because that would round it.
+    If the scalar is a 0-d tensor, each repetition has the dtype of its tensor, or fp32 if this is bf16 or fp16, which
+    would round the scalar. For a fp64 and a bf16 tensor, a fp64 scalar gives ``[fp64 scalar, fp32 scalar]``.
     """
     if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
     scalar_in: dict[torch.dtype, Tensor] = {}  # one cast for each dtype, not for each tensor
     for dtype in _dtypes(xs):
-        scalar_in[dtype] = scalar if dtype in _NARROW else scalar.to(dtype)
+        scalar_in[dtype] = scalar.to(wide_dtype(dtype))
     return [scalar_in[x.dtype] for x in xs]
 
 
@@ -218,7 +218,7 @@ def new_number(value: float | Tensor, device: torch.device) -> Tensor:
     """Return a number as a new 0-d tensor on a device, in fp64 if the device supports it, else in fp32."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if isinstance(value, Tensor):
-        return value.to(device=device, dtype=dtype, copy=True)
+        return value.to(device=device, dtype=dtype, copy=True, non_blocking=value.is_cpu)
     return torch.full((), value, dtype=dtype, device=device)
 
 
@@ -284,6 +284,12 @@ def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
     if _would_widen(xs):
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
     factors = _scalar_for_each(c, xs)
+    if _has_narrow(xs) and not c.is_cpu:
+        # A GPU rounds a 0-d `c` to bf16 before it multiplies, a rate of 0.001 to 0.00099945, but no `c` of shape (1,).
+        factors = [factor.reshape(1) for factor in factors]
+        if reuse:
+            return _tensorwise(Tensor.mul_, xs, factors)
+        return _tensorwise(lambda x, factor: (x * factor).to(x.dtype), xs, factors)
     if reuse and _rounds_numbers(xs):  # on CPUs, foreach rounds `c` to bf16 before it multiplies
         return _tensorwise(Tensor.mul_, xs, factors)
     return _foreach("mul", xs, _one_or_each(factors, xs), reuse=reuse)
@@ -310,8 +316,9 @@ def shift(xs: Tensors, c: Scalar, *, reuse: bool = False) -> Tensors:
     summand: Any = c
     if isinstance(c, Tensor):  # such as a hyperparameter of a compiled step
         summand = _scalar_for_each(c, xs)
-        # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break.
-        if all(x.is_cuda for x in xs) and not is_traced():
+        # Except in CUDA's kernel, `_foreach_add_` with one tensor reads its value: a sync, and a graph break. That
+        # kernel accepts no tensor on the CPU.
+        if c.is_cuda and all(x.is_cuda for x in xs) and not is_traced():
             summand = _one_or_each(summand, xs)
     return _foreach("add", xs, summand, reuse=reuse)
 
@@ -604,7 +611,7 @@ def scalar_like(number: Scalar, x: Tensor) -> Tensor:
     # Why not leave the number as it is: torch divides a Python number by a tensor as number times reciprocal, and
     # promotes the dtype of a 0-d tensor. With tensors of one dtype as operands, both give the same bits.
     if isinstance(number, Tensor):
-        return number.to(dtype=x.dtype, device=x.device)
+        return number.to(dtype=x.dtype, device=x.device, non_blocking=number.is_cpu)  # a GPU is not waited for
     return torch.full((), number, dtype=x.dtype, device=x.device)
 
 
