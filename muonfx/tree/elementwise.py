@@ -124,6 +124,8 @@ def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """
     if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
+    if not scalar.is_cpu and not _on_one_device(xs):  # a model that is divided among several GPUs
+        return [scalar.to(device=x.device, dtype=wide_dtype(x.dtype)) for x in xs]
     scalar_in: dict[torch.dtype, Tensor] = {}  # one cast for each dtype, not for each tensor
     for dtype in _dtypes(xs):
         scalar_in[dtype] = scalar.to(wide_dtype(dtype))
@@ -131,12 +133,17 @@ def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
 
 
 def _one_or_each(scalars: list[Any], xs: Sequence[Tensor]) -> Any:
-    """Return the only scalar for tensors of one dtype, for which CUDA needs one kernel launch, else all scalars."""
-    return scalars[0] if len(_dtypes(xs)) == 1 else scalars
+    """Return the only scalar for tensors of one dtype and device, for which CUDA launches one kernel, else all."""
+    is_same = len(_dtypes(xs)) == 1 and _on_one_device(xs)
+    return scalars[0] if is_same else scalars
 
 
 def _on_cpu(xs: Sequence[Tensor]) -> bool:
     return not [x for x in xs if not x.is_cpu]  # a list takes less time than a generator, as `all` would need
+
+
+def _on_one_device(xs: Sequence[Tensor]) -> bool:
+    return not [x for x in xs if x.device != xs[0].device]
 
 
 def _in_wide(function: Callable[..., Tensors], xs: Tensors, *rest: Tensors, scalar: Scalar, reuse: bool) -> Tensors:
