@@ -112,7 +112,7 @@ def reduce_on_plateau(
         # the count again and begin a cooldown.
         in_cooldown = s.cooldown_count > 0
         reduces = (count == patience) & ~in_cooldown
-        reduced_scale = torch.where(reduces, s.scale * factor, s.scale).clamp(min=min_scale)
+        reduced_scale = torch.where(reduces, s.scale * factor, s.scale).clamp(min=ew.scalar_like(min_scale, s.scale))
         scale = torch.where(in_cooldown, s.scale, reduced_scale)
         plateau_count = torch.where(in_cooldown | reduces, 0, count)
         new_cooldown = torch.where(reduces, cooldown, 0)

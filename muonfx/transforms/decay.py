@@ -259,6 +259,6 @@ def _keep_agreeing(update: Tensor, gradient: Tensor | None, min_share: Scalar) -
     wide = ew.wide_dtype(update.dtype)  # in bf16, the share would be rounded under vmap
     is_kept = agrees.to(wide)  # 1 for each element that is kept, and else 0
     share = is_kept.mean()
-    divisor = share.clamp(min=min_share)
+    divisor = share.clamp(min=ew.scalar_like(min_share, share))
     scaled = update.to(wide) * is_kept / divisor
     return scaled.to(update.dtype)
