@@ -39,7 +39,8 @@ Shape = tuple[int, ...]
 SHAPES: tuple[Shape, ...] = ((1024, 1024), (4096, 4096), (1024, 4096), (16, 1024, 1024))
 SETS: dict[str, list[step.Shape]] = {
     "12 layers of 768": ([(768, 768)] * 4 + [(3072, 768), (768, 3072)]) * 12,
-    "4 layers of 4096": ([(4096, 4096)] * 4 + [(16384, 4096), (4096, 16384)]) * 4,
+    # All candidates have their tensors at once, each 5 GB here: together 50 GB, for a GPU with 80.
+    "2 layers of 4096": ([(4096, 4096)] * 4 + [(16384, 4096), (4096, 16384)]) * 2,
 }
 PLAIN = "plain, compiled, bfloat16"
 
