@@ -412,6 +412,19 @@ def test_leaves_on_two_devices_are_named(moved: str):
         tx.update(trees["updates"], trees["state"], trees["params"])
 
 
+def test_an_error_on_two_devices_that_is_not_about_devices_is_raised_itself():
+    def out_of_memory(updates: object, params: object):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    tx = mfx.chain(mfx.stateless(out_of_memory), mfx.momentum())
+    params = {"w": torch.ones(2)}
+    state = mfx.tree.map(
+        lambda leaf: leaf.to("meta"), tx.init(params)
+    )  # as the state of `offload` is on another device
+    with pytest.raises(torch.OutOfMemoryError):
+        tx.update(params, state, params)
+
+
 def test_a_sparse_gradient_is_told_about_dense_embeddings():
     embedding = nn.Embedding(4, 3, sparse=True)
     optimizer = mfx.TransformOptimizer(embedding, mfx.adamw())

@@ -274,12 +274,17 @@ def _no_tensor(tree_name: str, name: str, leaf: object) -> TypeError:
     return TypeError(f"{subject} must be a tensor or None, found {type(leaf).__name__}{advice}")
 
 
-def mixed_devices(**trees: PyTree) -> str | None:
-    """Explain an error of torch by two leaves on different devices; return None if all leaves are on one device.
+def mixed_devices(error: Exception, **trees: PyTree) -> str | None:
+    """Explain an error of torch about devices by two leaves on different ones; return None for any other error.
 
-    >>> mixed_devices(updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
+    Another error may come from a tree on two devices too: the state of `offload` is in host memory.
+
+    >>> error = RuntimeError("Expected all tensors to be on the same device")
+    >>> mixed_devices(error, updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
     "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
     """
+    if not re.search(r"\b(devices?|meta)\b", str(error)):
+        return None
     name_on: dict[torch.device, str] = {}  # the name of the first leaf on each device
     for tree_name, values in trees.items():
         for name, leaf in tree.named_leaves(values):

@@ -481,7 +481,7 @@ class Transform(Recorded):
         try:
             new_updates, new_state = self.run(updates, state, params, donate=donation, **extras)
         except RuntimeError as error:
-            problem = checks.mixed_devices(updates=updates, params=params, state=state)
+            problem = checks.mixed_devices(error, updates=updates, params=params, state=state)
             if problem is None:
                 problem = checks.kept_at_init(error, updates=updates, params=params, state=state)
             if problem is None:
