@@ -182,8 +182,8 @@ class ForFakeTensors(TorchFunctionMode):
     """Replaces calls that fail for fake tensors of a CUDA device by others with the same kernels.
 
     Fake storages have no address, but code compares addresses to avoid copies, so each gets an address of its own.
-    Indexing and copies query the device of the CUDA driver. A foreach operator with one number in a tensor, such as a
-    step count, reads its value, which a fake tensor lacks; with a list of this tensor it does not.
+    Indexing, `~` and copies query the device of the CUDA driver. A foreach operator with one number in a tensor, such
+    as a step count, reads its value, which a fake tensor lacks; with a list of this tensor it does not.
     """
 
     def __init__(self) -> None:
@@ -198,6 +198,8 @@ class ForFakeTensors(TorchFunctionMode):
             return start + args[0].storage_offset() * args[0].itemsize
         if function is Tensor.__getitem__:
             return indexed(*args)
+        if function is Tensor.__invert__:
+            return args[0].bitwise_not()
         if function is Tensor.contiguous and not args[0].is_contiguous():
             return args[0].clone(memory_format=torch.contiguous_format)
         if function is Tensor.copy_:
@@ -209,14 +211,19 @@ class ForFakeTensors(TorchFunctionMode):
 
 
 def indexed(x: Tensor, index: Any) -> Tensor:
-    """Return ``x[index]`` for an index of ints, slices and None.
+    """Return ``x[index]`` for an index of ints, slices, None and a leading ellipsis.
 
     >>> x = torch.arange(6).view(2, 3)
     >>> [indexed(x, index).tolist() for index in (1, (0, slice(1, 3)))], indexed(x, (None, 0, None)).shape
     ([[3, 4, 5], [1, 2]], torch.Size([1, 1, 3]))
     """
     dim = 0
-    for item in index if isinstance(index, tuple) else (index,):
+    items = list(index) if isinstance(index, tuple) else [index]
+    if items[0] is Ellipsis:
+        added_dims = items.count(None)
+        indexed_dims = len(items) - 1 - added_dims
+        items[:1] = [slice(None)] * (x.ndim - indexed_dims)
+    for item in items:
         if item is None:
             x = x.unsqueeze(dim)
             dim += 1
