@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -23,24 +23,6 @@ from muonfx.sharding.errors import ShardingError
 
 Value = TypeVar("Value")
 Answer = TypeVar("Answer")
-
-
-class _Outcome(NamedTuple):
-    """The value that a function has returned on a rank, or the error that it has raised."""
-
-    value: Any = None
-    error: Exception | None = None
-    """The error, in a form that can be sent to other ranks. For an interrupt, it is an error with the same text."""
-    interrupt: BaseException | None = None
-    """An interrupt, such as KeyboardInterrupt. It is not sent: this rank raises it again after the step."""
-
-
-class _Reply(NamedTuple):
-    """The message of rank 0 to a rank at the end of a step: its answer, or the errors of all ranks."""
-
-    answer: Any
-    error_of_rank: dict[int, Exception]
-    """The errors of the ranks that have failed. If there are any, no rank receives an answer."""
 
 
 class Together:
@@ -88,54 +70,51 @@ class Together:
         if self.group is None:  # one process is rank 0 of 1: one value, one answer
             (answer,) = merge([compute()])
             return answer
-        # 1. An error is sent in place of the value: a rank that raised it at once would let the others wait forever.
-        computed = _attempt(compute)
-        outcomes = self._gather(computed._replace(interrupt=None))  # of all ranks, on rank 0 only
+        # 1. Rank 0 receives the values and errors of all ranks. A rank that raised its error at once would let the
+        # others wait forever.
+        value, error = _attempt(compute)
+        values, error_of_rank = self._gather(value, error)
         # 2. Rank 0 sends an answer to each rank, or the errors of all ranks.
-        replies: list[_Reply] = []  # on the other ranks, which have none to send
-        interrupt_of_merge: BaseException | None = None
-        if self.rank == 0:
-            replies, interrupt_of_merge = self._replies(outcomes, merge)
-        reply = self._scatter(replies)
-        # 3. All ranks have communicated, so each may raise. An interrupt comes first: it is of this rank alone, and the
-        # other ranks raise the error that was sent for it.
-        for interrupt in (computed.interrupt, interrupt_of_merge):
-            if interrupt is not None:
-                raise interrupt
-        if reply.error_of_rank:
-            raise_one_error(reply.error_of_rank, self.path)
-        return reply.answer
+        answers: list[Answer] = []  # the other ranks have none to send
+        if self.rank == 0 and not error_of_rank:  # else values are missing, so there is nothing to merge
+            answers, error = _attempt(lambda: list(merge(values)))
+            if error is not None:
+                error_of_rank = {0: _sendable(error)}
+        answer, error_of_rank = self._scatter(answers, error_of_rank)
+        # 3. All ranks have communicated, so each may raise. An interrupt, such as KeyboardInterrupt, comes first: it is
+        # of this rank alone, and the other ranks raise the error that was sent for it.
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if error_of_rank:
+            raise_one_error(error_of_rank, self.path)
+        return answer
 
-    def _replies(
-        self, outcomes: Sequence[_Outcome], merge: Callable[[list[Any]], Sequence[Any]]
-    ) -> tuple[list[_Reply], BaseException | None]:
-        """On rank 0, merge the values of all ranks; return the reply to each rank, and an interrupt of the merge.
+    def _gather(self, value: Any, error: BaseException | None) -> tuple[list[Any], dict[int, Exception]]:
+        """Send the value of this rank, or its error, to rank 0; return all values and errors there, none elsewhere.
 
-        The values 3 and 4 become ``[_Reply(7, {}), _Reply(7, {})]`` if ``merge`` sums them. If rank 1 has an error in
-        place of a value, both replies are ``_Reply(None, {1: error})``.
+        If rank 0 has the value 3, and rank 1 an error, rank 0 returns ``([3, None], {1: error})``.
         """
-        error_of_rank = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
-        if error_of_rank:  # values are missing, so there is nothing to merge
-            return [_Reply(None, error_of_rank)] * self.size, None
-        values = [outcome.value for outcome in outcomes]
-        merged = _attempt(lambda: list(merge(values)))
-        if merged.error is not None:
-            return [_Reply(None, {self.rank: merged.error})] * self.size, merged.interrupt
-        return [_Reply(answer, {}) for answer in merged.value], None
-
-    def _gather(self, outcome: _Outcome) -> list[_Outcome]:
-        """Return the outcomes of all ranks on rank 0, and an empty list elsewhere."""
+        if error is not None:
+            error = _sendable(error)
         outcomes: list[Any] = []
         if self.rank == 0:
             outcomes = [None] * self.size  # torch fills this list
         with _communication():
             merging_rank = dist.get_global_rank(self.group, 0)  # rank 0 of the group, by its number among all processes
             # torch requires None in place of a list on ranks that receive nothing.
-            dist.gather_object(outcome, outcomes or None, dst=merging_rank, group=self.group)
-        return outcomes
+            dist.gather_object((value, error), outcomes or None, dst=merging_rank, group=self.group)
+        values = [sent_value for sent_value, _ in outcomes]
+        error_of_rank = {rank: sent_error for rank, (_, sent_error) in enumerate(outcomes) if sent_error is not None}
+        return values, error_of_rank
 
-    def _scatter(self, replies: list[_Reply]) -> _Reply:
-        """Return this rank's item of ``replies``, a list on rank 0 that is empty elsewhere."""
+    def _scatter(self, answers: list[Any], error_of_rank: dict[int, Exception]) -> tuple[Any, dict[int, Exception]]:
+        """Send an answer from rank 0 to each rank, or all errors in place of it; return what this rank has received.
+
+        The arguments are empty on the other ranks.
+        """
+        if error_of_rank:
+            answers = [None] * self.size
+        replies = [(answer, error_of_rank) for answer in answers]
         received: list[Any] = [None]
         with _communication():
             merging_rank = dist.get_global_rank(self.group, 0)
@@ -143,31 +122,23 @@ class Together:
         return received[0]
 
 
-def _attempt(compute: Callable[[], Any]) -> _Outcome:
-    """Call a function, and return its value or the error that it raised, in a form that can be sent to other ranks.
-
-    An interrupt, such as KeyboardInterrupt, is not raised either: this rank must first take part in the communication.
-    """
+def _attempt(compute: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """Call a function, and return its value and None, or None and the error or interrupt that it raised."""
     try:
-        return _Outcome(compute())
-    except Exception as error:
-        return _Outcome(error=_sendable(error))
-    except BaseException as error:  # the other ranks get an ordinary error, and this rank raises its interrupt later
-        return _Outcome(error=_as_checkpoint_error(error), interrupt=error)
+        return compute(), None
+    except BaseException as error:
+        return None, error
 
 
-def _sendable(error: Exception) -> Exception:
+def _sendable(error: BaseException) -> Exception:
     """Return an error that pickle can send to other ranks: the same one if its class is ours or of Python.
 
-    Another class may be local, or its instances may not be restorable from their arguments by pickle.
+    Another class may be local, or its instances may not be restorable from their arguments by pickle. The other ranks
+    are not interrupted with this one, so they get an ordinary error for an interrupt.
     """
-    if isinstance(error, CheckpointError) or type(error).__module__ == "builtins":
+    has_known_class = isinstance(error, CheckpointError) or type(error).__module__ == "builtins"
+    if isinstance(error, Exception) and has_known_class:
         return error
-    return _as_checkpoint_error(error)
-
-
-def _as_checkpoint_error(error: BaseException) -> CheckpointError:
-    """Return a `CheckpointError` with the class and the text of another error."""
     return CheckpointError(f"{type(error).__name__}: {error}")
 
 
