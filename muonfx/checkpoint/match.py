@@ -135,8 +135,10 @@ def match(
         stored_shapes = {name: index.leaves[stored_name].spec.shape for name, stored_name in stored_name_of.items()}
         moved = moved_leaves(stored_shapes, expected, rules)
     loads_moved = bool(moved) and rules.allow_other_chain
-    if loads_moved:
-        stored_name_of = _with_moved_leaves(stored_name_of, expected, moved)
+    if loads_moved:  # they get their new names, so that they match `expected` like all other leaves
+        stored_name_of |= {name: stored_name_of[old_name] for name, old_name in moved.items()}
+        for old_name in set(moved.values()) - expected.leaves.keys():  # the others are also names of leaves now
+            del stored_name_of[old_name]
     # 3. All differences that remain, in one error.
     comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
     problems, advice = comparison.differences(mistakes, new_name_of.values())
@@ -266,25 +268,6 @@ def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, 
     move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
     moves_of_parameters = {move for name, move in move_of.items() if shapes[name] != ()}
     return {name: stored_name for name, stored_name in moved.items() if move_of[name] in moves_of_parameters}
-
-
-def _with_moved_leaves(
-    stored_name_of: Mapping[str, str], expected: StateSpec, moved: Mapping[str, str]
-) -> dict[str, str]:
-    """Put the leaves of moved states under their new names, so that they match ``expected`` like all other leaves.
-
-    With ``moved={"new/trace/w": "trace/w"}``, the key "trace/w" of ``stored_name_of`` becomes "new/trace/w".
-    """
-    old_names = set(moved.values())
-    names: dict[str, str] = {}
-    for name, stored_name in stored_name_of.items():
-        # If the state still has a leaf of the old name, the name stays for that leaf too.
-        has_only_moved = name in old_names and name not in expected.leaves
-        if not has_only_moved:
-            names[name] = stored_name
-    for name, old_name in moved.items():
-        names[name] = stored_name_of[old_name]
-    return names
 
 
 def _moved_text(moved: Mapping[str, str]) -> str:
