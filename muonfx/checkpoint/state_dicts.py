@@ -15,7 +15,6 @@ A step count is stored once for each parameter.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -189,7 +188,9 @@ def _renamed_leaves(state: Mapping[str, Mapping[str, Any]], names: Iterable[str]
         state: the state of each parameter in the state dict, by the name of the parameter.
         names: the names of the leaves to load.
     """
-    keys_of_all = _keys_of_all(state.values())
+    if not state:  # an optimizer before its first step
+        return {}
+    keys_of_all = set.intersection(*map(set, state.values()))  # such as the key of a step count
     plain_name_of = unwrapped(state)  # names to load have no prefixes of wrappers, such as "_orig_mod."
     name_to_load = _names_by_key(names, plain_name_of.values())
     new_leaves: dict[str, Leaf] = {}
@@ -222,18 +223,6 @@ def _name_by_levels(key: str, param_name: str | None) -> str:
     if param_name is not None:  # else it is a step count
         levels.append(param_name)
     return name_of(tuple(levels))
-
-
-def _keys_of_all(entries_of_params: Collection[Mapping[Any, Any]]) -> set[Any]:
-    """Return the keys that the entries of all parameters have, such as the key of a step count.
-
-    >>> _keys_of_all([{"muon.trace": 1, "schedule.count": 2}, {"adamw.mu": 3, "schedule.count": 2}])
-    {'schedule.count'}
-    """
-    params_with_key: Counter[Any] = Counter()
-    for entries in entries_of_params:
-        params_with_key.update(entries.keys())
-    return {key for key, number in params_with_key.items() if number == len(entries_of_params)}
 
 
 def _names_by_key(names: Iterable[str], param_names: Collection[str]) -> dict[tuple[str, str | None], str]:
