@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -512,7 +512,8 @@ class Reader(_InFolder, StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise the error with which the index could not be read, if it was not."""
-        _ = metadata.state_dict_metadata  # an access to `_Unreadable` metadata raises its error
+        if isinstance(metadata, _Unreadable):
+            raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Open the data files that this rank needs; they stay readable when the checkpoint is replaced."""
@@ -600,15 +601,13 @@ class Reader(_InFolder, StorageReader):
 
 
 class _Unreadable(Metadata):
-    """The metadata of a checkpoint that cannot be read: every access to its values raises the reason."""
+    """The metadata of a checkpoint that cannot be read: it has no values, and an access to them raises the reason."""
 
     def __init__(self, error: CheckpointError) -> None:
-        self._error = error
+        self.error = error
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("state_dict_metadata", "planner_data"):
-            raise object.__getattribute__(self, "_error")
-        return object.__getattribute__(self, name)
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self.error
 
 
 def _names_of_keys(names: Sequence[str]) -> dict[str, str]:
