@@ -46,7 +46,7 @@ from torch.futures import Future
 
 from muonfx.checkpoint.errors import CheckpointError, ReplacedError
 from muonfx.checkpoint.folder import Result, StrPath, folder_named, inspect_and_keep, replacement, retried
-from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name, from_json, to_json
+from muonfx.checkpoint.index import Chunk, Index, Leaf, data_name, from_json, save_id_of, to_json
 from muonfx.checkpoint.leaves import StateSpec, name_of, path_of, plain_names, whole_box
 from muonfx.checkpoint.match import Rules, match
 from muonfx.checkpoint.reader import DataReader, Transfer
@@ -67,13 +67,6 @@ from muonfx.sharding.shards.boxes import Box
 from muonfx.tree import Spec
 
 # ---------------------------------------------------------------------------------------------------------------- write
-
-
-class _FileOfRank(NamedTuple):
-    """The data file that a rank writes, as the coordinator assigns it."""
-
-    save_id: str
-    file: Path
 
 
 class _WrittenByRank(NamedTuple):
@@ -221,7 +214,7 @@ class Writer(_InFolder, StorageWriter):
         for rank, plan in enumerate(plans):
             file = draft.path / data_name(draft.save_id, rank, len(plans))
             draft.files.append(file)  # a rank may not learn of an error
-            plans_with_files.append(replace(plan, storage_data=_FileOfRank(draft.save_id, file)))
+            plans_with_files.append(replace(plan, storage_data=file))
         return plans_with_files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -266,15 +259,18 @@ class Writer(_InFolder, StorageWriter):
             leaves[name].checksums[chunk.box] = " ".join(chunk.crc32)
         return _WrittenByRank(written, leaves, objects)
 
-    def _write_entries(self, assigned: _FileOfRank, entries: Sequence[Entry]) -> WrittenShards:
-        """Write entries (shards of tensors) to the data file that rank 0 has assigned to this rank, if any."""
+    def _write_entries(self, file: Path, entries: Sequence[Entry]) -> WrittenShards:
+        """Write entries (shards of tensors) to the data file that rank 0 has assigned to this rank, if any.
+
+        The name of the file contains the id of the save.
+        """
         if not entries:
             return WrittenShards(None, [])
         draft = self._draft
         if draft is None:  # on ranks other than the coordinator
-            draft = Draft(assigned.file.parent, assigned.save_id)
+            draft = Draft(file.parent, save_id_of(file.name))
         with draft.write_errors():
-            return draft.write(assigned.file, entries)
+            return draft.write(file, entries)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, compare replicas and write the index, which completes the checkpoint.

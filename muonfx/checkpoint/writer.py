@@ -56,6 +56,7 @@ from muonfx.checkpoint.index import (
     data_name,
     lock_name,
     read_index,
+    save_id_of,
     text_of,
     unfinished_index_name,
 )
@@ -99,8 +100,8 @@ class SaveRequest:
 class Assignment(NamedTuple):
     """The answer of rank 0 to a rank's proposal: the data file to write, and the shards in it."""
 
-    save_id: str
     file: Path
+    """The data file of this rank. Its name contains the id of the save."""
     keys: list[ShardKey]
     """The shards to write; if there are none, a rank of several writes no file."""
 
@@ -179,7 +180,7 @@ class Saver:
         assignments: list[Assignment] = []
         for rank, keys in enumerate(shards_to_write(self.plan, self.ranks)):
             file = draft.path / data_name(draft.save_id, rank, self.ranks)
-            assignments.append(Assignment(draft.save_id, file, keys))
+            assignments.append(Assignment(file, keys))
         return assignments
 
     def write(self, assignment: Assignment) -> WrittenShards:
@@ -188,7 +189,7 @@ class Saver:
         A rank without shards writes no file. A single rank always writes one, also for a state without tensors.
         """
         if self.draft is None:  # on ranks other than 0, which has created it in `assign`
-            self.draft = Draft(self.request.path, assignment.save_id)
+            self.draft = Draft(self.request.path, save_id_of(assignment.file.name))
         draft = self.draft
         if not assignment.keys and self.ranks > 1:
             return WrittenShards(None, [])
