@@ -258,13 +258,13 @@ def _with_keys_of(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
     for saved_group in saved_groups:
         converted = dict(saved_group)
         converted.pop(CHAINS, None)  # the code of the chain that was saved, which may be another one now
-        for group in _groups_with_params_of(saved_group, groups):
-            for key, old_key in _old_keys(group, saved_group).items():
-                if old_key is None:
-                    converted[key] = group[key]
-                else:
-                    converted[key] = saved_group[old_key]
-                    converted.pop(old_key, None)  # two numbers may have had one key
+        group = _group_with_params_of(saved_group, groups)
+        for key, old_key in _old_keys(group, saved_group).items():
+            if old_key is None:
+                converted[key] = group[key]
+            else:
+                converted[key] = saved_group[old_key]
+                converted.pop(old_key, None)  # two numbers may have had one key
         converted_groups.append(converted)
     return converted_groups
 
@@ -277,17 +277,23 @@ def _texts_of_new_keys(groups: list[dict[str, Any]], saved_groups: list[dict[str
     """
     texts: list[str] = []
     for saved_group in saved_groups:
-        for group in _groups_with_params_of(saved_group, groups):
-            new_keys = [key for key, old_key in _old_keys(group, saved_group).items() if old_key is None]
-            if new_keys:
-                texts.append(f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer")
+        group = _group_with_params_of(saved_group, groups)
+        new_keys = [key for key, old_key in _old_keys(group, saved_group).items() if old_key is None]
+        if new_keys:
+            texts.append(f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer")
     return texts
 
 
-def _groups_with_params_of(saved_group: dict[str, Any], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups of the optimizer that have a parameter of a saved group."""
+def _group_with_params_of(saved_group: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the group of the optimizer that has the parameters of a saved group; an empty dict if it has none of them.
+
+    If they are in several groups now, this is the first, and the optimizer then refuses the saved groups.
+    """
     saved_params = set(unwrapped(saved_group.get("param_names", ())).values())
-    return [group for group in groups if not saved_params.isdisjoint(unwrapped(group["param_names"]).values())]
+    for group in groups:
+        if not saved_params.isdisjoint(unwrapped(group["param_names"]).values()):
+            return group
+    return {}
 
 
 def _old_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> dict[str, str | None]:
