@@ -7,7 +7,7 @@ that only moved in the tree. All other leaves have equal names.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -141,9 +141,9 @@ def match(
             del stored_name_of[old_name]
     # 3. All differences that remain, in one error.
     comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
-    problems, advice = comparison.differences(mistakes, new_name_of.values())
-    if problems:
-        raise mismatch(where, problems, advice)
+    comparison.compare(mistakes, new_name_of.values())
+    if comparison.problems:
+        raise mismatch(where, comparison.problems, comparison.advice)
     if loads_moved:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
     return {name: stored_name_of.get(name) for name in expected.leaves}
@@ -314,18 +314,9 @@ def _unmatched(names: Iterable[str], partners: Collection[str], allowed: Collect
     return [name for name in names if name not in partners and not matches_any(allowed, name)]
 
 
-class _Differences(NamedTuple):
-    """Differences between a checkpoint and the requested state, and what the caller can do about them."""
-
-    problems: Sequence[str] = ()
-    """A sentence about each difference that the rules do not allow."""
-    advice: Sequence[str] = ()
-    """Sentences about how the caller can solve the problems."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Comparison:
-    """A checkpoint and the requested state. Each method returns their differences of one kind."""
+    """A checkpoint and the requested state, and their differences, which `compare` finds."""
 
     index: Index
     expected: StateSpec
@@ -338,9 +329,13 @@ class _Comparison:
     """The name in the checkpoint of each leaf, by its name after renaming."""
     moved: Mapping[str, str]
     """The leaves that `moved_leaves` has found under other names."""
+    problems: list[str] = field(default_factory=list[str])
+    """An error text for each difference that the rules do not allow."""
+    advice: list[str] = field(default_factory=list[str])
+    """Sentences about how the caller can solve the problems."""
 
-    def differences(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> _Differences:
-        """Return an error text and an advice for each difference that the caller's rules do not allow, of all kinds.
+    def compare(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> None:
+        """Add each difference that the caller's rules do not allow, of all kinds, with an advice.
 
         Args:
             renaming_problems: error texts about mistakes in ``rename=``, which were found before.
@@ -349,19 +344,22 @@ class _Comparison:
         missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
         extra = _unmatched(self.stored_name_of, self.expected, self.rules.allow_extra)
         all_names = [*new_names, *self.expected, *self.index.objects, *(self.objects or ())]
-        about_arguments = [_mistakes_in_renaming(renaming_problems), self.of_chain(), self.useless_patterns(all_names)]
+        # 1. The arguments of the caller.
+        if renaming_problems:
+            self.problems += renaming_problems
+            self.advice.append(ADVICE_ON_RENAMING)
+        self.compare_chains()
+        self.check_patterns(all_names)
         if self.are_params(missing):  # parameters in place of a state: no other chain, pattern or renaming helps
-            about_arguments = [_Differences(differences.problems) for differences in about_arguments]
-        about_leaves = [self.of_names(missing, extra), self.of_objects(), self.of_shapes(), self.of_dtypes()]
-        problems: list[str] = []
-        advice: list[str] = []
-        for differences in [*about_arguments, *about_leaves]:
-            problems += differences.problems
-            advice += differences.advice
-        return _Differences(problems, advice)
+            self.advice.clear()
+        # 2. The leaves.
+        self.compare_names(missing, extra)
+        self.compare_objects()
+        self.compare_shapes()
+        self.compare_dtypes()
 
-    def of_chain(self) -> _Differences:
-        """Return the differences between the chain that wrote the state and the one that will use it.
+    def compare_chains(self) -> None:
+        """Add the differences between the chain that wrote the state and the one that will use it.
 
         A chain is the transform with all that it contains, such as "chain(momentum(), scale(-0.1))". Its fingerprint is
         a hash of its structure, and None if the state was saved, or is loaded, without its transform. ``self.moved``
@@ -371,63 +369,58 @@ class _Comparison:
         fingerprint = self.expected.fingerprint
         both_are_known = saved_fingerprint is not None and fingerprint is not None
         has_other_fingerprint = both_are_known and saved_fingerprint != fingerprint
-        # Moved leaves show that it is another chain, also without fingerprints. They add only advice here: `of_names`
-        # reports them as missing and extra.
+        # Moved leaves show that it is another chain, also without fingerprints. They add only advice here:
+        # `compare_names` reports them as missing and extra.
         is_other_chain = has_other_fingerprint or bool(self.moved)
         if self.rules.allow_other_chain or not is_other_chain:
-            return _Differences()
+            return
         to_allow = "if the state has the same meaning for this chain: allow_other_chain=True"
         if self.moved:
             to_allow += f", which loads {_moved_text(self.moved)}"
-        advice = [to_allow, self.advice_to_load_changed()]
-        if not has_other_fingerprint:
-            return _Differences([], advice)
-        # Each is a text such as "nesterov: not set in the checkpoint, False here".
-        structure = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
-        to_continue = (
-            "to continue the saved run: create the transform with the arguments in the checkpoint; "
-            "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
-        )
-        return _Differences([f"chain:     {difference}" for difference in structure], [to_continue, *advice])
+        if has_other_fingerprint:
+            # Each is a text such as "nesterov: not set in the checkpoint, False here".
+            structure = differences_of_chains(str(self.index.chain), str(self.expected.chain)).structure
+            self.problems += [f"chain:     {difference}" for difference in structure]
+            self.advice.append(
+                "to continue the saved run: create the transform with the arguments in the checkpoint; "
+                "mfx.checkpoint.inspect(path).chain is the code of the whole chain"
+            )
+        self.advice += [to_allow, self.advice_to_load_changed()]
 
-    def useless_patterns(self, names: Collection[str]) -> _Differences:
-        """Return an error text for each pattern of the caller that matches none of the leaf names: probably a typo.
+    def check_patterns(self, names: Collection[str]) -> None:
+        """Add an error text for each pattern of the caller that matches none of the leaf names: probably a typo.
 
         For ``allow_missing=["momntum/trace"]``, the text suggests "momentum/trace". ``names`` are the names on both
         sides, in the checkpoint and in the requested state.
         """
         rules = self.rules
         arguments = {"allow_missing": rules.allow_missing, "allow_extra": rules.allow_extra, "cast": rules.cast}
-        problems: list[str] = []
         for argument, patterns in arguments.items():
             for pattern in patterns:
                 is_for_all = pattern == "*"  # from True, which allows all leaves and need not match one
                 if not is_for_all and not any(matches(pattern, name) for name in names):
-                    problems.append(_useless_pattern(argument, pattern, names))
-        return _Differences(problems)
+                    self.problems.append(_useless_pattern(argument, pattern, names))
 
-    def of_names(self, missing: Sequence[str], extra: Sequence[str]) -> _Differences:
-        """Return an error text for each ``missing`` leaf, and for each ``extra`` leaf of the checkpoint.
+    def compare_names(self, missing: Sequence[str], extra: Sequence[str]) -> None:
+        """Add an error text for each ``missing`` leaf, and for each ``extra`` leaf of the checkpoint.
 
         For example "missing: 'trace/w', (2, 3) float32, is not in the checkpoint", with the advice "to keep the values
         of `like` for missing leaves: allow_missing=['trace']".
         """
-        problems: list[str] = []
+        if not missing and not extra:
+            return
         for name in missing:
             spec = self.expected.leaves[name]
-            problems.append(f"missing:   {name!r}, {described(spec)}, is not in the checkpoint")
+            self.problems.append(f"missing:   {name!r}, {described(spec)}, is not in the checkpoint")
         for name in extra:
-            problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
-        if not problems:
-            return _Differences()
+            self.problems.append(f"extra:     {name!r} is in the checkpoint and not in `like`")
         if self.are_params(missing):  # the caller has passed parameters as `like`, in place of a state
-            advice = ["to load parameters: load_params(path, like); to load a state: like=tx.init(params)"]
+            self.advice.append("to load parameters: load_params(path, like); to load a state: like=tx.init(params)")
         else:
-            advice = self.advice_on_names(missing, extra)
+            self.advice += self.advice_on_names(missing, extra)
         is_optimizer = self.objects is not None
         if is_optimizer:  # its chain may be unknown, as in a state dict by `Writer`
-            advice.append(self.advice_to_load_changed())
-        return _Differences(problems, advice)
+            self.advice.append(self.advice_to_load_changed())
 
     def advice_on_names(self, missing: Sequence[str], extra: Sequence[str]) -> list[str]:
         """Return sentences about the arguments of `load` that help with ``missing`` and ``extra`` leaves.
@@ -482,27 +475,24 @@ class _Comparison:
                 argument = repr(renaming)
         return f"if only the names of leaves differ: rename={argument}"
 
-    def of_objects(self) -> _Differences:
+    def compare_objects(self) -> None:
         """Compare the param groups and the scheduler of an optimizer, which the checkpoint or the caller may lack.
 
         ``self.objects`` are the names of those to load, ``{"param_groups", "scheduler"}`` or one of them.
         """
         if self.objects is None:  # `like` is no optimizer
-            return _Differences()
-        problems: list[str] = []
-        advice: list[str] = []
+            return
         for name in _unmatched(self.objects, self.index.objects, self.rules.allow_missing):
-            problems.append(f"missing:   {name!r} is not in the checkpoint")
-            advice.append(
+            self.problems.append(f"missing:   {name!r} is not in the checkpoint")
+            self.advice.append(
                 f"to restore all but {name!r}: allow_missing=[{name!r}]; to store it: save the optimizer itself, not "
                 "its transform_state, with scheduler= if it has one"
             )
         # A saved scheduler that is not loaded would be forgotten, so it is ignored only on request. Groups need no such
         # check: an optimizer always requests them, unless `allow_extra=` names them.
         if SCHEDULER in _unmatched(self.index.objects, self.objects, self.rules.allow_extra):
-            problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
-            advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
-        return _Differences(problems, advice)
+            self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
+            self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
 
     def stored_leaves(self) -> Iterator[tuple[str, Spec, str]]:
         """Yield the name, the expected shape and dtype, and the name in the checkpoint of each leaf that it has."""
@@ -510,18 +500,16 @@ class _Comparison:
             if name in self.stored_name_of:  # else it is missing, or kept as it is in `like`
                 yield name, spec, self.stored_name_of[name]
 
-    def of_shapes(self) -> _Differences:
-        """Return an error text for each leaf that has another shape in the checkpoint, which no rule allows."""
-        problems: list[str] = []
+    def compare_shapes(self) -> None:
+        """Add an error text for each leaf that has another shape in the checkpoint, which no rule allows."""
         reshaped_names: list[str] = []
         for name, spec, stored_name in self.stored_leaves():
             stored_shape = self.index.leaves[stored_name].spec.shape
             if stored_shape != spec.shape:
-                problems.append(reshaped(name, stored_shape, spec.shape))
+                self.problems.append(reshaped(name, stored_shape, spec.shape))
                 reshaped_names.append(name)
-        if not problems:
-            return _Differences()
-        return _Differences(problems, [self.advice_on_shapes(reshaped_names)])
+        if reshaped_names:
+            self.advice.append(self.advice_on_shapes(reshaped_names))
 
     def advice_on_shapes(self, reshaped_names: Sequence[str]) -> str:
         """Return a sentence with the call that loads all leaves except the ones that have another shape."""
@@ -531,14 +519,12 @@ class _Comparison:
         to_ignore = [*self.rules.allow_extra, *reshaped_names]
         return f"to keep what fits: load_params(path, like={{the parameters that fit}}, allow_extra={to_ignore})"
 
-    def of_dtypes(self) -> _Differences:
-        """Return an error text for each leaf whose values would be rounded, unless the caller has passed ``cast=``.
+    def compare_dtypes(self) -> None:
+        """Add an error text for each leaf whose values would be rounded, unless the caller has passed ``cast=``.
 
         For a stored fp32 and a requested bf16, it is "narrowing: 'trace/w' is torch.float32 in the checkpoint, expected
         torch.bfloat16". A wider dtype than the stored one is no difference.
         """
-        problems: list[str] = []
-        advice: list[str] = []
         narrowed_names: list[str] = []
         for name, spec, stored_name in self.stored_leaves():
             dtype = spec.dtype
@@ -547,22 +533,23 @@ class _Comparison:
             has_other_cast = any(cast_dtype != dtype for cast_dtype in cast_dtypes)
             # Codes of a quantized state are never converted, also if `cast=` allows it.
             if stored_dtype != dtype and _has_codes(stored_name, self.index.leaves):
-                problems.append(f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}")
+                self.problems.append(
+                    f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}"
+                )
             elif has_other_cast:
-                problems.append(_other_cast(name, dtype, cast_dtypes))
-                advice.append(
+                self.problems.append(_other_cast(name, dtype, cast_dtypes))
+                self.advice.append(
                     "cast= allows rounding to the dtype in `like`: to load another dtype, make `like` with it"
                 )
             elif not cast_dtypes and stored_dtype != dtype and not widens(stored_dtype, dtype):
-                problems.append(narrowing(name, stored_dtype, dtype))
+                self.problems.append(narrowing(name, stored_dtype, dtype))
                 narrowed_names.append(name)
         if narrowed_names:
             cast = {**self.rules.cast, **cast_of(narrowed_names, self.expected.leaves)}
-            advice.append(
+            self.advice.append(
                 f"to round: cast={cast} (keys are names, first levels of names, or globs); to keep the values: use a "
                 "chain with the state dtype of the checkpoint"
             )
-        return _Differences(problems, advice)
 
     def cast_dtypes(self, name: str) -> set[torch.dtype]:
         """Return the dtypes to which the caller allows to round a leaf, by each pattern in ``cast=`` that matches."""
@@ -588,13 +575,6 @@ def _useless_pattern(argument: str, pattern: str, names: Collection[str]) -> str
         f"{argument}: {pattern!r} matches no leaf of the checkpoint or of `like`, similar: {similar}; correct or "
         "remove it: a name, the first levels of names, or a glob"
     )
-
-
-def _mistakes_in_renaming(mistakes: Sequence[str]) -> _Differences:
-    """Return error texts about ``rename=``, such as "rename: 'a' matches no name", with an advice."""
-    if not mistakes:
-        return _Differences()
-    return _Differences(mistakes, [ADVICE_ON_RENAMING])
 
 
 def _other_cast(name: str, dtype: torch.dtype, cast_dtypes: set[torch.dtype]) -> str:
