@@ -271,16 +271,15 @@ def _versions() -> dict[str, str]:
 
 
 def _settings_of_torch() -> dict[str, str]:
-    """Return the global settings of torch that change results, as texts by name, such as ``{"autocast": "False"}``.
+    """Return the global settings of torch that change results, as texts by name.
 
-    Ranks with different settings would compute different updates of their replicas.
+    An example is ``{"default dtype": "torch.float32"}``. Ranks with different settings would compute different updates
+    of their replicas. Autocast is none of them, because every transform runs outside it.
     """
-    is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return {
         "default dtype": str(torch.get_default_dtype()),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "autocast": str(is_autocast),
     }
 
 
