@@ -434,8 +434,7 @@ def in_groups(tx: Transform, groups: tuple[list[str], ...]):
             new_state |= _state_by_member(names, new_group_state)
             donation = donation_of_outputs(group, outputs, updates, donation)
             updates = outputs
-        # In the order of the old state: the order of the keys is part of the structure.
-        return updates, {name: new_state[name] for name in state}
+        return updates, new_state
 
     return init, update
 
