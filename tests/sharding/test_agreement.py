@@ -66,6 +66,7 @@ BOUND: dict[str, tuple[dict[str, Any], str]] = {
     "muonfx": ({"version of": mfx}, f"'muonfx' is {mfx.__version__} on rank 0 and 0.0.1 on rank 2"),
     "torch": ({"version of": torch}, "'torch' is "),
     "a default dtype": ({"dtype": torch.float64}, "dtype' is torch.float32 on rank 0 and torch.float64 on rank 2"),
+    "determinism": ({"deterministic": True}, "'deterministic algorithms' is False on rank 0 and True on rank 2"),
     "a precision": ({"precision": "medium"}, "'float32 matmul precision' is highest on rank 0 and medium on rank 2"),
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -88,6 +89,7 @@ def test_a_difference_when_a_chain_is_bound_is_an_error_on_all(here: Here, what:
     version = "0.0.1" if "version of" in given else mfx.__version__
     torch.set_default_dtype(given.get("dtype", torch.float32))
     torch.set_float32_matmul_precision(given.get("precision", "highest"))
+    torch.use_deterministic_algorithms(given.get("deterministic", False))
     layout = sharding.zero(params, here.group, partition=given.get("partition", "whole"))
     try:
         with mock.patch.object(given.get("version of", mfx), "__version__", version), raises() as caught:
@@ -95,6 +97,7 @@ def test_a_difference_when_a_chain_is_bound_is_an_error_on_all(here: Here, what:
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
     assert (BOUND[what][1] if on else "ranks 1, 2") in str(caught.value)
 
 
