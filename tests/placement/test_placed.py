@@ -289,9 +289,28 @@ def test_buckets_are_found_again_for_other_parameters() -> None:
     run = placed(mfx.scale(2.0), PARAMS, Where(bucket_bytes=8))
     state = run.functions.init(PARAMS)
     for absent in ("b", "a"):
-        params = {**PARAMS, absent: None}
-        updates, _ = run.run(params, state, params)
-        assert {name for name, leaf in updates.items() if leaf is None} == {absent}
+        for params in ({**PARAMS, absent: None}, {name: PARAMS[name] for name in PARAMS if name != absent}):
+            updates, _ = run.run(params, state, params)
+            assert updates.keys() == params.keys()
+            assert {name for name, leaf in updates.items() if leaf is not None} == PARAMS.keys() - {absent}
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def returns_its_state():
+    """Returns the sum of the updates so far, the very tensor of its state."""
+
+    def update(updates, state, params=None):
+        total = mfx.tree.map(torch.add, updates, state)
+        return total, total
+
+    return lambda params: mfx.tree.map(torch.zeros_like, params), update
+
+
+def test_a_group_does_not_overwrite_the_state_that_the_group_before_it_returned() -> None:
+    run = placed(mfx.chain(returns_its_state(), mfx.clip_by_global_norm(1.0)), PARAMS)
+    grads = {name: leaf.clone() for name, leaf in PARAMS.items()}
+    _, state = run.run(grads, run.functions.init(PARAMS), PARAMS, donate=mfx.Donation(updates=True, state=True))
+    kit.violation.require_same("state", state["returns_its_state"], PARAMS, "the sum of the updates")
 
 
 @mfx.transform(locality=lambda inner: inner.locality, combinator=mfx.core.Combinator(mfx.Locality.ELEMENT))
