@@ -105,6 +105,8 @@ def test_a_schedule_comes_whole_from_the_code(name: str, how: str):
     assert step(new) == pytest.approx(float(after(5)), rel=1e-6)
     assert len(messages) == 1
     assert "code" in messages[0]
+    source = "checkpoint" if how == "mfx.checkpoint" else "file"
+    assert messages[0].count(f" in the {source}, ") == 1  # the whole schedule is reported once
     if name != "joined":
         assert messages_of(how, old, optimizer_for(mfx.scale_by_learning_rate(before))) == []
 
@@ -177,6 +179,7 @@ def test_a_table_of_rates_is_compared_where_a_flattened_state_dict_has_no_code_o
         messages = [str(warning.message) for warning in caught if "other numbers" in str(warning.message)]
         assert len(messages) == count
         assert all("learning_rate.rates: " in message for message in messages)
+        assert all("the code's is used" in message for message in messages)
 
 
 NUMBERS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -437,6 +440,18 @@ def test_two_values_of_a_count_are_an_error_and_load_nothing():
         optimizer.load_state_dict(saved)
     (param, *_) = optimizer.param_groups[0]["params"]
     assert optimizer.state[param]["scale_by_adam.count"] == 0
+
+
+def test_nan_that_all_parameters_share_is_loaded():
+    def created() -> mfx.TransformOptimizer:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        return mfx.TransformOptimizer(model, mfx.chain(mfx.adamw(0.1), mfx.contrib.reduce_on_plateau(0.5, 1)))
+
+    optimizer, saved = created(), created().state_dict()
+    for entries in saved["state"].values():
+        entries["reduce_on_plateau.best_value"] = torch.tensor(torch.nan, dtype=torch.float64)
+    optimizer.load_state_dict(saved)
+    assert optimizer.transform_state["reduce_on_plateau"].best_value.isnan()
 
 
 def test_a_resumed_run_takes_rates_that_are_multiplied_in_the_groups_and_the_scheduler():
