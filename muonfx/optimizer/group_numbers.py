@@ -90,11 +90,6 @@ class GroupNumbers:
         """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""
         self.mirrors = frozenset([hyperparam.key for hyperparam in hyperparams if hyperparam.is_mirror])
         """The keys that repeat numbers of other keys, such as "momentum"."""
-        names: list[str] = []
-        for hyperparam in hyperparams:
-            names += hyperparam.names
-        self._has_common_numbers = len(set(names)) < len(names)
-        """True if two keys set one number, such as "betas" and "momentum"."""
         self._last_numbers: dict[str, Number] = {}
         """The numbers that the last `read` returned, by dotted name: ``{"scale_by_adam.b1": 0.9, ...}``."""
         self._last_entries: Group = {}
@@ -117,10 +112,13 @@ class GroupNumbers:
         Two keys may set one number, as "momentum" and the first of "betas" do. If their values differ, use the value
         that has changed since the last `read`. Raise ValueError if both have changed.
 
-        >>> lr = Hyperparam("lr", ("rate",))
         >>> betas = Hyperparam("betas", ("adam.b1", "adam.b2"), is_tuple=True)
-        >>> GroupNumbers([lr, betas]).parse({"lr": 0.1, "betas": (0.9, 0.95)})
-        {'rate': 0.1, 'adam.b1': 0.9, 'adam.b2': 0.95}
+        >>> momentum = Hyperparam("momentum", ("adam.b1",), is_mirror=True)
+        >>> numbers, group = GroupNumbers([betas, momentum]), {"betas": (0.9, 0.95), "momentum": 0.9}
+        >>> numbers.read(group)
+        {'adam.b1': 0.9, 'adam.b2': 0.95}
+        >>> numbers.parse({**group, "momentum": 0.8})  # a scheduler has written 0.8
+        {'adam.b1': 0.8, 'adam.b2': 0.95}
         """
         numbers: dict[str, Number] = {}
         for hyperparam in self.hyperparams:  # a key, and the names of the numbers that it sets
@@ -129,32 +127,21 @@ class GroupNumbers:
             # For "betas": (0.9, 0.95), the pairs are ("scale_by_adam.b1", 0.9) and ("scale_by_adam.b2", 0.95).
             values_of_key = hyperparam.numbers_in(values[hyperparam.key])
             for name, number in zip(hyperparam.names, values_of_key, strict=True):
-                if name in numbers:  # an earlier key sets it, too, as "betas" before "momentum"
-                    numbers[name] = self._changed(name, numbers[name], number)
-                else:
+                # If an earlier key sets the number, too, as "betas" before "momentum", this is the value of that key.
+                first_number = numbers.setdefault(name, number)
+                if self._was_read(name, first_number):  # only this key may have changed
                     numbers[name] = number
+                elif not self._was_read(name, number):  # both have changed
+                    self._require_equal(name, first_number, number)
         return numbers
 
-    def _changed(self, name: str, first: Number, second: Number) -> Number:
-        """Return which of two values of a number has changed since the last `read`; raise ValueError if both have.
-
-        Two keys of a group set the number ``name``: ``first`` is its value under one key, such as "betas", and
-        ``second`` its value under the other, such as "momentum", into which a scheduler has perhaps written.
-
-        >>> numbers = GroupNumbers([])
-        >>> numbers._last_numbers = {"adam.b1": 0.9}
-        >>> numbers._changed("adam.b1", 0.9, 0.8)
-        0.8
-        """
+    def _require_equal(self, name: str, first: Number, second: Number) -> None:
+        """Raise ValueError if two keys of a group set the number ``name`` to the different values given."""
         if equal(first, second):
-            return first
-        if self._was_read(name, second):  # it is the old value, and only the first has changed
-            return first
-        if self._was_read(name, first):  # only the second has changed
-            return second
-        # Both have changed. A checkpoint that stores each entry separately returns two copies of one tensor.
+            return
+        # A checkpoint that stores each entry separately returns two copies of one tensor.
         if isinstance(first, Tensor) and isinstance(second, Tensor) and first.tolist() == second.tolist():
-            return first
+            return
         keys = [repr(hyperparam.key) for hyperparam in self.hyperparams if name in hyperparam.names]
         raise ValueError(
             f"{' and '.join(keys)} in a group both set {name}, to {first!r} and {second!r}: set one of them"
@@ -201,8 +188,7 @@ class GroupNumbers:
         """
         numbers = self.parse(group)
         self._require_complete(group, numbers)
-        if self._has_common_numbers:  # such as of "betas" and "momentum"; after the check, because it changes the group
-            self._write_into_all_keys(group, numbers)
+        self._write_into_all_keys(group, numbers)  # after the check, because it changes the group
         if not self._last_entries:  # the first read
             self.requested_entries = {key: own_copies(group[key]) for key in self.keys}
         self._last_entries = {key: group[key] for key in self.keys}
