@@ -9,7 +9,7 @@ from operator import is_
 from torch import Tensor
 
 from muonfx.core.checks import warn_caller
-from muonfx.optimizer.group_numbers import Group, GroupNumbers, Hyperparam, TrackedGroup, read_numbers
+from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup, read_numbers
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.param_groups import warn_if_unread
 from muonfx.optimizer.tracked_parameters import TrackedParameters
@@ -76,27 +76,15 @@ class TrackedGroups:
         names: list[str] = list(group["param_names"])
         # Usually one rule. The parameters of a group with the labels "muon" and "adamw" have two.
         distinct = distinct_rules(names, rules)
-        numbers = self._numbers_of(group, names, group_hyperparams(distinct, group))
+        hyperparams = group_hyperparams(distinct, group)  # the keys of the group, with the numbers that they set
+        numbers = self._former_numbers(group, names)
+        if numbers is None or numbers.hyperparams != hyperparams:  # a new group, or one that has other keys now
+            numbers = GroupNumbers(hyperparams)
+        # The former object remembers the numbers that it has read last: if "momentum" and "betas" differ in the next
+        # step, the one that was changed since the last step counts. An error may bring the former object back.
+        numbers = copy.copy(numbers)
         _remove_replaced_keys(group, keys_by_label(distinct), numbers.keys)
         return TrackedGroup(group, names, numbers)
-
-    def _numbers_of(self, group: Group, names: Sequence[str], hyperparams: tuple[Hyperparam, ...]) -> GroupNumbers:
-        """Return the object that reads the hyperparameters of a param group at every step.
-
-        The object also remembers the numbers that it has read last. If a group is recorded again, these must not be
-        lost: if "momentum" and "betas" differ in the next step, the one that was changed since the last step counts.
-
-        Args:
-            group: the param group.
-            names: the names of its parameters.
-            hyperparams: the keys of the group, such as "lr", with the numbers that they set.
-        """
-        former_numbers = self._former_numbers(group, names)
-        if former_numbers is None:  # a new group
-            return GroupNumbers(hyperparams)
-        if former_numbers.hyperparams != hyperparams:  # the group has other keys now
-            return GroupNumbers(hyperparams)
-        return copy.copy(former_numbers)  # a copy, because an error may bring the former object back
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
         """Return the object that has read the hyperparameters of a group so far; None for a group of new parameters."""
