@@ -52,15 +52,6 @@ _REQUESTED_RATE = "requested_lr"
 """The key in a saved group with its learning rate at construction, which DeepSpeed's schedulers overwrite in "lr"."""
 
 
-class _GroupRecord(NamedTuple):
-    """The reader of the hyperparameters of a param group, and the learning rate with which the group was made."""
-
-    numbers: GroupNumbers
-    """The object that reads the hyperparameters of the group in each step."""
-    requested_rate: float
-    """The learning rate at construction, which schedulers overwrite in the group."""
-
-
 class _GroupStep(NamedTuple):
     """The step of a flat tensor; at stage 0, of all parameters of a group."""
 
@@ -100,8 +91,8 @@ class ZeroOptimizer(Optimizer):
         self._params = trained_parameters(model)
         self._whole_params = _whole_params(self._params)
         tx.init(self._whole_params)  # raises if the transform cannot handle the parameters
-        self._record_of_names: dict[tuple[str, ...], _GroupRecord] = {}
-        """The record of each group by the names of its parameters, since DeepSpeed may replace the group."""
+        self._numbers_of_names: dict[tuple[str, ...], GroupNumbers] = {}
+        """The reader of each group by the names of its parameters, since DeepSpeed may replace the group."""
         self._flat_optimizers: dict[Tensor, FlatOptimizer] = {}
         """Those that exist, by their first tensor: a flat tensor, or at stage 0 the first parameter of a group."""
         self._has_stepped = False
@@ -143,23 +134,22 @@ class ZeroOptimizer(Optimizer):
         """
         # 1. The group. Schedulers need an "lr" in each group, also if the rule has none: then it begins at 0.
         numbers = GroupNumbers(rule.hyperparams)
-        defaults = hyperparams(self.tx)
-        entries = numbers.entries({name: defaults[name] for name in numbers.names})
+        entries = numbers.entries(hyperparams(self.tx))
         group: Group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
         if expert_group is not None:
             # With these entries ZeRO partitions the group among the ranks that have the same experts.
             group["moe"] = True
             group["name"] = expert_group
-        # 2. Its record. A number may have two keys in a group, as in "betas" and "momentum". Later reads take the key
+        # 2. Its reader. A number may have two keys in a group, as in "betas" and "momentum". Later reads take the key
         # that has changed since this first one.
         numbers.read(group)
         param_names = tuple([name for name, _ in pairs])
-        self._record_of_names[param_names] = _GroupRecord(numbers, float(group["lr"]))
+        self._numbers_of_names[param_names] = numbers
         return group
 
-    def _record_of(self, group: Mapping[str, Any]) -> _GroupRecord:
-        """Return the record of a param group, which is found by the names of its parameters."""
-        return self._record_of_names[tuple(group["param_names"])]
+    def _numbers_of(self, group: Mapping[str, Any]) -> GroupNumbers:
+        """Return the reader of the hyperparameters of a group, which is found by the names of its parameters."""
+        return self._numbers_of_names[tuple(group["param_names"])]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, marked so that another optimizer that steps on it raises."""
@@ -220,12 +210,12 @@ class ZeroOptimizer(Optimizer):
         with raising_on_all_ranks("a step", waiting_group):
             self._require_same_trained()
             for group in self._all_groups:
-                self._record_of(group).numbers.read(group)
+                self._numbers_of(group).read(group)
             self._rates.check(self._all_groups)
         # 2. The steps of this call. A state that DeepSpeed has loaded may be of another transform.
         group_steps: list[_GroupStep] = []
         for group in self.param_groups:
-            numbers = self._record_of(group).numbers.read(group)
+            numbers = self._numbers_of(group).read(group)
             for optimizer in self._optimizers_to_step(group):
                 group_steps.append(_GroupStep(group, optimizer, numbers))
         for _, optimizer, _ in group_steps:
@@ -243,7 +233,7 @@ class ZeroOptimizer(Optimizer):
         for index, group in enumerate(self._all_groups):
             title = f"param_groups[{index}] ({group['label']!r})"
             title_of[tuple(group["param_names"])] = title
-            facts[f"numbers in {title}"] = _comparable_entries(group, self._record_of(group).numbers.keys)
+            facts[f"numbers in {title}"] = _comparable_entries(group, self._numbers_of(group).keys)
         for group, optimizer, _ in group_steps:
             title = title_of[tuple(group["param_names"])]
             facts[f"step counts of {title}"] = optimizer.step_counts(self.state)
@@ -411,7 +401,7 @@ class ZeroOptimizer(Optimizer):
             names = tracked.names
             saved_group.update(entries_of_code(self.tx, tracked))
             saved_group[CHAINS] = record_of_group(visited, names, {name: name for name in names})
-            saved_group[_REQUESTED_RATE] = self._record_of(tracked.group).requested_rate
+            saved_group[_REQUESTED_RATE] = _requested_rate(tracked)
         return state_dict
 
     def _visited(self) -> VisitedTransform:
@@ -458,9 +448,7 @@ class ZeroOptimizer(Optimizer):
 
     def _tracked_groups(self) -> list[TrackedGroup]:
         """Return the groups with the names of their parameters and the objects that read their numbers."""
-        return [
-            TrackedGroup(group, group["param_names"], self._record_of(group).numbers) for group in self.param_groups
-        ]
+        return [TrackedGroup(group, group["param_names"], self._numbers_of(group)) for group in self.param_groups]
 
     def _warnings_of_load(self, saved_groups: Sequence[Group]) -> list[str]:
         """Return the warnings for saved groups whose numbers or chain differ from this optimizer.
@@ -471,7 +459,7 @@ class ZeroOptimizer(Optimizer):
         source = "load_state_dict: DeepSpeed's checkpoint"
         lines: list[str] = []
         for tracked, saved_group in zip(self._tracked_groups(), saved_groups, strict=True):
-            group = _with_first_rate(tracked.group, self._record_of(tracked.group).requested_rate)
+            group = _with_first_rate(tracked.group, _requested_rate(tracked))
             saved_with_first_rate = _with_first_rate(saved_group, saved_group[_REQUESTED_RATE])
             lines += differences(self.tx, tracked._replace(group=group), saved_with_first_rate)
         texts: list[str] = []
@@ -497,7 +485,7 @@ class ZeroOptimizer(Optimizer):
         # 2. All hyperparameters, such as "lr", and the rate from construction. Further keys, such as a
         # scheduler adds, are accepted.
         for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
-            for key in (*self._record_of(group).numbers.keys, _REQUESTED_RATE):
+            for key in (*self._numbers_of(group).keys, _REQUESTED_RATE):
                 if key not in saved_group:
                     first_name = group["param_names"][0]
                     raise ValueError(f"the state has no hyperparameter {key!r} for the group of {first_name!r}")
@@ -549,6 +537,11 @@ def _comparable_entries(group: Group, keys: Iterable[str]) -> dict[str, object]:
         else:
             entries[key] = comparable(value)
     return entries
+
+
+def _requested_rate(tracked: TrackedGroup) -> float:
+    """Return the learning rate with which a group was made, which schedulers overwrite; 0 if no transform reads it."""
+    return float(tracked.numbers.requested_entries.get("lr", 0.0))
 
 
 def _with_first_rate(group: Group, requested_rate: float) -> dict[str, Any]:
