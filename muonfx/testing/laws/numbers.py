@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -182,84 +181,41 @@ def a_nonfinite_gradient_stays_visible(tx: Transform, params: PyTree, steps: lis
         _check_faults(tx, params, steps, usual_updates, [number])
 
 
-class _Runs(NamedTuple):
-    """The updates of all steps, for runs in which an element of some first gradients is replaced."""
-
-    usual: list[PyTree]
-    """Without a change."""
-    with_another: list[PyTree]
-    """By another ordinary number."""
-    with_nan: list[PyTree]
-    """By NaN."""
-    with_infinity: list[PyTree]
-    """By infinity."""
-    with_large: list[PyTree]
-    """By a large number, such as 1e30."""
-
-
 def _check_faults(
     tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: list[int]
 ) -> None:
-    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves is hidden.
-
-    ``faulty_leaves`` are the numbers of these leaves in the tree; ``usual_updates`` are the updates without a fault.
-    """
-    runs = _runs_with_faults(tx, params, steps, usual_updates, faulty_leaves)
-    names = tree.names(params)
-    tolerance = tolerance_of(tx, usual_updates, params)
-    for number in faulty_leaves:
-        _check_fault_of_leaf(number, f"the gradient of {names[number]!r}", runs, tolerance)
-
-
-def _runs_with_faults(
-    tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: list[int]
-) -> _Runs:
-    """Run a transform with another number, NaN, infinity or a large number in the first gradients of some leaves.
-
-    One element of each leaf is replaced. ``faulty_leaves`` are the numbers of these leaves in the tree.
-    """
-    first_grads = steps[0]
-    later_steps = steps[1:]
-    grads_with_another = map_some(_with_another_element, faulty_leaves, first_grads)
-    with_another = updates_of(tx, params, [grads_with_another, *later_steps])
-    with_nan = _updates_after(math.nan, faulty_leaves, tx, params, steps)
-    with_infinity = _updates_after(math.inf, faulty_leaves, tx, params, steps)
-    names = _names_of(faulty_leaves, params)
-    with _add_note_to_errors(f"after a large element in the gradients of {names} at step 0, which the law puts in"):
-        grads_with_large = _with_large_elements(faulty_leaves, first_grads, params)
-        with_large = updates_of(tx, params, [grads_with_large, *later_steps])
-    return _Runs(
-        usual=usual_updates,
-        with_another=with_another,
-        with_nan=with_nan,
-        with_infinity=with_infinity,
-        with_large=with_large,
-    )
-
-
-def _check_fault_of_leaf(number: int, gradient: str, runs: _Runs, tolerance: float) -> None:
-    """Raise `Breach` (a failed law) if NaN or infinity in the gradient of one leaf is hidden in its updates.
+    """Raise `Breach` (a failed law) if updates hide NaN or infinity in the first gradients of some leaves.
 
     NaN must give nonfinite updates. So must infinity, unless it gives the updates of a large number, as in
     `clip_by_value`. A leaf whose updates do not depend on its gradient is left out.
 
-    Args:
-        number: the number of the leaf in the tree.
-        gradient: a name of its gradient for errors, "the gradient of 'w'".
-        runs: the updates with and without NaN, infinity or a large number in this gradient.
-        tolerance: the largest difference of equal updates.
+    ``faulty_leaves`` are the numbers of these leaves in the tree; ``usual_updates`` are the updates without a fault.
     """
-    usual = _of_leaf(number, runs.usual)
-    if _all_close(_of_leaf(number, runs.with_another), usual, tolerance):
-        return  # its updates do not depend on this gradient
-    _require_visible(f"NaN in {gradient}", _of_leaf(number, runs.with_nan), [usual], tolerance)
-    infinite = _of_leaf(number, runs.with_infinity)
-    large: list[Tensor] = []
-    for update, infinite_update in zip(_of_leaf(number, runs.with_large), infinite, strict=True):
-        large.append(update.to(infinite_update.dtype))  # its gradient may have had a wider dtype
-    acts_as_large_number = _all_close(infinite, large, tolerance)
-    if not acts_as_large_number:
-        _require_visible(f"infinity in {gradient}", infinite, [usual, large], tolerance)
+    first_grads = steps[0]
+    later_steps = steps[1:]
+    names = _names_of(faulty_leaves, params)
+    # 1. The updates of each step, if one element of each leaf is another number, NaN, infinity or a large number.
+    grads_with_another = map_some(_with_another_element, faulty_leaves, first_grads)
+    updates_with_another = updates_of(tx, params, [grads_with_another, *later_steps])
+    updates_with_nan = _updates_after(math.nan, faulty_leaves, tx, params, steps)
+    updates_with_infinity = _updates_after(math.inf, faulty_leaves, tx, params, steps)
+    with _add_note_to_errors(f"after a large element in the gradients of {names} at step 0, which the law puts in"):
+        grads_with_large = _with_large_elements(faulty_leaves, first_grads, params)
+        updates_with_large = updates_of(tx, params, [grads_with_large, *later_steps])
+    # 2. The updates of one leaf after the other.
+    tolerance = tolerance_of(tx, usual_updates, params)
+    for number, name in zip(faulty_leaves, names, strict=True):
+        usual = _of_leaf(number, usual_updates)
+        if _all_close(_of_leaf(number, updates_with_another), usual, tolerance):
+            continue  # they do not depend on this gradient
+        _require_visible(f"NaN in the gradient of {name!r}", _of_leaf(number, updates_with_nan), [usual], tolerance)
+        infinite = _of_leaf(number, updates_with_infinity)
+        large: list[Tensor] = []
+        for update, infinite_update in zip(_of_leaf(number, updates_with_large), infinite, strict=True):
+            large.append(update.to(infinite_update.dtype))  # its gradient may have had a wider dtype
+        acts_as_large_number = _all_close(infinite, large, tolerance)
+        if not acts_as_large_number:
+            _require_visible(f"infinity in the gradient of {name!r}", infinite, [usual, large], tolerance)
 
 
 def _with_another_element(grad: Tensor) -> Tensor:
