@@ -73,8 +73,6 @@ class FlatParams(NamedTuple):
     """The layout (which rank holds which shard of each parameter); None if this rank holds all of them whole."""
     intervals: Mapping[str, FlatInterval] = {}
     """A dict from parameter name to this rank's shard; empty at stage 0."""
-    shard_shapes: Mapping[str, tuple[int, ...]] = {}
-    """A dict from parameter name to the shape of this rank's shard; empty at stage 0."""
     saved_elsewhere: frozenset[str] = frozenset()
     """The parameters that AutoTP has not split, if this is not the first tensor-parallel rank, which saves them."""
 
@@ -89,12 +87,11 @@ class FlatParams(NamedTuple):
         return list(dict.fromkeys(self.tensor_of.values()))
 
     def view(self, name: str, tensor: Any) -> Any:
-        """Return the shard of a parameter in a flat tensor, such as a gradient; at stage 0, ``tensor`` itself."""
+        """Return a view of the shard of a parameter in a flat tensor, such as a gradient; at stage 0, ``tensor``."""
         if not self.is_flat:
             return tensor
-        # The shard is an interval of the flat tensor, in its own shape again. No values are copied.
         interval = self.intervals[name]
-        return tensor.narrow(0, interval.start_in_flat, interval.length).view(self.shard_shapes[name])
+        return tensor.narrow(0, interval.start_in_flat, interval.length)
 
     def params(self) -> dict[str, Tensor]:
         """Return the parameters, or their shards, by name; they share memory with the tensors of DeepSpeed."""
@@ -159,7 +156,6 @@ def locate(
         tensor_of=dict.fromkeys(partition.intervals, flat_tensor),
         layout=layout,
         intervals=partition.intervals,
-        shard_shapes={name: layout.position(name).shape for name in partition.intervals},
         saved_elsewhere=partition.saved_elsewhere,
     )
     # 2. Check the values.
