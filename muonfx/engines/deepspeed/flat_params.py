@@ -392,16 +392,17 @@ def _with_tensor_parallel(partition: _Partition, params: NamedTensors, tensor_gr
     ranks: list[tuple[int, dict[str, FlatInterval]]] = gather_objects((tensor_rank, partition.intervals), group)
     # 2. For each parameter, which elements of the whole each rank holds.
     cuts: dict[str, Cut] = {}
-    unsplit_names: list[str] = []
+    saved_elsewhere: set[str] = set()
     for name, param in params.items():
         shape = whole_shape_of(param)
         shards = tensor_shards_of(name, param, tensor_size)
-        if shards is None:
-            unsplit_names.append(name)
+        # If AutoTP has not split a parameter, every tensor-parallel rank has all of it, partitioned over its ranks of
+        # ZeRO. The intervals of two of them may overlap, which shards of a checkpoint must not: rank 0 saves it.
+        if shards is None and tensor_rank != 0:
+            saved_elsewhere.add(name)
         interval_of_rank = [(rank_in_tensor_group, intervals[name]) for rank_in_tensor_group, intervals in ranks]
         cuts[name] = Listed(shape, _positions_in_whole(shape, shards, interval_of_rank))
-    saved_elsewhere = _saved_elsewhere(unsplit_names, tensor_rank)
-    return partition._replace(cuts=cuts, group=group, saved_elsewhere=saved_elsewhere)
+    return partition._replace(cuts=cuts, group=group, saved_elsewhere=frozenset(saved_elsewhere))
 
 
 def _positions_in_whole(
@@ -423,17 +424,6 @@ def _positions_in_whole(
         else:
             positions.append(shards[tensor_rank].interval_of_shard(start, stop))
     return positions
-
-
-def _saved_elsewhere(unsplit_names: Sequence[str], tensor_rank: int) -> frozenset[str]:
-    """Return the parameters that this tensor-parallel rank does not save, of those that AutoTP has not split.
-
-    Every tensor-parallel rank has all of such a parameter, partitioned over its ranks of ZeRO. The intervals of two
-    tensor-parallel ranks may overlap, which shards of a checkpoint must not. So only tensor-parallel rank 0 saves it.
-    """
-    if tensor_rank == 0:
-        return frozenset()
-    return frozenset(unsplit_names)
 
 
 def flats_of(engine: Any, params: Iterable[Tensor]) -> list[Tensor]:
