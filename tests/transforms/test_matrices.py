@@ -243,6 +243,8 @@ BY_MATRIX: dict[str, Any] = {
     "columns": mfx.contrib.normalize_columns(),
     "matrices": mfx.contrib.normalize_matrices(),
     "sphere": mfx.contrib.match_weight_norms(),
+    "dion": mfx.contrib.scale_by_dion(2),
+    "dion2": mfx.contrib.scale_by_dion2(2),
 }
 EACH: dict[str, Any] = BY_MATRIX | {
     "leaves": mfx.contrib.normalize_leaves(),
