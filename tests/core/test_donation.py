@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import muonfx as mfx
+from muonfx.core.donation import NOTHING
 from muonfx.polar.checks import overlaps_itself
 from muonfx.testing.violation import require_same
 from tests.public import NO_MATCH
@@ -192,3 +193,29 @@ def test_a_wrapper_that_does_not_name_donate_may_read_its_inputs_after_a_call():
             updates, state = tx.update({"w": torch.full((2,), size)}, state, donate=donate)
         results.append((updates, state))
     require_same("donated", results[1], results[0], "not donated")
+
+
+DONATIONS: list[mfx.core.Donation] = []
+"""What `recorded` was allowed to overwrite, call by call."""
+
+
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def recorded():
+    def update(updates, state, params=None, *, donate=NOTHING):
+        DONATIONS.append(donate)
+        return updates, state
+
+    return lambda params: mfx.core.EmptyState(), update
+
+
+COMPOSED = [mfx.chain(recorded()), mfx.partition({"a": recorded()}, {"w": "a"}), mfx.add_updates(recorded())]
+COMPOSED += [tx.replace(inner=recorded()) for tx in EVERY if "inner" in tx.arguments and tx.name != "skip_nonfinite"]
+
+
+@pytest.mark.parametrize("tx", COMPOSED, ids=lambda tx: tx.name)
+def test_a_transform_that_calls_others_donates_its_state_to_them(tx: mfx.Transform):
+    tx = tx.replace(every=1) if tx.name == "accumulate" else tx.replace(mask={"w": True}) if tx.name == "masked" else tx
+    params = {"w": torch.ones(3, 2)}
+    state = tx.init(params)
+    tx.run({"w": torch.ones(3, 2)}, state, params, donate=mfx.core.Donation(updates=True, state=True))
+    assert DONATIONS.pop().state

@@ -419,6 +419,14 @@ def first_update(tx: mfx.Transform, size: float, params: float) -> torch.Tensor:
         return tx.update(mfx.tree.map(lambda g: size * g, GRADS), tx.init(at), at)[0]["a.weight"]
 
 
+@pytest.mark.parametrize("tx", [param for param in EVERY if "inner" in param.values[0].arguments])
+def test_a_wrapper_declares_what_its_inner_transform_needs(tx: mfx.Transform):
+    inner = mfx.chain(mfx.clip_by_global_norm(1.0), mfx.add_decayed_weights(0.1))
+    wrapper = tx.replace(inner=inner)
+    assert wrapper.locality is mfx.Locality.TREE
+    assert wrapper.reads_params
+
+
 @pytest.mark.parametrize("tx", EVERY)
 def test_the_direction_of_updates_is_what_is_said_of_it(tx: mfx.Transform):
     direction = (first_update(tx, 1e3, 0.0) * GRADS["a.weight"]).sum()
