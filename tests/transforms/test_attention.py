@@ -66,6 +66,17 @@ def test_the_largest_logits_are_those_of_the_whole_matrix(call: dict[str, Any]):
     torch.testing.assert_close(found, whole_matrix(q, k, mask, **call), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 4)])
+def test_the_largest_of_no_logits_is_minus_infinity(shape: tuple[int, ...]):
+    assert attention.max_logits(torch.ones(shape), torch.ones(shape)).tolist() == [-math.inf] * 2
+
+
+def test_a_mask_of_minus_9000_excludes_a_pair():
+    query, key = torch.ones(1, 1, 1), torch.tensor([[[5.0], [1.0]]])
+    for number, largest in ((-9000.0, 1.0), (-8999.0, 5.0)):
+        assert attention.max_logits(query, key, torch.tensor([[number, 0.0]])).item() == largest
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_logits_beyond_the_range_of_fp16_are_finite(dtype: torch.dtype):
     x = torch.full((1, 1, 2, 4), 300.0)
@@ -361,11 +372,12 @@ def test_each_heads_logits_are_scaled_by_its_own_factor(
             assert (after[full].abs() <= before[full].abs() * (1 + 1e-12) + 1e-12).all()
 
 
-def test_query_and_key_share_the_factor_by_alpha():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_query_and_key_share_the_factor_by_alpha(dtype: torch.dtype):
     shape = plain(2, 1, 2)
     params, updates = shape.params(0), shape.params(1)
     tx = mfx.qk_clip(shape.heads, TAU, alpha=0.25)
-    logits = {"h.0.attn": torch.tensor([400.0, 1600.0])}
+    logits = {"h.0.attn": torch.tensor([400.0, 1600.0]).to(dtype)}
     new = mfx.apply_updates(params, tx.update(updates, tx.init(params), params, max_logits=logits)[0])
     old = mfx.apply_updates(params, updates)
     gamma = torch.tensor([0.25, 0.25, 0.0625, 0.0625], dtype=torch.float64)
@@ -374,13 +386,24 @@ def test_query_and_key_share_the_factor_by_alpha():
         torch.testing.assert_close(found, gamma**share, rtol=1e-6, atol=0)
 
 
+def test_narrow_weights_are_scaled_by_an_exact_factor():
+    params = {f"attn.{name}.weight": torch.tensor([[1.0, 5.0]], dtype=torch.bfloat16) for name in ("q_proj", "k_proj")}
+    updates = mfx.tree.map(torch.zeros_like, params)
+    tx = mfx.qk_clip(mfx.AttentionHeads("attn", heads=1), TAU)
+    found, _ = tx.update(updates, tx.init(params), params, max_logits={"attn": torch.tensor([1.1 * TAU])})
+    change = (1.1**-0.5 - 1) * torch.tensor([[1.0, 5.0]])
+    assert all(torch.equal(update, change.bfloat16()) for update in found.values())
+
+
 @pytest.mark.parametrize("largest", [float("nan"), float("inf"), -float("inf"), 0.0])
 def test_logits_that_are_not_finite_clip_nothing(largest: float):
     shape = plain(1, 1, 2)
     params, updates = shape.params(0), shape.params(1)
+    infinite = {name: torch.full_like(param, torch.inf) for name, param in params.items()}
     tx = mfx.qk_clip(shape.heads)
-    found, _ = tx.update(updates, tx.init(params), params, max_logits={"h.0.attn": torch.tensor([largest])})
-    assert all(torch.equal(found[name], updates[name]) for name in updates)
+    for weights in (params, infinite):
+        found, _ = tx.update(updates, tx.init(weights), weights, max_logits={"h.0.attn": torch.tensor([largest])})
+        assert all(torch.equal(found[name], updates[name]) for name in updates)
 
 
 def test_weights_of_other_layouts_are_found():
@@ -388,6 +411,7 @@ def test_weights_of_other_layouts_are_found():
     draw = torch.Generator().manual_seed(0)
     params = {
         "module.a.attn.c_attn.weight": torch.randn(3, 12, generator=draw),
+        "module.a.attn.c_attn.bias": torch.randn(12, generator=draw),
         "module.b.attn.in_proj_weight": torch.randn(12, 3, generator=draw),
         "module.b.attn.in_proj_bias": torch.randn(12, generator=draw),
     }
@@ -402,8 +426,25 @@ def test_weights_of_other_layouts_are_found():
     ratio = {name: (new[name] / params[name]).round(decimals=3) for name in params}
     first, second = [0.5, 0.5, 1, 1] * 2 + [1] * 4, [1, 1, 0.5, 0.5] * 2 + [1] * 4
     assert ratio["module.a.attn.c_attn.weight"].tolist() == [first] * 3
+    assert ratio["module.a.attn.c_attn.bias"].tolist() == first
     assert ratio["module.b.attn.in_proj_weight"].mT.tolist() == [second] * 3
     assert ratio["module.b.attn.in_proj_bias"].tolist() == second
+
+
+@pytest.mark.parametrize("module", ["", "*"])
+def test_a_model_may_be_an_attention_module_itself(module: str):
+    params = {"q_proj.weight": torch.ones(2, 1), "k_proj.weight": torch.ones(2, 1)}
+    zeros = mfx.tree.map(torch.zeros_like, params)
+    tx = mfx.qk_clip(mfx.AttentionHeads(module, heads=2), TAU)
+    found, _ = tx.update(zeros, tx.init(params), params, max_logits={"": torch.tensor([4 * TAU, 0.0])})
+    assert all(update.tolist() == [[-0.5], [0.0]] for update in found.values())
+
+
+def test_queries_and_keys_that_are_none_need_no_logits():
+    params = {"q_proj.weight": None, "k_proj.weight": None, "w": torch.ones(2)}
+    tx = mfx.qk_clip(mfx.AttentionHeads("*", heads=2), TAU)
+    found, _ = tx.update(params, tx.init(params), params, max_logits={})
+    assert found == params
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
