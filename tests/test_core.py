@@ -529,6 +529,13 @@ def test_the_label_none_leaves_out_a_quantized_weight_within_other_transforms():
         assert updates["w"] is not None
 
 
+def test_two_labels_for_one_name_without_prefixes_are_no_label():
+    labels = {"w": "a", "_orig_mod.w": "b", "b": "a"}
+    tx = mfx.partition({"a": mfx.scale(1.0), "b": mfx.scale(2.0)}, labels)
+    with pytest.raises(ValueError, match="found no value for '_fsdp_wrapped_module"):
+        tx.init({"_fsdp_wrapped_module.w": torch.ones(2), "b": torch.ones(2)})
+
+
 def test_a_function_of_labels_without_params_requires_each_gradient():
     tx = mfx.partition({"matrix": mfx.momentum(), "rest": mfx.scale(1.0)}, by_ndim)
     params = {"w": torch.ones(2, 2), "b": torch.ones(2)}

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from muonfx.polar import PRESETS, iteration, orthogonalize, orthogonalize_many, policy
+from muonfx.polar import PRESETS, iteration, many, orthogonalize, orthogonalize_many, policy
 from muonfx.testing.laws.compiling import Counter
 
 from .strategies import TOLERANCE, gap, problem
@@ -36,6 +36,15 @@ def test_first_and_second_derivatives(shape: tuple[int, int], name: str) -> None
     batch, one = matrix(*shape, batch=(2,)).requires_grad_(), matrix(*shape).requires_grad_()
     assert torch.autograd.gradcheck(run, (batch,), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(run, (one,))
+
+
+def test_derivatives_are_in_fp32_after_a_call_without_derivatives() -> None:
+    run = many.Orthogonalizer("keller")
+    x = problem(0, 8, 12).x.bfloat16()
+    run([x])
+    y = x.clone().requires_grad_()
+    assert torch.equal(run([y])[0], orthogonalize(y, coefficients="keller"))
+    assert not torch.equal(run([y])[0], run([x])[0])
 
 
 @pytest.mark.parametrize("width", [2, 3])

@@ -157,6 +157,14 @@ def test_donated_inputs_that_share_memory_have_the_same_values(side: int) -> Non
         assert orthogonalize_many([parameter], donate=True)[0] is parameter
 
 
+def test_donated_matrices_at_following_offsets_of_two_buffers_stay_apart() -> None:
+    one, other = torch.randn(2, 2, 300, 300, generator=torch.Generator().manual_seed(0)).unbind()
+    xs = [one.clone()[0], other.clone()[1]]
+    expected = orthogonalize_many(xs, dtype=torch.float32)
+    found = orthogonalize_many(xs, dtype=torch.float32, donate=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shapes", [[(2, 4, 8), (2, 8, 4)], [(4, 8), (8, 4)], [(4, 8), (4, 8)], [(3, 256, 300), (300, 256), (256, 300)]]
