@@ -83,6 +83,8 @@ ARGUMENTS_HERE = {
     "mu": ("momentum", "decay"),
     "muon_beta2": ("neuron_decay",),
     "use_nesterov": ("nesterov",),
+    "num_heads": ("heads",),
+    "cautious_wd": ("cautious",),
     "epsilon": ("eps",),
     "adam_b1": ("b1", "betas"),
     "adam_b2": ("b2", "betas"),

@@ -106,6 +106,15 @@ def test_a_schedule_is_not_rounded_to_bf16_on_a_device(dtype: torch.dtype, reuse
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.usefixtures("on_paper")
+def test_a_leaf_without_dims_keeps_its_shape_beside_a_bf16_leaf(reuse: bool):
+    rate = torch.zeros((), dtype=torch.float64, device="cuda")
+    leaves = [torch.empty((), device="cuda"), torch.empty(3, dtype=torch.bfloat16, device="cuda")]
+    products = ew.mul(leaves, rate, reuse=reuse)
+    assert [(product.shape, product.dtype) for product in products] == [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.usefixtures("on_paper")
 def test_a_number_in_host_memory_is_added_on_a_device(reuse: bool):
     eps = torch.full((), 1e-8, dtype=torch.float64)
     (total,) = ew.shift([torch.empty(3, device="cuda")], eps, reuse=reuse)

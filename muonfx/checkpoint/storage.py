@@ -597,7 +597,7 @@ class Reader(_InFolder, StorageReader):
 
 
 class _Unreadable(Metadata):
-    """The metadata of a checkpoint that cannot be read: it has no values, and an access to them raises the reason."""
+    """The metadata of a checkpoint that cannot be read: an access to its `state_dict_metadata` raises the reason."""
 
     def __init__(self, error: CheckpointError) -> None:
         self.error = error

@@ -283,7 +283,8 @@ def mixed_devices(error: Exception, **trees: PyTree) -> str | None:
     >>> mixed_devices(error, updates={"w": torch.zeros(2)}, state={"mu": torch.zeros(2, device="meta")})
     "updates: 'w' is on cpu and state: 'mu' on meta, expected one device: move one of them with .to(device)"
     """
-    if not re.search(r"\b(devices?|meta)\b", str(error)):
+    # "Meta tensors", "register_meta", "on the same device"; not "device-side assertions", in other errors of CUDA
+    if not re.search(r"\b(devices?(?!-side)|[Mm]eta|register_meta)\b", str(error)):
         return None
     name_on: dict[torch.device, str] = {}  # the name of the first leaf on each device
     for tree_name, values in trees.items():

@@ -618,9 +618,14 @@ class Recorded:
 def _unpickled(structure: Structure, parts: Sequence[object]) -> Recorded:
     """Return the value that `Recorded.__reduce__` pickled. New arguments of its factory have their defaults."""
     recorded = Recorded._from(structure, parts)
-    if structure.skeleton.keys() == structure.factory.definition.parameters.keys():
+    parameters = structure.factory.definition.parameters
+    if structure.skeleton.keys() == parameters.keys():
         return recorded
-    return structure.factory(**recorded.arguments)  # a TypeError if an argument was removed, or has no default
+    arguments = recorded.arguments
+    removed = {name: value for name, value in arguments.items() if name not in parameters}
+    signature = inspect.Signature(list(parameters.values()))
+    call = inspect.BoundArguments(signature, arguments)  # it unpacks those of *args and **kwargs
+    return structure.factory(*call.args, **call.kwargs, **removed)  # a TypeError for those that were removed
 
 
 def prepared(recorded: R) -> R:

@@ -502,7 +502,8 @@ def _one_load_per_leaf(loads_of: Mapping[str, Sequence[Load]], entries: StateEnt
 
     A leaf that all parameters share, such as a step count, was saved for each of them. A zero gives way to another
     value: it is the count of a parameter that was not saved, to which ``set_optimizer_state_dict`` with strict=False
-    and ``DefaultLoadPlanner(allow_partial_load=True)`` give the state of a new optimizer.
+    and ``DefaultLoadPlanner(allow_partial_load=True)`` give the state of a new optimizer. Two other values, as of an
+    estimate that does not begin at zero, are an error.
 
     Args:
         loads_of: the loads into the state of each parameter, by its name.

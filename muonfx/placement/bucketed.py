@@ -131,7 +131,7 @@ def in_store(_cache: Memory, tx: Transform, store: Store, *, whole: bool = False
         return store_away(store, device, state, parameters)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Run ``tx`` bucket by bucket. The next state is in the store again."""
+        """Run ``tx``, bucket by bucket unless ``whole``. The next state is in the store again."""
         parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
         buckets = [tree.names(updates)]
         if not whole and can_be_divided(state, parameters):  # a sum over all leaves, for example, is in no bucket

@@ -124,7 +124,7 @@ def _scalar_for_each(scalar: Scalar, xs: Sequence[Tensor]) -> list[Any]:
     """
     if not isinstance(scalar, Tensor):  # a Python number has no dtype
         return [scalar] * len(xs)
-    if not scalar.is_cpu and not _on_one_device(xs):  # a model that is divided among several GPUs
+    if not scalar.is_cpu and [x for x in xs if x.device != scalar.device]:  # a model on several GPUs
         return [scalar.to(device=x.device, dtype=wide_dtype(x.dtype)) for x in xs]
     scalar_in: dict[torch.dtype, Tensor] = {}  # one cast for each dtype, not for each tensor
     for dtype in _dtypes(xs):
@@ -293,7 +293,7 @@ def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
     factors = _scalar_for_each(c, xs)
     if _has_narrow(xs) and not c.is_cpu:
         # A GPU rounds a 0-d `c` to bf16 before it multiplies, a rate of 0.001 to 0.00099945, but no `c` of shape (1,).
-        factors = [factor.reshape(1) for factor in factors]
+        factors = [factor.reshape(1) if x.dtype in _NARROW else factor for factor, x in zip(factors, xs, strict=True)]
         if reuse:
             return _tensorwise(Tensor.mul_, xs, factors)
         return _tensorwise(lambda x, factor: (x * factor).to(x.dtype), xs, factors)

@@ -119,6 +119,28 @@ def test_a_pickle_gets_the_default_of_an_argument_that_was_added_since(monkeypat
     assert repr(pickle.loads(saved)) == "averaged(decay=0.5, nesterov=False)"
 
 
+def test_a_pickle_of_several_inner_transforms_gets_the_default_of_an_argument_that_was_added_since(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    module: Any = ModuleType("acme_transforms")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def both(*members: mfx.Transform, **named: mfx.Transform):
+        return mfx.chain(*members, *named.values()).functions
+
+    def newer_both(*members: mfx.Transform, reverse: bool = False, **named: mfx.Transform):
+        return both(*members, **named)
+
+    def as_factory(function: Any) -> Any:
+        function.__module__, function.__qualname__, function.__name__ = module.__name__, "both", "both"
+        return mfx.transform(function)
+
+    module.both = as_factory(both)
+    saved = pickle.dumps(module.both(mfx.scale(0.5), last=mfx.scale(2.0)))
+    module.both = as_factory(newer_both)
+    assert pickle.loads(saved) == module.both(mfx.scale(0.5), last=mfx.scale(2.0))
+
+
 def test_a_default_dict_of_transforms_is_left_out_of_a_fingerprint_in_any_order():
     @mfx.transform(name="acme.labeled")
     def labeled(transforms: Any = {"b": mfx.scale(2.0), "a": mfx.momentum()}):  # noqa: B006, B008

@@ -274,6 +274,8 @@ FOREIGN = [
     (mfx.Muon, "mu", "'momentum'"),
     (mfx.Muon, "distributed_mesh", r"here: leave it out under FSDP2 .*; under DDP, layout=muonfx.sharding.replicated"),
     (mfx.Muon, "num_heads", r"here: orthogonalize=muonfx.orthogonalize\(view=muonfx.MatrixView\(\.\.\.\)\) .*"),
+    (mfx.qk_clip, "num_heads", "did you mean 'heads'"),
+    (mfx.add_decayed_weights, "cautious_wd", "did you mean 'cautious'"),
     (mfx.Muon, "coefficient_type", r"here: orthogonalize=muonfx.orthogonalize\(coefficients=\.\.\.\)"),
     (mfx.normuon, "muon_beta2", "'neuron_decay'"),
     (mfx.momentum, "bias_correction", "'debias'"),
