@@ -234,7 +234,7 @@ _ACCEPTED_AS = (
 
 
 def _is_other_type(type_name: str) -> bool:
-    return type_name not in _PLAIN and type_name != "None" and not _is_literal(type_name)
+    return type_name not in _PLAIN and type_name not in ("None", "Tensor") and not _is_literal(type_name)
 
 
 def is_symbolic(value: object) -> bool:
