@@ -65,14 +65,9 @@ def cuts_on_meshes(
     different_meshes: list[DeviceMesh] = []
     have_different_ranks = len(set(ranks_of.values())) > 1
     if have_different_ranks:  # another rank may have a mesh that this rank does not have
-        description = digest(_description(specs, dtensors, coordinates_on))
-        meshes = _meshes_of_rank(ranks_of, coordinates_on, dist.get_rank(group))
-        message = _Message(description, meshes)
-        wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
-        messages = all_objects(message, group, "finding out who holds what")
-        descriptions = {message.description for message in messages}
-        have_same_model = len(descriptions) == 1  # if not, the binding of a transform to the layout is an error later
-        if have_same_model:
+        messages = _messages_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
+        have_same_model = len({message.description for message in messages}) == 1
+        if have_same_model:  # if not, the binding of a transform to the layout is an error later
             different_meshes = _different_meshes(list(ranks_of), messages)
             coordinates_on = _coordinates_of_all_ranks(coordinates_on, messages)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
@@ -101,6 +96,24 @@ class _Message(NamedTuple):
     """The digest of `_description`: of everything but the ranks on the meshes."""
     meshes: list[_MeshOfRank]
     """All meshes of the rank, in the order of its parameters."""
+
+
+def _messages_of_all_ranks(
+    specs: Mapping[str, Spec],
+    dtensors: Mapping[str, DTensorSpec],
+    ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
+    coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
+    group: dist.ProcessGroup,
+) -> list[_Message]:
+    """Send the parameters and meshes of this rank to all ranks, and return what each rank has sent, in their order.
+
+    All ranks of the group call this together. The arguments are those of `cuts_on_meshes`, and for each mesh the
+    coordinates of the ranks on it.
+    """
+    description = digest(_description(specs, dtensors, coordinates_on))
+    meshes = _meshes_of_rank(ranks_of, coordinates_on, dist.get_rank(group))
+    wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
+    return all_objects(_Message(description, meshes), group, "finding out who holds what")
 
 
 def _meshes_of_rank(
