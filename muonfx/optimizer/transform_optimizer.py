@@ -874,12 +874,9 @@ class TransformOptimizer(Optimizer):
         """Update the parameters once from their ``.grad``. A parameter without gradient and its state do not change.
 
         Args:
-            closure: a function that recomputes the loss and its gradients, and returns the loss. Called first.
+            closure: a function that recomputes the loss and its gradients. Called first; ``step`` returns its result.
             **extras: extra arguments of the update, such as ``value=loss``. Each transform receives the arguments that
                 it accepts.
-
-        Returns:
-            The result of the closure, or None without a closure.
 
         Raises:
             ValueError: a hyperparameter is out of range, or a parameter cannot be updated: it has a gradient, but was
