@@ -1,4 +1,4 @@
-"""Recording of a `leafwise` step: placeholder tensors that are made by operations on others, and the plan to run them.
+"""Recording of a `leafwise` step: placeholders for tensors, the operations on them, and the plan of these operations.
 
 `muonfx.transforms._values` runs the plan on the lists of all leaves.
 """
@@ -322,21 +322,22 @@ def _call_for_each(
 
 
 def _with_numbers_like(tensors: Sequence[Tensor], args: list[Any]) -> list[Any]:
-    """Return a new list of arguments. If all ``tensors`` are 0-d, numbers in 0-d tensors get the dtype of these.
+    """Return a copy of the arguments of a torch function for one leaf, whose tensors are ``tensors``.
 
-    Torch computes ``u / number`` in the dtype of ``u`` if ``u`` has dims, but in fp64 if ``u`` is 0-d in fp32 and the
-    number a 0-d tensor in fp64. So a leaf of shape () would have other bits than a leaf of shape (1,).
+    If all ``tensors`` are 0-d, a number in a 0-d tensor gets their dtype. Torch computes ``u / number`` in the dtype of
+    ``u`` if ``u`` has dims, but in fp64 if ``u`` is 0-d in fp32 and the number a 0-d tensor in fp64. Without the
+    conversion, a leaf of shape () would have other bits than a leaf of shape (1,).
     """
-    args = list(args)
-    for tensor in tensors:
-        if tensor.ndim > 0:
-            return args
+    leaf_args = list(args)
+    if any(tensor.ndim > 0 for tensor in tensors):
+        return leaf_args
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    if not dtype.is_floating_point:  # torch promotes integers to the dtype of the number
+        return leaf_args
     for position, argument in enumerate(args):
-        is_number = isinstance(argument, Tensor) and argument.ndim == 0 and argument.is_floating_point()
-        if is_number and dtype.is_floating_point:  # torch promotes integers to the dtype of the number
-            args[position] = argument.to(dtype)
-    return args
+        if isinstance(argument, Tensor) and argument.ndim == 0 and argument.is_floating_point():
+            leaf_args[position] = argument.to(dtype)
+    return leaf_args
 
 
 def _not_a_tensor(function: Callable[..., object], result: object) -> TypeError:
