@@ -130,7 +130,7 @@ def scale_by_namo(
         # For each matrix: v = b2 v + (1 - b2) |g|^2,  alpha = sqrt(1 - b2^t) / (1 - b1^t) * |m| / (sqrt(v) + eps)
         correction = bias_correction(b2, count).sqrt() / bias_correction(b1, count)
         v_and_alpha = functools.partial(_v_and_alpha, b2=b2, eps=eps, correction=correction)
-        # With one call for all small matrices of one shape.
+        # `by_stacks` calls `_v_and_alpha` once for all small matrices of one shape.
         v, alpha = ew.by_stacks(v_and_alpha, matrices.stacks, matrices.split(m), old_v, results=2)
 
         # update = alpha D(m)
@@ -233,7 +233,7 @@ def scale_by_dual_norm(inner: Transform, *, view: MatrixView = MatrixView()):
         for index, gradient in enumerate(gradients):
             if gradient is None:  # an accumulating inner transform may update a leaf without a gradient
                 gradients[index] = torch.zeros_like(matrices.leaves[index])
-        # With one call for all small matrices of one shape.
+        # `by_stacks` calls the function once for all small matrices of one shape.
         (scaled,) = ew.by_stacks(_scale_by_inner_product, matrices.stacks, matrices.split(gradients))
         return matrices.fill(scaled), state
 

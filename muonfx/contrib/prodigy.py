@@ -127,7 +127,7 @@ def scale_by_prodigy(
 
         x0 are the initial parameters, x the current ones, g the gradients, m and v the moments, s the weighted sum of
         gradients, and r the numerator of the estimate. Except for r, they are lists with a tensor for each leaf that
-        has a gradient, in the widest dtype of all of them.
+        has a gradient. All tensors of a leaf have one dtype, the widest of them and at least fp32.
         """
         params = params_for("scale_by_prodigy", params)
         present = Present(updates)  # the leaves that have a gradient; the state of the others does not change

@@ -81,7 +81,7 @@ class Values:
     def read(self, leaf: Leaf) -> list[Tensor]:
         """Return the tensors of a value, one for each leaf, in the compute dtype, which is fp32 or wider.
 
-        ``leaf`` is the placeholder of the value. That of the updates converts bf16 tensors to fp32, once.
+        ``leaf`` is the placeholder of the value. Operands in bf16 are converted to fp32 when they are first read.
         """
         number = leaf.number
         if number in self._computed:  # a result, or an operand that has been read before
@@ -103,13 +103,14 @@ class Values:
     def _compute(self, number: int, operation: Operation) -> None:
         """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; store its results.
 
-        The results have this number. They take the storage of the first operand, here ``[u1, u2]``, if no later
-        operation reads this operand and the caller permits it.
+        ``number`` is the number of the results' placeholder. They take the storage of the first operand, here ``[u1,
+        u2]``, if no later operation reads this operand and the caller permits it.
         """
         lists = [self.read(operand) for operand in operation.operands]
         if operation.is_for_each:
             self._computed[number] = operation.function(*lists)
-            self._may_write[number] = False  # the result may be a view of an operand
+            # The result may be a view of an operand, so neither may be overwritten.
+            self._may_write[number] = False
             for operand in operation.operands:
                 self._may_write[operand.number] = False
             return
@@ -158,7 +159,8 @@ class Values:
 
         Args:
             output: the placeholder of the value.
-            operand: the one in whose place it is returned. A copy is written into its tensors if nothing needs them.
+            operand: the placeholder in whose place the step returns the value. A copy is written into the tensors of
+                this operand if nothing else needs them.
         """
         tensors = self.read(output)
         is_free = self._is_free_after_this_use(output)

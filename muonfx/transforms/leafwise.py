@@ -96,10 +96,8 @@ def copies(params: PyTree, dtype: WideStateDtype = None) -> PyTree:
 def read_wide(present: Present, *trees: PyTree) -> list[list[Tensor]]:
     """Return a list of the leaves ``present`` of each tree. The leaves at a position get one dtype, at least fp32.
 
-    >>> updates, state = (
-    ...     {"w": torch.ones(1, dtype=torch.bfloat16), "b": None},
-    ...     {"w": torch.zeros(1), "b": torch.zeros(1)},
-    ... )
+    >>> updates = {"w": torch.ones(1, dtype=torch.bfloat16), "b": None}
+    >>> state = {"w": torch.zeros(1), "b": torch.zeros(1)}
     >>> read_wide(Present(updates), updates, state)
     [[tensor([1.])], [tensor([0.])]]
     """
@@ -740,8 +738,8 @@ class _Formula:
             return store.write(output, old_tree)
         if output is operand:  # the step returned the tree unchanged
             return old_tree
-        what = "an update" if operand.number == 0 else "a state"
-        values.check(operand, output, f"{self._name}: the step returns {what}")  # its shapes
+        kind = "an update" if operand.number == 0 else "a state"
+        values.check(operand, output, f"{self._name}: the step returns {kind}")  # its shapes
         new_tensors = values.take(output, operand)
         # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were cast,
         # the operations worked on copies, and the results are written into the donated tensors here.
