@@ -150,7 +150,7 @@ def schedule_free(
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         present = Present(inner_updates)  # the leaves that the inner transform updates
         u, z, y = read_wide(present, inner_updates, state.z, params)
-        x = _average_of(y, z, state.b1)
+        x = ew.lerp(z, y, 1.0 / state.b1)  # x = z + (y - z) / b1, as y = z + b1 (x - z)
 
         # z = z + u,  x = (1 - c) x + c z,  y = (1 - b1) z + b1 x. With `reuse`, a result overwrites the first list.
         new_z = ew.add(z, u)
@@ -183,11 +183,6 @@ def _weights(state: ScheduleFreeState, rate: Scalar, power: Scalar) -> tuple[Ten
     is_undefined = ~(weight_sum > 0)
     c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
     return max_lr, weight_sum, c
-
-
-def _average_of(y: list[Tensor], z: list[Tensor], b1: Tensor) -> list[Tensor]:
-    """Return the averages x of y = z + b1 (x - z), for lists of tensors: x = z + (y - z) / b1."""
-    return ew.lerp(z, y, 1.0 / b1)
 
 
 def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
@@ -288,8 +283,8 @@ def schedule_free_eval_params(state: PyTree, params: T) -> T:
             if z is None or y is None:
                 continue
             (wide_z,), (wide_y,) = ew.widest([z], [y])
-            # x = z + (y - z) / b1 as in `_average_of`, but computed from y, for one tensor and without `lerp`: the
-            # foreach functions of torch 2.10 do not accept a DTensor, nor `lerp` under vmap an fp64 number.
+            # x = z + (y - z) / b1 as in `update`, computed from y as `torch.lerp` does for a weight above 0.5. It is
+            # not called: the foreach functions of torch 2.10 accept no DTensor, and `lerp` under vmap no fp64 number.
             x = wide_y + (wide_y - wide_z) * (1.0 / averaging.b1 - 1.0)
             x_of[name] = x.to(y.dtype)
     treedef = tree.flatten(params)[1]
