@@ -292,8 +292,10 @@ def _mul_by_tensor(xs: Tensors, c: Tensor, *, reuse: bool) -> Tensors:
         return _in_wide(mul, xs, scalar=c, reuse=reuse)
     factors = _scalar_for_each(c, xs)
     if _has_narrow(xs) and not c.is_cpu:
-        # A GPU rounds a 0-d `c` to bf16 before it multiplies, a rate of 0.001 to 0.00099945, but no `c` of shape (1,).
-        factors = [factor.reshape(1) if x.dtype in _NARROW else factor for factor, x in zip(factors, xs, strict=True)]
+        # A GPU rounds a 0-d factor to bf16 before it multiplies, 0.001 to 0.00099945, but not one of shape (1,).
+        for index, x in enumerate(xs):
+            if x.dtype in _NARROW:
+                factors[index] = factors[index].reshape(1)
         if reuse:
             return _tensorwise(Tensor.mul_, xs, factors)
         return _tensorwise(lambda x, factor: (x * factor).to(x.dtype), xs, factors)
