@@ -621,7 +621,8 @@ def grouped(outer: Visit) -> list[list[Visit]]:
         return [[visited] for visited in outer.calls]
     # In a chain, each member receives the result of the one before it: neighbours that need whole matrices can use
     # matrices that were gathered once.
-    return _run_together({visited: execution_of(visited) for visited in outer.calls})
+    executions = {visited: execution_of(visited) for visited in outer.calls}
+    return _run_together(executions)
 
 
 def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
