@@ -300,6 +300,8 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
     >>> infos = [ParamInfo("attn.q.weight", shape), ParamInfo("attn.k.weight", shape), ParamInfo("value.weight", shape)]
     >>> sorted(_projections_of_attention(infos))
     ['attn.k.weight', 'attn.q.weight']
+    >>> _projections_of_attention([ParamInfo("q.q.weight", shape), ParamInfo("k.k.weight", shape)])
+    frozenset()
     """
     module_of: dict[str, str] = {}  # the path of the module around each projection, "attn" for "attn.query.weight"
     for info in infos:
@@ -307,7 +309,10 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
             continue
         name = Name(info.name)
         if re.search(r"(^|_)(query|key|value|[qkvo]|qk|q?kv)(_|$)", words_of(name.layer)):
-            module_of[info.name] = ".".join(name.components[: name.components.index(name.layer)])
+            module_around = name.components[:]
+            while module_around.pop() != name.layer:  # "weight" and numbers; a module around may have the same name
+                pass
+            module_of[info.name] = ".".join(module_around)
     counts = Counter(module_of.values())  # how many projections a module has
     return frozenset({name for name, module in module_of.items() if counts[module] > 1})
 
