@@ -129,7 +129,8 @@ def _modules_of(model: nn.Module) -> _Modules:
     """
     modules = _Modules([], [])
     for path, module in model.named_modules():
-        if widths := _widths_of(module):
+        widths = _widths_of(module)
+        if widths is not None:
             reads, returns = widths
             modules.layers.append(Layer(path, reads, returns, is_grouped=getattr(module, "groups", 1) != 1))
             continue
@@ -151,11 +152,15 @@ def _with_blocks(layers: Iterable[Layer], blocks: set[str]) -> list[Layer]:
     >>> _with_blocks([Layer("h.0.attn.1.fc", 8, 8)], {"h.0", "h.0.attn.1"})[0].block
     'h.0'
     """
-    found: list[Layer] = []
+    layers_with_blocks: list[Layer] = []
     for layer in layers:
-        block = next((ancestor for ancestor in _with_ancestors(layer.path) if ancestor in blocks), None)
-        found.append(layer._replace(block=block))
-    return found
+        block: str | None = None
+        for ancestor in _with_ancestors(layer.path):  # the outermost first
+            if ancestor in blocks:
+                block = ancestor
+                break
+        layers_with_blocks.append(layer._replace(block=block))
+    return layers_with_blocks
 
 
 def _possible_heads_without_blocks(modules: _Modules) -> set[str]:
@@ -169,10 +174,15 @@ def _possible_heads_without_blocks(modules: _Modules) -> set[str]:
     {'out'}
     """
     layers = modules.layers
-    if not layers or not layers[-1].reads or layers[-1].path == "":
+    if not layers:
+        return set()
+    last = layers[-1]
+    is_embedding_last = last.reads == 0
+    is_whole_model = last.path == ""
+    if is_embedding_last or is_whole_model:
         return set()
     widths_of_norms = {norm.reads for norm in modules.norms}
-    possible_heads = {layers[-1].path}
+    possible_heads = {last.path}
     for layer in layers:
         is_read_by_norm = layer.returns in widths_of_norms
         if layer.reads and not is_read_by_norm and not _is_read(layer, layers):
@@ -297,10 +307,9 @@ def _blocks_of(model: nn.Module, modules: _Modules) -> Iterator[str]:
         for name, child in children.items():
             # A list is written for repeated modules. An nn.Sequential may also be a chain of different parts.
             is_repeated = is_list or count_of_class[type(child)] > 1
-            child_path = joined(path, name)
             is_head = type(child) is nn.Sequential and _last_width(child) not in read_widths
             if is_repeated and not is_head:
-                yield child_path
+                yield joined(path, name)
 
 
 def _is_numbered_dict(module: nn.Module) -> bool:
@@ -324,7 +333,8 @@ def _last_width(module: nn.Module) -> int:
     """
     last_width = 0
     for child in module.modules():
-        if widths := _widths_of(child):
+        widths = _widths_of(child)
+        if widths is not None:
             _, last_width = widths
     return last_width
 
@@ -429,8 +439,9 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
     heads: dict[str, Layer] = {}
     possible_heads: set[str] = set()
     for index, layer in enumerate(layers):
-        is_outside = layer.block is None and layer.path not in inputs and layer.reads
-        if not is_outside or layer.returns == layer.reads or layer.returns in widths_between:
+        if layer.block is not None or layer.path in inputs or not layer.reads:
+            continue
+        if layer.returns == layer.reads or layer.returns in widths_between:
             continue
         # Before the blocks, a small multiple of its own width may be several vectors, each of which other layers read.
         may_return_parts = index < last_in_blocks and _returns_parts(layer)
@@ -440,8 +451,9 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
             heads[layer.path] = layer
     # The last layer may be a head in an nn.ModuleList, if no layer or norm reads its outputs.
     last = layers[-1]
+    is_layer_in_block = last.block is not None and last.reads  # no embedding
     read_widths = {layer.reads for layer in (*layers, *modules.norms)}
-    if last.block is not None and last.reads and not _returns_parts(last) and last.returns not in read_widths:
+    if is_layer_in_block and not _returns_parts(last) and last.returns not in read_widths:
         possible_heads.add(last.path)
     return heads, possible_heads
 
