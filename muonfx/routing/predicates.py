@@ -103,10 +103,14 @@ class Predicate(Condition):
         return self.code_in("")
 
     def __and__(self, other: object) -> Predicate:
-        return Predicate("&", (self, other)) if isinstance(other, Predicate) else NotImplemented
+        if not isinstance(other, Predicate):
+            return NotImplemented
+        return Predicate("&", (self, other))
 
     def __or__(self, other: object) -> Predicate:
-        return Predicate("|", (self, other)) if isinstance(other, Predicate) else NotImplemented
+        if not isinstance(other, Predicate):
+            return NotImplemented
+        return Predicate("|", (self, other))
 
     def __invert__(self) -> Predicate:
         return Predicate("~", (self,))
@@ -141,8 +145,9 @@ def ndim(n: int | None = None, *, min: int | None = None, max: int | None = None
     has_bounds = min is not None or max is not None
     if has_number == has_bounds:  # both, or none
         raise ValueError(f"ndim({n}, min={min}, max={max}): give either the exact number, or min, max or both")
-    bounds = (n, n) if has_number else (min, max)
-    return Predicate("ndim", bounds)
+    if has_number:
+        return Predicate("ndim", (n, n))
+    return Predicate("ndim", (min, max))
 
 
 def path(*patterns: str) -> Predicate:
@@ -205,7 +210,9 @@ def where(fn: Callable[[ParamInfo], bool], name: str | None = None) -> Predicate
     """
     if not callable(fn):
         raise TypeError(f"where: found {fn!r}, expected a function of a ParamInfo")
-    return Predicate("where", (fn, name if name is not None else getattr(fn, "__name__", type(fn).__name__)))
+    if name is None:
+        name = getattr(fn, "__name__", type(fn).__name__)
+    return Predicate("where", (fn, name))
 
 
 def _is_in_module(info: ParamInfo, type_or_glob: type | str) -> bool:

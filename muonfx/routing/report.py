@@ -272,7 +272,9 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Routing:
     groups = tuple(optimizer.param_groups)
     _require_names_and_labels(groups, optimizer)
     tx = getattr(optimizer, "tx", None)
-    transforms = list(within(tx)) if isinstance(tx, Transform) else []
+    transforms: list[Transform] = []
+    if isinstance(tx, Transform):
+        transforms.extend(within(tx))
     view_of_label = _views_by_label(transforms)
     routes: dict[str, Route] = {}  # by parameter name: the label, its reason, and the view
     named_tensors: list[tuple[str, torch.Tensor]] = []
@@ -351,7 +353,9 @@ def _views_by_label(transforms: Sequence[Transform]) -> dict[Label, MatrixView |
             continue
         for label, inner in transform.arguments["transforms"].items():
             works_on_matrices = any("view" in part.arguments for part in within(inner))
-            views[label] = first_view(inner) if works_on_matrices else None
+            views[label] = None
+            if works_on_matrices:
+                views[label] = first_view(inner)
     return views
 
 
