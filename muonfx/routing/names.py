@@ -143,7 +143,9 @@ class Name:
         >>> Name("model.fc.weight").child_of_model, Name("blocks.fc.weight").child_of_model
         ('fc', None)
         """
-        return self.path[0] if len(self.path) == 1 else None
+        if len(self.path) > 1:
+            return None
+        return self.path[0]
 
     def find(self, rule: NameRule) -> str | None:
         """Return the first component that a rule matches, as it is written; None if there is none.

@@ -44,13 +44,12 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 # holds a hidden matrix.
 _NORM_CLASS = r"Norm(\dd|Act|Gated|[Ff][Pp]\d+)*$"
 
-# Words in the name of a matrix that a module holds without a layer: c_fc, qkvo_w, mm_input_projection_weight. Names
-# such as wq and w_gate are recognized by their beginning.
+# Words in the name of a matrix that a module holds without a layer: c_fc, qkvo_w, w_gate, mm_input_projection_weight.
 _MATRIX = re.compile(
     r"(^|_)(weights?|kernels?|matrix|linear|fc|dense|proj(ection)?|up|down|w?qkvo?|w?kv|[wqkvo]|"
     r"w[qkvoiug]|w(in|out|up|down))(_|$)"
 )
-# Prefixes of the factors of peft's adapters, and of the seeds of factors.
+# The word "lora", and prefixes of the factors of peft's other adapters, and of the seeds of factors.
 _ADAPTER = re.compile(
     r"(^|_)lora(_|$)|^(hada_|lokr_|oft_|boft_|hra_|vera_|pvera_|randlora_|ia3_|fourierft_|waveft_|c3a_|shira_|delora_|"
     r"miss_block|gralora_|hira_|road_(theta|alpha)|vblora_|lily_|deft_[pr]$|psoft_|osf_|adamss_|glora_|tinylora_|"
@@ -84,7 +83,11 @@ def roles_of(infos: Sequence[ParamInfo], structure: Structure) -> dict[str, Deci
     # The role of a parameter also depends on the others: a "gate" next to an "up" is no router. This is collected
     # first.
     names = [info.name for info in infos]
-    children = {Name(name).child_of_model or "" for name in names}
+    children: set[str] = set()
+    for name in names:
+        child = Name(name).child_of_model
+        if child is not None:
+            children.add(child)
     model = _Model(
         names=frozenset(names),
         children=frozenset(children),
@@ -241,7 +244,9 @@ def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | N
     name = Name(full_name)
     for rule in NAME_RULES:
         component = name.find(rule)
-        if component is None or not _applies(rule, model) or (rule is NORM and info.module is not None):
+        if component is None or not _applies(rule, model):
+            continue
+        if rule is NORM and info.module is not None:  # the type of the module has shown that it is no norm
             continue
         if rule is GATE and _is_in_gated_mlp(name, component, info.ndim, model.gated_mlps):
             continue
@@ -253,8 +258,10 @@ def _by_one_name(full_name: str, info: ParamInfo, model: _Model) -> Decision | N
 
 
 def _applies(rule: NameRule, model: _Model) -> bool:
-    """Return True unless a rule requires another child of the model, such as "classifier", that the model has not."""
-    return rule.sibling is None or any(re.fullmatch(rule.sibling, child) for child in model.children)
+    """Return True unless a rule requires another child of the model, such as "classifier", that the model lacks."""
+    if rule.sibling is None:
+        return True
+    return any(re.fullmatch(rule.sibling, child) for child in model.children)
 
 
 def _is_in_gated_mlp(name: Name, gate: str, ndim: int, gated_mlps: GatedMlps) -> bool:
@@ -333,8 +340,10 @@ def _by_shape(info: ParamInfo, model: _Model) -> Decision | None:
     # A depthwise convolution reads one channel in each of its groups. One that reads gray images has this shape, too.
     if info.shape[1] == 1 and layer is None:
         return Decision("vector", "depthwise: one vector a channel")
-    is_outside_blocks = layer is not None and layer.block is None
-    return _by_few_channels(info, _FEW_FEATURES if is_outside_blocks else _IMAGE_CHANNELS)
+    few = _IMAGE_CHANNELS
+    if layer is not None and layer.block is None:  # outside all blocks, where a layer may read a stack of frames
+        few = _FEW_FEATURES
+    return _by_few_channels(info, few)
 
 
 def _by_few_features(shape: tuple[int, ...]) -> Decision | None:
