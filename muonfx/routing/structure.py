@@ -117,6 +117,11 @@ class _Modules(NamedTuple):
     layers: list[Layer]
     norms: list[Layer]
 
+    @property
+    def read_widths(self) -> set[int]:
+        """The widths that some layer or norm reads."""
+        return {layer.reads for layer in (*self.layers, *self.norms)}
+
 
 def _modules_of(model: nn.Module) -> _Modules:
     """Return the layers and the norms of a model, each with the block that contains it.
@@ -297,7 +302,7 @@ def _blocks_of(model: nn.Module, modules: _Modules) -> Iterator[str]:
     >>> list(_blocks_of(body, _Modules(layers, norms=[])))
     ['0', '1']
     """
-    read_widths = {layer.reads for layer in (*modules.layers, *modules.norms)}
+    read_widths = modules.read_widths
     for path, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) or _is_numbered_dict(module)
         if not is_list and not isinstance(module, nn.Sequential):
@@ -452,8 +457,7 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
     # The last layer may be a head in an nn.ModuleList, if no layer or norm reads its outputs.
     last = layers[-1]
     is_layer_in_block = last.block is not None and last.reads  # no embedding
-    read_widths = {layer.reads for layer in (*layers, *modules.norms)}
-    if is_layer_in_block and not _returns_parts(last) and last.returns not in read_widths:
+    if is_layer_in_block and not _returns_parts(last) and last.returns not in modules.read_widths:
         possible_heads.add(last.path)
     return heads, possible_heads
 
