@@ -262,11 +262,11 @@ def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, 
     >>> _without_lone_counts(moved, shapes)
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
-    has_only_counts = all(shape == () for shape in shapes.values())
-    if has_only_counts:
+    counts = {name for name, shape in shapes.items() if shape == ()}
+    if counts == shapes.keys():
         return dict(moved)
     move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
-    moves_of_parameters = {move for name, move in move_of.items() if shapes[name] != ()}
+    moves_of_parameters = {move_of[name] for name in moved.keys() - counts}
     return {name: stored_name for name, stored_name in moved.items() if move_of[name] in moves_of_parameters}
 
 
@@ -335,7 +335,7 @@ class _Comparison:
     """Sentences about how the caller can solve the problems."""
 
     def compare(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> None:
-        """Add each difference that the caller's rules do not allow, of all kinds, with an advice.
+        """Add an error text for each difference of any kind that the caller's rules do not allow, and advice.
 
         Args:
             renaming_problems: error texts about mistakes in ``rename=``, which were found before.
