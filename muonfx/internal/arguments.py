@@ -350,12 +350,14 @@ def bind(
 
 def _unknown_name(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, object]) -> str:
     """Return "there is no argument 'facter' (did you mean 'factor'?)" if a call has a wrong name; else ""."""
-    unknown = [name for name in kwargs if name not in parameters]
     takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if takes_any_name or not unknown:
+    if takes_any_name:
         return ""
     unused = [name for name in parameters if name not in kwargs]  # one of these may have been meant
-    return f"there is no argument {unknown[0]!r}{hint(unknown[0], unused)}"
+    for name in kwargs:
+        if name not in parameters:
+            return f"there is no argument {name!r}{hint(name, unused)}"
+    return ""
 
 
 def _shown_parameter(parameter: inspect.Parameter) -> str:
