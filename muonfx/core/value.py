@@ -624,8 +624,8 @@ def _unpickled(structure: Structure, parts: Sequence[object]) -> Recorded:
     arguments = recorded.arguments
     removed = {name: value for name, value in arguments.items() if name not in parameters}
     signature = inspect.Signature(list(parameters.values()))
-    call = inspect.BoundArguments(signature, arguments)  # it unpacks those of *args and **kwargs
-    return structure.factory(*call.args, **call.kwargs, **removed)  # a TypeError for those that were removed
+    call = inspect.BoundArguments(signature, arguments)  # it unpacks the arguments of *args and **kwargs
+    return structure.factory(*call.args, **call.kwargs, **removed)  # a TypeError for removed arguments
 
 
 def prepared(recorded: R) -> R:
@@ -756,8 +756,9 @@ def _text_of_call(recorded: Recorded) -> str:
     """
     recorded = strip_transparent(recorded)
     parts = [part if isinstance(part, Recorded) else _HOLE for part in recorded.parts]  # with "*" for each number
+    arguments = _join(recorded.structure.skeleton, iter(parts))
     texts: list[str] = []
-    for name, argument in _join(recorded.structure.skeleton, iter(parts)).items():
+    for name, argument in arguments.items():
         text = _text_of_argument(argument)
         # A number is "*" here and as a default, so it is left out too.
         if text != _text_of_default(recorded.factory.definition, name):
