@@ -105,9 +105,9 @@ def _messages_of_all_ranks(
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
     group: dist.ProcessGroup,
 ) -> list[_Message]:
-    """Send the parameters and meshes of this rank to all ranks, and return what each rank has sent, in their order.
+    """Send the parameters and meshes of this rank to all ranks, and return the messages of all ranks, in their order.
 
-    All ranks of the group call this together. The arguments are those of `cuts_on_meshes`, and for each mesh the
+    All ranks of the group call this together. The arguments are the same as in `cuts_on_meshes`, and for each mesh the
     coordinates of the ranks on it.
     """
     description = digest(_description(specs, dtensors, coordinates_on))
