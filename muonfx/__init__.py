@@ -43,11 +43,10 @@ from muonfx.recipes import adamw, lion, muon, muon_with_adamw, muonclip, normuon
 from muonfx.routing import Labels, default_labels, describe, labels
 from muonfx.transforms import (
     AttentionHeads, Leaf, MatrixSlot, MatrixView, Metric, Number, ShapeRule, Slot, StateAndMatrixStep, StateAndStep,
-    StepCount, accumulate,
-    add_decayed_weights, attention, cautious, clip_by_block_rms, clip_by_global_norm, clip_by_value, ema_params,
-    leafwise, master_params, matrixwise, metrics, momentum, monitor, normalize_neurons, orthogonalize, qk_clip, scale,
-    scale_by_adam, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape, scale_by_sign, skip_nonfinite,
-    subtract_decayed_weights,
+    StepCount, accumulate, add_decayed_weights, attention, cautious, clip_by_block_rms, clip_by_global_norm,
+    clip_by_value, ema_params, leafwise, master_params, matrixwise, metrics, momentum, monitor, normalize_neurons,
+    orthogonalize, qk_clip, scale, scale_by_adam, scale_by_learning_rate, scale_by_lion, scale_by_rms, scale_by_shape,
+    scale_by_sign, skip_nonfinite, subtract_decayed_weights,
 )
 from muonfx.tree import PyTree
 from muonfx._other_libraries import ADVICE_ON_NAMES, NAMES_HERE
