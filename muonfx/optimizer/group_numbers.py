@@ -95,7 +95,18 @@ class GroupNumbers:
         self._last_entries: Group = {}
         """The group's hyperparameters after the last `read`, by key: ``{"lr": 0.1, "betas": (0.9, 0.95)}``."""
         self.requested_entries: Group = {}
-        """Copies of the group's hyperparameters at the first `read`, at which they are those of the user's code."""
+        """Copies of the group's hyperparameters with which the user's code created it: its values at the first `read`.
+
+        Values that are here before the first `read`, such as of the optimizer that was copied, stay.
+        """
+
+    def with_hyperparams(self, hyperparams: Sequence[Hyperparam]) -> GroupNumbers:
+        """Return a reader for the group after its keys have changed. What the code has requested for a key stays."""
+        numbers = GroupNumbers(hyperparams)
+        for key, value in self.requested_entries.items():
+            if key in numbers.keys:
+                numbers.requested_entries[key] = value
+        return numbers
 
     @property
     def names(self) -> list[str]:
@@ -190,7 +201,8 @@ class GroupNumbers:
         self._require_complete(group, numbers)
         self._write_into_all_keys(group, numbers)  # after the check, because it changes the group
         if not self._last_entries:  # the first read
-            self.requested_entries = {key: own_copies(group[key]) for key in self.keys}
+            first_entries = {key: own_copies(group[key]) for key in self.keys}
+            self.requested_entries = first_entries | self.requested_entries
         self._last_entries = {key: group[key] for key in self.keys}
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
         if changed:  # not by ``group["lr"] = float("0.1")`` if it was 0.1: another object, but an equal number

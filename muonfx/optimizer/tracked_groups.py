@@ -78,8 +78,10 @@ class TrackedGroups:
         distinct = distinct_rules(names, rules)
         hyperparams = group_hyperparams(distinct, group)  # the keys of the group, with the numbers that they set
         numbers = self._former_numbers(group, names)
-        if numbers is None or numbers.hyperparams != hyperparams:  # a new group, or one that has other keys now
+        if numbers is None:  # a new group
             numbers = GroupNumbers(hyperparams)
+        elif numbers.hyperparams != hyperparams:  # the group has other keys now
+            numbers = numbers.with_hyperparams(hyperparams)
         # The former object remembers the numbers that it has read last: if "momentum" and "betas" differ in the next
         # step, the one that was changed since the last step counts. An error may bring the former object back.
         numbers = copy.copy(numbers)

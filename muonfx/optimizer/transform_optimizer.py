@@ -271,6 +271,7 @@ class TransformOptimizer(Optimizer):
             "_current": self._current,
             "_settings": self._settings,
             "tx": self._stepping.tx,
+            "requested_entries": [tracked.numbers.requested_entries for tracked in self._tracked_groups.groups],
         }
         initial = self._current["initial"]
         if initial is not None:  # before the first step: the leaves of the state that a copy may initialize again
@@ -303,12 +304,15 @@ class TransformOptimizer(Optimizer):
         """
         attributes = dict(state)
         tx: Transform = attributes.pop("tx")
+        requested_entries: list[Group] = attributes.pop("requested_entries")
         initial_paths: set[Path] | None = attributes.pop("initial_paths", None)
         self._groups = attributes.pop("param_groups")
         super().__setstate__(attributes)  # sets the other attributes of `__getstate__`
         if initial_paths is not None:
             self._current["initial"] = InitialState.to_renew(self._current["state"], initial_paths)
         self._create_helpers(tx)
+        for tracked, entries in zip(self._tracked_groups.groups, requested_entries, strict=True):
+            tracked.numbers.requested_entries = entries
         own_groups(self)
 
     def _create_helpers(self, tx: Transform) -> None:

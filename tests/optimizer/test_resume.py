@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -359,6 +360,33 @@ def test_a_number_that_the_saved_run_has_changed_is_no_change_of_the_code(
     assert float(third.param_groups[0]["lr"]) < 0.1
     with pytest.warns(UserWarning, match=r"lr: .* in the code; the file's is used"):
         resume(first, changed)
+
+
+def copied_by_pickle(optimizer: mfx.Muon) -> mfx.Muon:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+def with_key_of_all_labels(optimizer: mfx.Muon) -> mfx.Muon:
+    optimizer.param_groups[-1]["weight_decay"] = 0.3
+    return optimizer
+
+
+@pytest.mark.parametrize("edit", [copy.deepcopy, copied_by_pickle, with_key_of_all_labels])
+def test_the_numbers_of_the_code_stay_in_copies_and_under_other_keys(edit: Callable[[mfx.Muon], mfx.Muon]):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
+    model[1].requires_grad_()
+    optimizer = mfx.Muon(model, weight_decay=0.1, adamw_weight_decay=0.0)
+    model[0].requires_grad_()
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.1})  # of two labels
+    optimizer.param_groups[-1]["lr"] = 0.05
+    edited = edit(optimizer)
+    for param in edited.param_groups[-1]["params"]:
+        param.grad = torch.ones_like(param)
+    edited.step()
+    saved_group = edited.state_dict()["param_groups"][-1]
+    assert saved_group["lr"] == 0.05
+    assert saved_group["numbers_in_code"]["lr"] == 0.1
+    assert saved_group["numbers_in_code"].keys() <= saved_group.keys()
 
 
 def test_a_group_of_an_earlier_version_has_no_numbers_of_the_code():
