@@ -101,7 +101,7 @@ class GroupNumbers:
         """
 
     def with_hyperparams(self, hyperparams: Sequence[Hyperparam]) -> GroupNumbers:
-        """Return a reader for the group after its keys have changed. What the code has requested for a key stays."""
+        """Return a reader for the group after its keys have changed, with the former `requested_entries`."""
         numbers = GroupNumbers(hyperparams)
         for key, value in self.requested_entries.items():
             if key in numbers.keys:

@@ -173,7 +173,7 @@ def _differences_of_schedules(tx: Transform, tracked: TrackedGroup, saved: Group
 
 
 def _differences_of_numbers(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:
-    """Return a line for each number that has changed in the code, without those of schedules whose code was saved.
+    """Return a line for each number that has changed in the code, except in schedules whose code was saved.
 
     Groups of earlier versions were saved without the numbers of the code: there, all numbers that differ are reported.
     """

@@ -192,7 +192,7 @@ def check_transform(
         LawViolation: a law does not hold. The message names the law, the leaf and the values found, and shows the
             smallest example that was found.
         LawViolations: with ``stop_at_first=False``, one or more laws do not hold. The message has all their messages.
-        ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
+        ValueError: a name in ``laws`` or ``skip`` is not the name of a law; or ``max_examples`` is below 1.
         TypeError: without ``params``, the transform raises an error on the examples of `suitable_params`. Or it
             requires an extra argument that ``extras`` lacks, or does not accept a name in ``extras``.
 

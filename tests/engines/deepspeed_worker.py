@@ -153,7 +153,7 @@ def batches() -> list[Tensor]:
 def first_halves() -> list[Tensor]:
     """The batches of one process in an "equal" case, where each of 2 ranks has them: their mean gradients are the same.
 
-    SOAP amplifies rounding, so only gradients with the same bits show that its updates are those of one process.
+    SOAP amplifies rounding, so only gradients with the same bits show that it updates as in one process.
     """
     return [words.chunk(2)[0] for words in batches()]
 

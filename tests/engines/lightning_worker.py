@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2, one file, to one rank": {"saved": "fsdp2, one file"},
 }
 RANKS_2 = "lightning_2"
-"""The folder of the run on two ranks, next to that of one rank, which resumes its cases named in "saved"."""
+"""The folder of the run on two ranks. One rank, whose folder is next to it, resumes the cases named in "saved"."""
 
 
 def halving(step: int) -> float:

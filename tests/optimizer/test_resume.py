@@ -454,7 +454,7 @@ def saved_with_counts(first: int, last: int) -> tuple[mfx.TransformOptimizer, di
 
 
 @pytest.mark.parametrize(("first", "last"), [(3, 0), (0, 3)])
-def test_a_count_of_zero_gives_way_to_that_of_other_parameters(first: int, last: int):
+def test_a_count_of_zero_gives_way_to_the_count_of_other_parameters(first: int, last: int):
     # as `dcp.load` with allow_partial_load=True leaves the count of a parameter that was not in the file
     optimizer, saved = saved_with_counts(first, last)
     optimizer.load_state_dict(saved)
