@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 import muonfx as mfx
 from benchmarks.peers import installed
 from muonfx.polar import policy, quack
+from muonfx.tree import elementwise
 
 CAPABILITY = (9, 0)
 """The compute capability of the device whose choices are counted: Hopper."""
@@ -249,6 +250,8 @@ def paper_device(counter: Counter, *, symmetric_kernels: bool) -> Iterator[None]
         mock.patch.object(quack, "is_capable", return_value=symmetric_kernels),
         mock.patch.object(quack, "failure", return_value=None),
         mock.patch.object(quack, "symmetric_matmul", counter.symmetric_matmul),
+        # Small tensors are stacked, as plain tensors of a device are.
+        mock.patch.object(elementwise, "_PLAIN", elementwise._PLAIN | {FakeTensor}),
         mock.patch.object(mfx.Transform, "run", lambda tx, *args, **kwargs: counter.run(tx, *args, **kwargs)),
         warnings.catch_warnings(),
         FakeTensorMode(),
