@@ -418,9 +418,8 @@ def test_an_error_on_two_devices_that_is_not_about_devices_is_raised_itself():
 
     tx = mfx.chain(mfx.stateless(out_of_memory), mfx.momentum())
     params = {"w": torch.ones(2)}
-    state = mfx.tree.map(
-        lambda leaf: leaf.to("meta"), tx.init(params)
-    )  # as the state of `offload` is on another device
+    # The state of `offload` is on another device, too.
+    state = mfx.tree.map(lambda leaf: leaf.to("meta"), tx.init(params))
     with pytest.raises(torch.OutOfMemoryError):
         tx.update(params, state, params)
 

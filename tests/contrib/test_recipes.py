@@ -215,9 +215,9 @@ def test_a_column_of_zeros_keeps_its_start_in_dion():
     grads = {"w": torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])}
     start = tx.init(grads)
     assert start.basis["w"].min() < 0 < start.basis["w"].max()
-    for gradient, kept in ((grads["w"], [1]), (torch.zeros(2, 3), [0, 1])):
+    for gradient, zero_columns in ((grads["w"], [1]), (torch.zeros(2, 3), [0, 1])):
         _, state = tx.update({"w": gradient}, start)
-        assert torch.equal(state.basis["w"][:, kept], start.basis["w"][:, kept])
+        assert torch.equal(state.basis["w"][:, zero_columns], start.basis["w"][:, zero_columns])
     derivative = torch.func.grad(lambda gradient: tx.update({"w": gradient}, start)[0]["w"].sum())
     assert not derivative(torch.zeros(2, 3)).any()
 

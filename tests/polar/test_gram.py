@@ -158,8 +158,8 @@ def test_donated_inputs_that_share_memory_have_the_same_values(side: int) -> Non
 
 
 def test_donated_matrices_at_following_offsets_of_two_buffers_stay_apart() -> None:
-    one, other = torch.randn(2, 2, 300, 300, generator=torch.Generator().manual_seed(0)).unbind()
-    xs = [one.clone()[0], other.clone()[1]]
+    buffers = torch.randn(2, 2, 300, 300, generator=torch.Generator().manual_seed(0)).unbind()
+    xs = [buffers[0].clone()[0], buffers[1].clone()[1]]
     expected = orthogonalize_many(xs, dtype=torch.float32)
     found = orthogonalize_many(xs, dtype=torch.float32, donate=True)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
