@@ -263,7 +263,7 @@ def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, 
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
     counts = {name for name, shape in shapes.items() if shape == ()}
-    if counts == shapes.keys():
+    if len(counts) == len(shapes):
         return dict(moved)
     move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
     moves_of_parameters = {move_of[name] for name in moved.keys() - counts}
