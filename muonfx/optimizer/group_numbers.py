@@ -90,6 +90,9 @@ class GroupNumbers:
         """The keys of the group that hold hyperparameters, such as ("lr", "betas", "momentum")."""
         self.mirrors = frozenset([hyperparam.key for hyperparam in hyperparams if hyperparam.is_mirror])
         """The keys that repeat numbers of other keys, such as "momentum"."""
+        names_of_keys = [name for hyperparam in hyperparams for name in hyperparam.names]
+        self._has_common_numbers = len(set(names_of_keys)) < len(names_of_keys)
+        """True if two keys set one number, such as "betas" and "momentum"."""
         self._last_numbers: dict[str, Number] = {}
         """The numbers that the last `read` returned, by dotted name: ``{"scale_by_adam.b1": 0.9, ...}``."""
         self._last_entries: Group = {}
@@ -138,8 +141,11 @@ class GroupNumbers:
             # For "betas": (0.9, 0.95), the pairs are ("scale_by_adam.b1", 0.9) and ("scale_by_adam.b2", 0.95).
             values_of_key = hyperparam.numbers_in(values[hyperparam.key])
             for name, number in zip(hyperparam.names, values_of_key, strict=True):
-                # If an earlier key sets the number, too, as "betas" before "momentum", this is the value of that key.
-                first_number = numbers.setdefault(name, number)
+                if name not in numbers:
+                    numbers[name] = number
+                    continue
+                # An earlier key sets the number, too, as "betas" before "momentum".
+                first_number = numbers[name]
                 if self._was_read(name, first_number):  # only this key may have changed
                     numbers[name] = number
                 elif not self._was_read(name, number):  # both have changed
@@ -199,7 +205,8 @@ class GroupNumbers:
         """
         numbers = self.parse(group)
         self._require_complete(group, numbers)
-        self._write_into_all_keys(group, numbers)  # after the check, because it changes the group
+        if self._has_common_numbers:  # such as of "betas" and "momentum"; after the check, because it changes the group
+            self._write_into_all_keys(group, numbers)
         if not self._last_entries:  # the first read
             first_entries = {key: own_copies(group[key]) for key in self.keys}
             self.requested_entries = first_entries | self.requested_entries
