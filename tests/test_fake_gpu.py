@@ -4,12 +4,13 @@ The kernels of CUDA have further rules, which fake tensors do not know. `Foreach
 these would be broken.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 import muonfx as mfx
 from benchmarks.operations import Counter, paper_device
 from muonfx.compact import books
+from muonfx.optimizer.over_ranks import SMALL_BUCKET_ON_CUDA
+from muonfx.polar.many import DEVICE_SCRATCH
 from muonfx.testing import MATRIX_ONLY
 from muonfx.testing.transforms import with_value
 from muonfx.tree import elementwise as ew
@@ -63,6 +66,32 @@ class CudaRules(TorchDispatchMode):
             is_rounded = has_narrow and any(scalar.dtype in (torch.float32, torch.float64) for scalar in scalars)
             assert not is_rounded, f"{operator}: the kernel rounds a scalar on the device to the dtype of the tensor"
         return operator(*args, **kwargs)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Adds up the bytes of the tensors that exist on the device: ``current``, and the most at any time, ``peak``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 0
+        self.peak = 0
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = operator(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, Tensor) and leaf.is_cuda and leaf.untyped_storage() not in self._storages:
+                self._add(leaf.untyped_storage())
+        self.peak = max(self.peak, self.current)
+        return results
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._storages.add(storage)
+        self._change(storage.nbytes())
+        weakref.finalize(storage, self._change, -storage.nbytes())
+
+    def _change(self, nbytes: int) -> None:
+        self.current += nbytes
 
 
 @pytest.fixture
@@ -171,3 +200,22 @@ def test_the_parameters_may_be_on_two_devices(name: str):
 def test_a_mistake_is_seen(call: Callable[[Tensor, Tensor], object]):
     with pytest.raises((AssertionError, RuntimeError)):
         call(torch.empty(3, device="cuda"), torch.empty((), device="cuda"))
+
+
+@pytest.mark.parametrize(("count", "shape"), [(128, (2048, 1024)), (8, (14336, 4096))])
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_step_takes_at_most_one_bucket_and_the_scratch_of_one_batch(count: int, shape: tuple[int, int]):
+    with LiveMemory() as memory:
+        leaves = empty_leaves({f"p{index:03}": shape for index in range(count)}, torch.float32)
+        params = {name: nn.Parameter(leaf) for name, leaf in leaves.items()}
+        for param in params.values():
+            param.grad = torch.empty_like(param)
+        optimizer = mfx.TransformOptimizer(params, mfx.muon(1e-3))
+        optimizer.step()
+        before = memory.current
+        memory.peak = before
+        optimizer.step()
+        assert memory.current == before
+        peak = memory.peak - before
+    updates = count * shape[0] * shape[1] * 4
+    assert min(updates, SMALL_BUCKET_ON_CUDA) < peak <= SMALL_BUCKET_ON_CUDA + DEVICE_SCRATCH

@@ -19,7 +19,7 @@ from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
 
 _CPU_SCRATCH = 1 << 25
-_DEVICE_SCRATCH = 1 << 30
+DEVICE_SCRATCH = 1 << 30
 """The default bytes for temporary tensors of one batch: on a CPU, a size that stays in its cache; on other devices."""
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
@@ -262,7 +262,7 @@ class Orthogonalizer:
         may_use_buffers = not watched and self._polynomials.table is None and not self._polynomials.row_scaling
         jobs: list[_Job] = []
         for kind, indices in _grouped(xs, may_use_buffers):
-            default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else _DEVICE_SCRATCH
+            default_scratch = _CPU_SCRATCH if kind.device.type == "cpu" else DEVICE_SCRATCH
             job = _Job(
                 kind=kind,
                 indices=indices,
