@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import store_of
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.communication.agree import agree
+from muonfx.sharding.communication.agree import agree, errors_on_all_ranks
 from muonfx.sharding.communication.messages import collective
 from muonfx.sharding.communication.waiting import wait_for_all
 from muonfx.sharding.layout import Layout
@@ -350,20 +351,33 @@ class SteppingOverRanks(Stepping):
             return _on_mesh_of_this_process(value, mesh)
         return on_this_rank(leaf, value)  # saved in the form of `optimizer.state`
 
-    def require_no_problem(self, problem: Exception | None, without_state: Sequence[str]) -> None:
-        """Raise if this rank has a ``problem`` with a state dict and, if parameters are sharded, if any rank has one.
+    def errors_on_all_ranks(self) -> AbstractContextManager[None]:
+        """Return a context for the checks before a step, whose errors are raised on all ranks."""
+        return errors_on_all_ranks(self.layout.group)
 
-        Then also raise if the ranks found different parameters ``without_state``. Under DDP, each rank has all of the
-        state, and may load alone.
-        """
-        may_load_alone = self._is_replicated or not self._is_distributed
-        if may_load_alone:
-            super().require_no_problem(problem, without_state)
+    @contextmanager
+    def loading(self) -> Generator[None]:
+        """Return a context to read a state dict in. If parameters are sharded, its errors are raised on all ranks."""
+        if self._may_load_alone:
+            yield
             return
         assert self.layout.group is not None
         wait_for_all(self.layout.group, "load_state_dict()")
+        with errors_on_all_ranks(self.layout.group):
+            yield
+
+    def require_same_on_all_ranks(self, without_state: Sequence[str]) -> None:
+        """If parameters are sharded, raise on all ranks if they found different parameters without saved state."""
+        if self._may_load_alone:
+            return
+        assert self.layout.group is not None
         texts = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
-        agree("load_state_dict()", self.layout.group, problem, same=tuple(without_state), explain=lambda: texts)
+        agree("load_state_dict()", self.layout.group, same=tuple(without_state), explain=lambda: texts)
+
+    @property
+    def _may_load_alone(self) -> bool:
+        """True if this rank needs no other to load a state: under DDP, each rank has all of the state."""
+        return self._is_replicated or not self._is_distributed
 
     def load(self, loads: Sequence[Load], state: PyTree) -> None:
         """Copy saved values into this rank's part of the state, and let the next step compare the ranks again."""
@@ -408,12 +422,12 @@ class SteppingOverRanks(Stepping):
             return value
         return _owned_interval(placement, value)
 
-    def is_true_on_any_rank(self, is_true_here: bool, problem: Exception | None) -> bool:
-        """Return True if a fact is true on any rank. If one rank has a ``problem``, all ranks raise."""
+    def is_true_on_any_rank(self, is_true_here: bool) -> bool:
+        """Return True if a fact is true on any rank. All ranks call this together."""
         if not self._is_distributed:
-            return super().is_true_on_any_rank(is_true_here, problem)
+            return is_true_here
         assert self.layout.group is not None
-        return agree("the first step", self.layout.group, problem, request=is_true_here).is_requested
+        return agree("the first step", self.layout.group, request=is_true_here).is_requested
 
     def initial_state(self, params: NamedTensors) -> PyTree:
         """Return the initial state of this rank's shards. All ranks call this together, and raise if one has an error.
@@ -421,13 +435,9 @@ class SteppingOverRanks(Stepping):
         Otherwise the other ranks would make the next step without the rank that has failed, and wait for it.
         """
         local_params = {name: local_of(param) for name, param in params.items()}
-        state: PyTree = None
-        problem: Exception | None = None
-        try:
+        with self.errors_on_all_ranks():
             state = self.binding.init(self._current, local_params)
-        except Exception as error:  # perhaps on this rank only
-            problem = error
-        self.is_true_on_any_rank(False, problem)  # raises an error of one rank on all ranks
+        self.is_true_on_any_rank(False)  # raises an error of another rank
         return state
 
     def snapshot(
@@ -439,11 +449,9 @@ class SteppingOverRanks(Stepping):
     def _set_current(self, tx: Transform, params: NamedTensors) -> None:
         self._current = tx
 
-    def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run a step together with all ranks. If one rank has a ``problem``, all ranks raise before any change."""
-        _, new_state = step_sharded(
-            self.binding, self._progress, self._current, call, problem=problem, apply_to_params=add_in_place
-        )
+    def step(self, call: Arguments) -> PyTree:
+        """Run a step together with all ranks. If one rank has an error in the call, all raise before any change."""
+        _, new_state = step_sharded(self.binding, self._progress, self._current, call, apply_to_params=add_in_place)
         self._share(new_state)
         return new_state
 

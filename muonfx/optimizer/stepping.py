@@ -8,6 +8,7 @@ transform, the transform runs once for each set of numbers (`by_groups`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -256,17 +257,19 @@ class Stepping:
         """
         return on_this_rank(leaf, value)
 
-    def require_no_problem(self, problem: Exception | None, without_state: Sequence[str]) -> None:
-        """Raise ``problem``, if there is one: the error of this rank when it has read a state dict.
+    def errors_on_all_ranks(self) -> AbstractContextManager[None]:
+        """Return a context for the checks before a step. Over ranks, its errors are raised on all of them."""
+        return nullcontext()
 
-        Over several ranks, this raises the error of any rank. ``without_state`` are the names of the parameters without
-        saved state, which must be the same on all ranks.
-        """
-        if problem is not None:
-            raise problem
+    def loading(self) -> AbstractContextManager[None]:
+        """Return a context to read a state dict in. Over ranks, its errors are raised on all of them."""
+        return nullcontext()
+
+    def require_same_on_all_ranks(self, without_state: Sequence[str]) -> None:
+        """Over ranks, raise on all of them if they found different parameters without saved state, by name."""
 
     def load(self, loads: Sequence[Load], state: PyTree) -> None:
-        """Copy saved values into the state, after `require_no_problem`."""
+        """Copy saved values into the state."""
         self.assign(loads, state)
 
     def assign(self, loads: Sequence[Load], state: PyTree) -> None:
@@ -279,10 +282,8 @@ class Stepping:
     def note_loaded(self, state: PyTree) -> None:
         """Update what this object derives from the state, after all ranks have copied values into their state."""
 
-    def is_true_on_any_rank(self, is_true_here: bool, problem: Exception | None) -> bool:
-        """Return True if a fact is true on any rank. A ``problem``, an error of this rank, is raised on all ranks."""
-        if problem is not None:
-            raise problem
+    def is_true_on_any_rank(self, is_true_here: bool) -> bool:
+        """Return True if a fact is true on any rank."""
         return is_true_here
 
     def initial_state(self, params: NamedTensors) -> PyTree:
@@ -389,13 +390,8 @@ class Stepping:
             self._placed_structure = tx.structure
         self._placed = prepared(placed)  # a bad number raises now, not in the step
 
-    def step(self, call: Arguments, problem: Exception | None) -> PyTree:
-        """Run one step and return the next state. The parameters in ``call`` are updated in place.
-
-        ``problem`` is an error of this rank, or None. It is raised before any change; over ranks, on all of them.
-        """
-        if problem is not None:
-            raise problem
+    def step(self, call: Arguments) -> PyTree:
+        """Run one step and return the next state. The parameters in ``call`` are updated in place."""
         # A transform must accept each extra argument, such as value=loss.
         check_extras(self.tx, call.extras)
         check_values_of_extras([visited.tx for visited in self.visits], call.extras)

@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Self, TypedDict, TypeVar, cast, overload
+from typing import Any, Self, TypedDict, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ from muonfx.optimizer.param_groups import (
 )
 from muonfx.optimizer.resuming import differences, entries_of_code, entries_to_load, numbers_warning
 from muonfx.optimizer.saved_chains import chain_warning, record_of_group
-from muonfx.optimizer.state_dict import StateToLoad, read_groups, read_state_dict
+from muonfx.optimizer.state_dict import read_groups, read_state_dict
 from muonfx.optimizer.state_entries import (
     StateEntries,
     entries_by_name,
@@ -93,17 +93,6 @@ class _Current(TypedDict):
     """The entries of ``optimizer.state``, which show this state."""
     initial: InitialState | None
     """A record of the leaves that have initial values; None after the first step."""
-
-
-class _StepInputs(NamedTuple):
-    """The values that a step reads on this rank, and its error if it has one."""
-
-    loss: Any
-    """The result of the closure; None without a closure."""
-    params: NamedTensors
-    gradients: Gradients
-    problem: Exception | None
-    """An error of this rank. The parameters and gradients are then not checked, and the step will not use them."""
 
 
 # Who has what:
@@ -605,13 +594,11 @@ class TransformOptimizer(Optimizer):
         with torch.inference_mode(False), torch.no_grad():
             return self._stepping.init(self._named_params(), self._tracked_groups.groups, former)
 
-    def _update_initial_state(self, problem: Exception | None = None) -> None:
+    def _update_initial_state(self) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
 
         Weights may be loaded after construction, and some transforms copy or measure the parameters in ``init``.
         Tensors that the caller has loaded or written are kept. All ranks must call this together.
-
-        ``problem`` is an error that this rank has found before, or None. It is raised on all ranks.
         """
         if torch.compiler.is_compiling():  # first: to read the record would compile the second step again
             return
@@ -621,10 +608,10 @@ class TransformOptimizer(Optimizer):
         # Not from the groups, which may have been edited since: there, a name may be at the position of another tensor.
         params = {name: param.detach() for name, param in self._tracked_groups.named.items()}
         has_changed = False
-        if problem is None and not self._parameters.on_meta:  # parameters on the meta device have no values
+        if not self._parameters.on_meta:  # parameters on the meta device have no values
             has_changed = not initial.is_of(params)
-        # All ranks initialize the state again if one of them has changed parameters. A problem is raised here.
-        if self._stepping.is_true_on_any_rank(has_changed, problem):
+        # All ranks initialize the state again if one of them has changed parameters.
+        if self._stepping.is_true_on_any_rank(has_changed):
             with torch.no_grad():
                 new_values = self._stepping.initial_state(params)
                 self._current["initial"] = initial.renew(params, self._current["state"], new_values)
@@ -899,34 +886,22 @@ class TransformOptimizer(Optimizer):
         return self._step(closure, extras)
 
     def _step(self, closure: Callable[[], Any] | None, extras: dict[str, Any]) -> Any:
-        """Run a step and return the result of the closure.
-
-        If this rank has an error, it is not raised at once, because the other ranks would wait for this one. The
-        following calls, which all ranks make together, raise it on all of them.
-        """
-        inputs = self._inputs_of_step(closure)
-        self._update_initial_state(inputs.problem)  # before the first step
+        """Run a step and return the result of the closure."""
+        loss: Any = None
+        with self._stepping.errors_on_all_ranks():  # the other ranks would wait for one that raises alone
+            if closure is not None:
+                loss = _evaluate(closure)
+            params, gradients = self._prepare_step()
+        self._update_initial_state()  # before the first step
         donate = Donation(updates=self.donate_grads, state=True)  # the step may overwrite these tensors
-        call = Arguments(inputs.gradients, self._current["state"], inputs.params, donate, extras)
-        state = self._stepping.step(call, inputs.problem)
+        call = Arguments(gradients, self._current["state"], params, donate, extras)
+        state = self._stepping.step(call)
         self._current["state"] = state
         self._current["initial"] = None  # weights that are loaded from now on do not change the state
         self._current["entries"].update(self.state, state, self._stepping.show)  # `optimizer.state` shows it
         if self._stepping.has_lacked_gradients:
-            self._gradient_check.warn_of_none(inputs.params)
-        return inputs.loss
-
-    def _inputs_of_step(self, closure: Callable[[], Any] | None) -> _StepInputs:
-        """Compute the loss, and check everything that this rank can check alone. Return an error, do not raise it."""
-        loss: Any = None
-        try:
-            if closure is not None:
-                loss = _evaluate(closure)
-            params, gradients = self._prepare_step()
-        except Exception as error:
-            params = self._tracked_groups.named
-            return _StepInputs(loss, params, _gradients_of(params), error)
-        return _StepInputs(loss, params, gradients, None)
+            self._gradient_check.warn_of_none(params)
+        return loss
 
     def _prepare_step(self) -> tuple[NamedTensors, Gradients]:
         """Return the parameters and their gradients, two dicts by name, for a step.
@@ -1066,14 +1041,10 @@ class TransformOptimizer(Optimizer):
         state_dict = self._after_hooks(state_dict)
         groups = self._tracked_groups.groups
         entries = self._current["entries"]  # what `optimizer.state` shows
-        to_load = StateToLoad()  # nothing
-        problem: Exception | None = None  # an error of this rank
-        try:
+        with self._stepping.loading():
             not_trained = self._parameters.not_trained()  # walks through the models, which may raise
             to_load = read_state_dict(state_dict, self._stepping, groups, entries, rename, not_trained)
-        except Exception as error:
-            problem = error
-        self._stepping.require_no_problem(problem, to_load.without_state)  # raises it, on all ranks together
+        self._stepping.require_same_on_all_ranks(to_load.without_state)
         with torch.no_grad():
             self._stepping.load(to_load.loads, self._current["state"])
         self._load_groups(to_load.groups, "load_state_dict: the state dict")

@@ -19,7 +19,7 @@ from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.communication.collectives import gathered, gathered_with_derivatives, reduce_scattered
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.shards.dtensors import error_in_transform, global_shard, is_dtensor, map_named
+from muonfx.sharding.shards.dtensors import global_shard, is_dtensor, map_named, require_no_transform
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
@@ -72,9 +72,7 @@ class Layout(ShardTable):
         >>> layout.shard(params, rank=1)
         {'w': tensor([3., 4., 5.])}
         """
-        problem = error_in_transform("layout.shard", whole)
-        if problem is not None:
-            raise problem
+        require_no_transform("layout.shard", whole)
 
         def shard_of(name: str, leaf: Tensor) -> Tensor:
             self.require_whole(name, leaf)

@@ -24,12 +24,13 @@ from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
 from muonfx.placement.store import Store
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks
-from muonfx.sharding.communication.replicas import verify_params_after_init
+from muonfx.sharding.communication.agree import errors_on_all_ranks
+from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks, wait_for_others
+from muonfx.sharding.communication.replicas import verifying_params
 from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Replicas, Settings
-from muonfx.sharding.shards.dtensors import are_plain, error_in_transform, local_tree, to_dtensors
+from muonfx.sharding.shards.dtensors import are_plain, local_tree, require_no_transform, to_dtensors
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import require_layout
@@ -128,8 +129,7 @@ def sharded(
     store = store_of(tx)
 
     # A compiled graph cannot contain the collectives of these functions, so torch.compile skips them. A call of one of
-    # them inside a transform of torch.func, such as `grad`, is an error. All ranks raise it together, after their first
-    # collective, to which the error is passed as `problem`.
+    # them inside a transform of torch.func, such as `grad`, is an error, which all ranks raise together.
 
     @torch.compiler.disable
     def init(params: PyTree) -> PyTree:
@@ -143,9 +143,7 @@ def sharded(
         progress = _memory.setdefault(_PROGRESS, Progress())
         # An equal transform that is built again for a later step, without `init`, continues with this progress.
         binding.progress_of[inner.treedef] = progress
-        problem = error_in_transform("init of a sharded transform", params)
-        with without_transforms():
-            state = init_sharded(binding, progress, inner, params, problem)
+        state = init_sharded(binding, progress, inner, params)
         if layout.dtensors:
             return state_to_dtensors(binding, inner, params, state)
         return state
@@ -169,14 +167,13 @@ def sharded(
         if layout.dtensors:
             call = call._replace(state=local_state(binding, inner, call.like, state))
         # 2. The step on local tensors.
-        problem = error_in_transform("update of a sharded transform", call)
-        with without_transforms():
-            progress = _progress_of(_memory, binding, inner)
-            out, new_state = step_sharded(binding, progress, inner, call, check=check, problem=problem)
-            # A new state may contain tensors of the old one. If the caller keeps the old state, and donates the new one
-            # in the next step, these would be overwritten.
-            keeps_old_state = check and not Donation.of(donate).state
-            if keeps_old_state:
+        progress = _progress_of(_memory, binding, inner)
+        out, new_state = step_sharded(binding, progress, inner, call, check=check)
+        # A new state may contain tensors of the old one. If the caller keeps the old state, and donates the new one in
+        # the next step, these would be overwritten.
+        keeps_old_state = check and not Donation.of(donate).state
+        if keeps_old_state:
+            with without_transforms():
                 new_state = tree.copy_shared(new_state, call.state)
         # 3. DTensors, if the caller uses them.
         is_plain_call = not layout.dtensors or are_plain([*tree.leaves(updates), *tree.leaves(params)])
@@ -219,33 +216,25 @@ def _progress_of(memory: Memory, binding: Binding, inner: Transform) -> Progress
     return binding.progress_of.setdefault(inner.treedef, Progress())
 
 
-def init_sharded(
-    binding: Binding, progress: Progress, tx: Transform, params: PyTree, problem: Exception | None = None
-) -> PyTree:
-    """Return this rank's initial state. Raise on all ranks if their transforms or parameters differ.
+def init_sharded(binding: Binding, progress: Progress, tx: Transform, params: PyTree) -> PyTree:
+    """Return this rank's initial state. Raise on all ranks if one has an error, or if transforms or parameters differ.
 
-    `problem` is an error that this rank already has. If it raised an error alone, the other ranks would wait for it in
-    their next message. So errors are caught, and passed to the two calls of ``verify_...``, which raise on all ranks.
+    If a rank raised alone, the other ranks would wait for it in their next message.
     """
-    # 1. The warnings, which are errors if the user turns warnings into errors.
-    try:
+    layout = binding.layout
+    # 1. All ranks arrive, and have the same transform and parameters. Warnings may be errors.
+    wait_for_others(layout)
+    with errors_on_all_ranks(layout.group):
+        require_no_transform("init of a sharded transform", params)
         warn_of_unmatched(patterns_in(tx), params)
-    except Exception as error:
-        if problem is None:
-            problem = error
-    # 2. All ranks have the same transform and parameters, and none has an error so far.
-    verify_ranks(binding, tx, params, problem)
-    # 3. The state. Its errors, such as of a full disk, may be on this rank only.
-    local = local_tree(params)
-    state: PyTree = None
-    init_problem: Exception | None = None
-    try:
-        state = binding.init(tx, local)
-    except Exception as error:
-        init_problem = error
-    verify_params_after_init(binding.layout, local, init_problem)
-    # 4. No rank has an error. This transform gets the next number, 1, 2, ..., which the ranks compare at every step.
-    progress.begin(next_serial(binding.layout), state)
+    with without_transforms():
+        verify_ranks(binding, tx, params)
+        # 2. The state. Its errors, such as of a full disk, may be on this rank only.
+        local = local_tree(params)
+        with verifying_params(layout, local):
+            state = binding.init(tx, local)
+    # 3. No rank has an error. This transform gets the next number, 1, 2, ..., which the ranks compare at every step.
+    progress.begin(next_serial(layout), state)
     return state
 
 
@@ -256,7 +245,6 @@ def step_sharded(
     call: Arguments,
     *,
     check: bool = False,
-    problem: Exception | None = None,
     apply_to_params: ApplyToParams | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Run one step on this rank's shards. Return its updates and next state. If a rank has an error, all raise.
@@ -267,22 +255,28 @@ def step_sharded(
         tx: the transform for whole tensors, with its current hyperparameters.
         call: the arguments of `update`. Their leaves may be DTensors.
         check: True to compare the trees of the arguments.
-        problem: an error that this rank already has; it is raised on all ranks.
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
-    # 1. The ranks exchange errors, and a hash of the call. If they differ, all ranks raise. `local` is the same call
-    # with local tensors in place of DTensors. A gradient that is None here, but not on another rank, is filled in.
-    local = agreed_call(binding, progress, tx, call, check=check, problem=problem)
-    progress.has_lacked_gradients = all(leaf is None for leaf in tree.leaves(local.updates))
-    # 2. A donated tensor that another argument also contains would be overwritten too early: it is copied first.
-    donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
-    extras = dict(local.extras)
-    if apply_to_params is not None:
-        extras["apply_to_params"] = apply_to_params
-    # 3. The transform in the form that runs on shards. It is found by the names and shapes of `local.like`, which is
-    # the parameters or, without them, the updates.
-    local_tx = binding.placed(tx, local.like)
-    out, new_state = local_tx.run(updates, state, local.params, donate=donate, **extras)
+    layout = binding.layout
+    if progress.serial is None:  # the first step without `init`
+        wait_for_others(layout)
+    with errors_on_all_ranks(layout.group):
+        require_no_transform("update of a sharded transform", call)
+    with without_transforms():
+        # 1. The ranks exchange errors, and a hash of the call. If they differ, all ranks raise. `local` is the same
+        # call with local tensors in place of DTensors. A gradient that is None here, but not on another rank, is filled
+        # in.
+        local = agreed_call(binding, progress, tx, call, check=check)
+        progress.has_lacked_gradients = all(leaf is None for leaf in tree.leaves(local.updates))
+        # 2. A donated tensor that another argument also contains would be overwritten too early: it is copied first.
+        donate, updates, state = unshared(local.donate, local.updates, local.state, local.params)
+        extras = dict(local.extras)
+        if apply_to_params is not None:
+            extras["apply_to_params"] = apply_to_params
+        # 3. The transform in the form that runs on shards. It is found by the names and shapes of `local.like`, which
+        # is the parameters or, without them, the updates.
+        local_tx = binding.placed(tx, local.like)
+        out, new_state = local_tx.run(updates, state, local.params, donate=donate, **extras)
     # After an error on this rank alone, the step is not counted: the next step then finds that the ranks differ.
     progress.completed += 1
     return out, new_state

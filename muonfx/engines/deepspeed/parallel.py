@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muonfx.sharding.communication.agree import agree
+from muonfx.sharding.communication.agree import agree, errors_on_all_ranks
 from muonfx.sharding.communication.messages import all_objects
 from muonfx.sharding.shards.position import ShardPosition, Span
 
@@ -241,12 +241,8 @@ def raising_on_all_ranks(operation: str, group: dist.ProcessGroup | None) -> Gen
         group: the ranks that enter the block together; None for a single rank.
     """
     facts: dict[str, object] = {}
-    try:
+    with errors_on_all_ranks(group):
         yield facts
-    except Exception as error:
-        if group is not None:
-            agree(operation, group, error)  # raises on all ranks
-        raise
     if group is not None:
         agree(operation, group, same=facts, explain=lambda: facts)
 

@@ -2,6 +2,9 @@
 
 The ranks compare digests in one all-reduce. Only if these differ does each rank make texts of the compared values,
 and all ranks raise one error that names the first difference.
+
+Before that, each rank checks its own arguments in a block ``with errors_on_all_ranks(group):``. An error in the block
+takes the place of this rank's digests, so that all ranks raise.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import hashlib
 import itertools
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.communication.differences import Facts, difference_text, errors_by_rank, first_difference, listed
 from muonfx.sharding.communication.messages import all_objects, collective, host_device
 from muonfx.sharding.digests import digest
@@ -51,63 +56,83 @@ NO_VALUE = object()
 class Agreement(NamedTuple):
     """The result of `agree`, equal on all ranks."""
 
-    are_equal: list[bool]
-    """For each value in `compared`, True if all ranks that have one passed the same."""
+    are_equal: bool
+    """True if each value in `compared` is the same on all ranks that have one."""
     is_requested: bool
     """True if any rank passed a `request`."""
+
+
+@contextmanager
+def errors_on_all_ranks(group: dist.ProcessGroup | None, num_compared: int = 1) -> Generator[None]:
+    """Raise an error of the ``with`` block on all ranks. The ranks without an error raise one that shows it.
+
+    All ranks run such a block for the checks that each makes alone, and call `agree` next. If a rank raised alone, the
+    others would wait for it there, so it first sends its error in their message. Without an error, the block sends
+    nothing.
+
+    Args:
+        group: the ranks that run the block together; None for a single rank, which waits for no other.
+        num_compared: the number of values in the argument ``compared`` of `agree`, on which the message depends.
+    """
+    try:
+        yield
+    except Exception as error:
+        if group is not None and dist.get_world_size(group) > 1:
+            with without_transforms():  # the message is a plain tensor, also for an error inside `torch.func.grad`
+                _send_error(error, group, num_compared)
+        raise
 
 
 def agree(
     operation: str,
     group: dist.ProcessGroup,
-    problem: BaseException | None = None,
     *,
     same: object = "",
     compared: Sequence[object] = ("",),
     explain: Callable[[], Facts] = dict,
     request: bool = False,
 ) -> Agreement:
-    """Check that all ranks make the same call, and that none has an error. Raise on all of them if not.
+    """Check that all ranks make the same call. Raise on all of them if not, or if a rank has an error.
 
-    All ranks call this before they change a tensor. If a rank raised alone, the others would wait for its next message.
-    So a rank passes its error as `problem`. In a step, for example, all ranks call
-    ``agree("a step", group, problem, same={"learning rate": 0.1})``. If one of them has the rate 0.2, all raise.
+    All ranks call this before they change a tensor. In a step, for example, they call
+    ``agree("a step", group, same={"learning rate": 0.1})``. If one of them has the rate 0.2, all raise. An error of a
+    rank in the block of `errors_on_all_ranks` before the call is raised here on the other ranks.
 
     They may also compare values that may differ. If rank 0 passes ``compared=["float32", 7]`` and rank 1
-    ``["bfloat16", 7]``, ``are_equal`` of the result is ``[False, True]`` on both.
+    ``["bfloat16", 7]``, ``are_equal`` of the result is False on both.
 
     Args:
         operation: the name of the call, such as "a step", which must be equal on all ranks.
         group: all ranks of this process group make the call together.
-        problem: an error that this rank already has.
         same: a value that must be equal on all ranks.
-        compared: values that may differ between ranks; the result has a bool for each. `NO_VALUE` equals any value.
+        compared: values that may differ between ranks. `NO_VALUE` equals any value.
         explain: returns texts for the error to compare, if the calls are not the same.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
-    # 1. One all-reduce of this rank's urgency (2 with an error, 1 with a request, else 0), a hash of the call, and a
-    # hash of each value that may differ. It returns the largest of each number on any rank: if this is 2, a rank has an
-    # error. A signed hash is made so that `_are_equal` finds from its maxima whether all ranks have the same.
-    urgency = [_urgency(problem, request=request)]
+    # 1. One all-reduce of this rank's urgency (1 with a request, else 0; a rank with an error sends 2), a hash of the
+    # call, and a hash of each value that may differ. It returns the largest of each number on any rank. A signed hash
+    # is made so that `_are_equal` finds from its maxima whether all ranks have the same.
+    urgency = [_REQUEST if request else 0]
     call = _signed_hash((operation, same), _CALL_WORDS)
     values = [_signed_hash(value, _VALUE_WORDS) for value in compared]
     [largest_urgency], call_maxima, *value_maxima = _maxima_over_ranks([urgency, call, *values], group, operation)
     # 2. The maxima are equal on all ranks. So if one rank has an error, or makes another call, all ranks raise.
     if largest_urgency == _ERROR:
-        _raise_errors(operation, problem, group)
+        error_of_rank = all_objects(None, group, operation)  # this rank has no error
+        raise ShardingError(f"nothing was changed on any rank:\n{errors_by_rank(error_of_rank)}")
     if not _are_equal(call_maxima):
         _raise_difference({"calls": operation, **explain()}, group)
-    are_equal = list(map(_are_equal, value_maxima))
+    are_equal = all(map(_are_equal, value_maxima))
     return Agreement(are_equal, is_requested=largest_urgency == _REQUEST)
 
 
-def _urgency(problem: BaseException | None, *, request: bool) -> int:
-    """Return `_ERROR` for a rank with an error, else `_REQUEST` with a request, else 0."""
-    if problem is not None:
-        return _ERROR
-    if request:
-        return _REQUEST
-    return 0
+def _send_error(error: Exception, group: dist.ProcessGroup, num_compared: int) -> None:
+    """Send this rank's error to the other ranks, which receive it in `agree`."""
+    operation = "reporting an error"
+    # In place of the hashes of the call and of the compared values, which the other ranks ignore after an error.
+    numbers = [0] * (2 * _CALL_WORDS + 2 * _VALUE_WORDS * num_compared)
+    _maxima_over_ranks([[_ERROR], numbers], group, operation)
+    all_objects(f"{type(error).__name__}: {error}", group, operation)
 
 
 def _maxima_over_ranks(values: Sequence[list[int]], group: dist.ProcessGroup, operation: str) -> list[list[int]]:
@@ -155,15 +180,6 @@ def _are_equal(maxima: list[int]) -> bool:
     return largest_words == least_words
 
 
-def _raise_errors(operation: str, problem: BaseException | None, group: dist.ProcessGroup) -> None:
-    """Raise this rank's error, or, if it has none, an error that shows the errors of other ranks."""
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    error_of_rank = all_objects(text, group, operation)
-    if problem is not None:
-        raise problem
-    raise ShardingError(f"nothing was changed on any rank:\n{errors_by_rank(error_of_rank)}")
-
-
 def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     """Raise a ShardingError that names the first difference between the facts of the ranks. All ranks call this.
 
@@ -203,13 +219,9 @@ def warn_together(message: str, group: dist.ProcessGroup) -> None:
     With ``warnings.simplefilter("error")`` on one rank, only this rank would raise, and the others would wait for it
     in the next collective. So the ranks first agree that none of them has an error.
     """
-    # `warn` raises the warning itself if a filter turns it into an error.
-    problem: Warning | None = None
-    try:
-        warnings.warn(message, stacklevel=3)
-    except Warning as error:
-        problem = error
-    agree("a warning", group, problem)
+    with errors_on_all_ranks(group):
+        warnings.warn(message, stacklevel=3)  # raises the warning itself if a filter turns it into an error
+    agree("a warning", group)
 
 
 # -------------------------------------------------------------------------------------------------------------- leaves
@@ -249,7 +261,6 @@ def agree_on_leaves(
     operation: str,
     values: PyTree,
     layout: ShardTable,
-    problem: Exception | None = None,
     *,
     unplaced: Iterable[str] = (),
     same: object = "",
@@ -265,17 +276,14 @@ def agree_on_leaves(
         operation: the name of the call, which must be equal on all ranks.
         values: the tree on this rank. The names of its leaves must be equal on all ranks.
         layout: the layout of the parameters, which must be equal on all ranks.
-        problem: an error that this rank already has; it is raised on all ranks.
         unplaced: the names of the gradients with other DTensor placements than their parameters, such as Partial.
         same: as in `agree`, a further value that must be equal on all ranks.
         explain: as in `agree`.
         request: as in `agree`.
     """
-    codes = _codes_of_leaves(values, unplaced)
     if layout.size == 1:
-        if problem is not None:
-            raise problem
         return LeafAgreement({}, request)
+    codes = _codes_of_leaves(values, unplaced)
     # The ranks first compare one digest of the codes of all leaves. A code is a number for the dtype, or for None. Only
     # if the digest differs do they send the codes.
     group = require_group(layout)
@@ -283,13 +291,12 @@ def agree_on_leaves(
     agreement = agree(
         operation,
         group,
-        problem,
         same=(_tree_digest(layout, tuple(names)), same),
         compared=[codes],
         explain=lambda: {**_facts_of_tree(layout, names), **explain()},
         request=request,
     )
-    if all(agreement.are_equal):
+    if agreement.are_equal:
         return LeafAgreement({}, agreement.is_requested)
     codes_of_rank = _codes_of_all_ranks(codes, layout.rank, group)
     return LeafAgreement(_missing_on_some(names, codes_of_rank), agreement.is_requested)

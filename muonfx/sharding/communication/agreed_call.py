@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
@@ -18,8 +16,7 @@ from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.store import IN_MEMORY
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.communication.agree import agree, agree_on_leaves, require_group
-from muonfx.sharding.communication.differences import Facts
+from muonfx.sharding.communication.agree import agree, agree_on_leaves, errors_on_all_ranks, require_group
 from muonfx.sharding.communication.missing_gradients import complete_gradients
 from muonfx.sharding.communication.replicas import verify_extras, verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.communication.waiting import CONSTRUCTING, wait_for_all
@@ -38,7 +35,6 @@ def agreed_call(
     call: Arguments,
     *,
     check: bool,
-    problem: Exception | None = None,
 ) -> Arguments:
     """Check that all ranks make the same call of `update`. Return its arguments with local tensors for DTensors.
 
@@ -48,21 +44,16 @@ def agreed_call(
         tx: the transform that is stepped.
         call: this rank's arguments. A gradient that is None here but not on other ranks is filled in.
         check: True to compare the trees of the arguments with each other.
-        problem: an error that this rank already has. It is raised on all ranks, like any error that is found here.
     """
     layout = binding.layout
     if layout.group is None or layout.size == 1:
-        if problem is not None:
-            raise problem
         return _checked_call(binding, tx, call, check=check).local
     # 1. In the first step without `init`: the ranks have the same transform and parameters.
     if progress.serial is None:
-        verify_ranks(binding, tx, call.like, problem)
+        verify_ranks(binding, tx, call.like)
         progress.serial = next_serial(layout)
     # 2. In every step: the arguments of this rank are correct.
-    with _errors_on_all_ranks(layout.group):
-        if problem is not None:
-            raise problem
+    with errors_on_all_ranks(layout.group):
         local, unplaced = _checked_call(binding, tx, call, check=check)
         facts = facts_of_step(binding, progress, tx, local)
     # 3. In every step, with one all-reduce: the ranks make the same call.
@@ -87,19 +78,6 @@ def agreed_call(
         _compare_first_gradients(progress, layout, local.updates)
     progress.verified(local.state)
     return local
-
-
-@contextmanager
-def _errors_on_all_ranks(group: dist.ProcessGroup) -> Generator[None]:
-    """Raise an error of the ``with`` block on all ranks, which compare a step with this one at the end of the block.
-
-    Without an error, nothing is sent.
-    """
-    try:
-        yield
-    except Exception as error:
-        agree("a step", group, error)
-        raise
 
 
 def _verify_replicas(binding: Binding, tx: Transform, local: Arguments) -> None:
@@ -191,32 +169,30 @@ def next_serial(layout: Layout) -> int:
     return _serials[name]
 
 
-def verify_ranks(binding: Binding, tx: Transform, params: PyTree, problem: Exception | None = None) -> None:
+def wait_for_others(layout: Layout) -> None:
+    """Wait until all ranks of a layout construct a sharded transform or optimizer, or make its first step.
+
+    If a rank never arrives, the error names it; the next collective would only time out.
+    """
+    if layout.group is not None and layout.size > 1:
+        wait_for_all(layout.group, CONSTRUCTING)
+
+
+def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
     """Raise on all ranks unless all have the same transform, parameters, layout, settings and package versions.
 
-    All ranks call this together, in `init` or in the first step without `init`. `problem` is an error that this rank
-    already has. If it raised an error alone, the others would wait for it. So errors are caught, and passed to `agree`,
-    which raises on all ranks.
+    All ranks call this together after `wait_for_others`, in `init` or in the first step without `init`.
     """
     layout = binding.layout
-    if layout.size == 1:  # no other rank waits, so errors are raised at once
-        if problem is not None:
-            raise problem
+    if layout.size == 1:
         _checked_parameters(binding, tx, params)
         return
     group = require_group(layout)
-    # 1. The facts that must be equal on all ranks. An error, perhaps on this rank only, is raised in step 3.
-    facts: Facts = {}
-    if problem is None:
-        try:
-            local = _checked_parameters(binding, tx, params)
-            facts = facts_of_binding(binding, tx, local)
-        except Exception as error:
-            problem = error
-    # 2. If a rank never arrives, this error names it; the collective of the next step would only time out.
-    wait_for_all(group, CONSTRUCTING)
-    # 3. The ranks compare a digest of their facts, and the facts themselves only if the digests differ.
-    agree("binding a transform to a layout", group, problem, same=digest(facts), explain=lambda: facts)
+    with errors_on_all_ranks(group):
+        local = _checked_parameters(binding, tx, params)
+        facts = facts_of_binding(binding, tx, local)
+    # The ranks compare a digest of their facts, and the facts themselves only if the digests differ.
+    agree("binding a transform to a layout", group, same=digest(facts), explain=lambda: facts)
 
 
 def _checked_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:

@@ -13,12 +13,12 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import split_into_buckets
-from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_leaves
+from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_leaves, errors_on_all_ranks
 from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
-from muonfx.sharding.shards.dtensors import error_in_transform, is_dtensor, require_shards
+from muonfx.sharding.shards.dtensors import is_dtensor, require_no_transform, require_shards
 from muonfx.sharding.shards.position import ShardPosition, boxes_in
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
@@ -36,10 +36,10 @@ def gathered(layout: ShardTable, local: PyTree) -> PyTree:
     both get ``{"w": tensor([1., 2., 3., 4.])}``.
     """
     leaf_of = dict(tree.named_leaves(local))
-    # An error of this rank (`problem`) is raised after the first message, on all ranks: none waits for another.
-    problem = error_in_transform("layout.gather", local)
+    with errors_on_all_ranks(layout.group):
+        require_no_transform("layout.gather", local)
     with without_transforms(), torch.no_grad():
-        _require_same_leaves(layout, leaf_of, problem)
+        _require_same_leaves(layout, leaf_of)
         shard_of = _local_shards(leaf_of)
         wholes = _gather(layout, list(shard_of), list(shard_of.values()))
     leaf_of.update(zip(shard_of, wholes, strict=True))
@@ -55,7 +55,7 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     """
     leaf_of = dict(tree.named_leaves(local))
     names = sorted(leaf_of if chosen is None else chosen)
-    _require_same_leaves(layout, leaf_of, names=names)
+    _require_same_leaves(layout, leaf_of, names)
     for name in names:  # they are now the same on all ranks, so all of them raise
         if name not in leaf_of:
             raise ShardingError(f"names: {name!r} is not a leaf of the tree")
@@ -68,13 +68,10 @@ def gathered_with_derivatives(layout: ShardTable, local: PyTree, chosen: Sequenc
     return tree.unflatten(treedef, leaf_of.values())
 
 
-def _require_same_leaves(
-    layout: ShardTable, leaf_of: dict[str, Any], problem: Exception | None = None, *, names: Sequence[str] = ()
-) -> None:
+def _require_same_leaves(layout: ShardTable, leaf_of: dict[str, Any], names: Sequence[str] = ()) -> None:
     """Raise on all ranks unless each leaf is a shard on all ranks or None on all, and all pass the same `names`.
 
-    `leaf_of` has the leaves by name, and `names` are those that the caller chose to gather. `problem` is an error that
-    this rank already has: all ranks raise it here, because they would wait for a rank that raised it alone.
+    `leaf_of` has the leaves by name, and `names` are those that the caller chose to gather.
     """
 
     def texts_for_error() -> Facts:
@@ -82,7 +79,7 @@ def _require_same_leaves(
 
     # `leaf_of` counts as a tree, a flat one: to find the names in a tree of many levels takes as long as a collective.
     with without_transforms():
-        agreement = agree_on_shards("gathering leaves", leaf_of, layout, problem, same=names, explain=texts_for_error)
+        agreement = agree_on_shards("gathering leaves", leaf_of, layout, same=names, explain=texts_for_error)
     if agreement.missing:  # the same on all ranks, so all of them raise
         name = tree.names(leaf_of)[min(agreement.missing)]
         raise ShardingError(
@@ -102,20 +99,14 @@ def _local_shards(leaf_of: dict[str, Any]) -> dict[str, Tensor]:
     return shards
 
 
-def agree_on_shards(
-    operation: str, values: PyTree, layout: ShardTable, problem: Exception | None, **options: Any
-) -> LeafAgreement:
+def agree_on_shards(operation: str, values: PyTree, layout: ShardTable, **options: Any) -> LeafAgreement:
     """Raise on all ranks unless each leaf is None or the shard of its rank. Return which leaves are None on some ranks.
 
-    It has the arguments of `agree_on_leaves`, in which the ranks exchange their errors. So an error of this rank alone,
-    such as a leaf of another shape than its shard, is not raised here: the other ranks would wait for this one.
+    The arguments are those of `agree_on_leaves`.
     """
-    if problem is None:
-        try:
-            require_shards(layout, values)
-        except Exception as error:
-            problem = error
-    return agree_on_leaves(operation, values, layout, problem, **options)
+    with errors_on_all_ranks(layout.group):
+        require_shards(layout, values)
+    return agree_on_leaves(operation, values, layout, **options)
 
 
 def all_reduce(layout: ShardTable, values: Tensor, operation: str, op: Any = dist.ReduceOp.SUM) -> None:
@@ -251,20 +242,16 @@ def reduce_scattered(layout: ShardTable, grads: PyTree) -> PyTree:
     A gradient that is None on some ranks counts as zero there. It stays None if it is None on all ranks.
     """
     names = tree.names(grads)
-    problem: Exception | None = error_in_transform("layout.reduce_scatter", grads)
+    with errors_on_all_ranks(layout.group):
+        require_no_transform("layout.reduce_scatter", grads)
+        _require_gradients(layout, grads)
     with without_transforms():
-        # 1. Is there an error on this rank? If it were raised at once, the other ranks would wait for this one. So it
-        # is passed to `agree_on_leaves`, which raises it on all ranks.
-        try:
-            _require_gradients(layout, grads)
-        except Exception as error:
-            problem = error
-        # 2. The ranks find out which gradients only some of them have. The others have zeros in the mean.
-        agreement = agree_on_leaves("reducing gradients", grads, layout, problem)
+        # The ranks find out which gradients only some of them have. The others have zeros in the mean.
+        agreement = agree_on_leaves("reducing gradients", grads, layout)
         gradient_of = _with_missing_gradients(layout, grads, agreement)
         gradients = list(gradient_of.values())
         shards = _reduce(layout, list(gradient_of), gradients)
-    # 3. The shards in a tree like the gradients. A gradient that no rank has is still None.
+    # The shards in a tree like the gradients. A gradient that no rank has is still None.
     shard_of = dict(zip(gradient_of, shards, strict=True))
     leaves = map(shard_of.get, names)
     _, treedef = tree.flatten(grads)

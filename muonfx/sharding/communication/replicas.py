@@ -7,7 +7,8 @@ probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do tw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.binding import Binding
-from muonfx.sharding.communication.agree import NO_VALUE, LeafAgreement, agree, require_group, warn_together
+from muonfx.sharding.communication.agree import NO_VALUE, LeafAgreement, agree, errors_on_all_ranks, warn_together
 from muonfx.sharding.communication.collectives import BUCKET, agree_on_shards, in_buckets
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import (
@@ -33,7 +34,7 @@ from muonfx.sharding.communication.messages import (
 from muonfx.sharding.digests import checksums
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
-from muonfx.sharding.shards.dtensors import error_in_transform, local_tree, map_named
+from muonfx.sharding.shards.dtensors import local_tree, map_named, require_no_transform
 from muonfx.sharding.state import LeafPlacement, describe_state
 from muonfx.tree import PyTree
 
@@ -60,23 +61,24 @@ def verify_params(layout: Layout, local: PyTree) -> None:
         raise _different_params(layout, difference)
 
 
-def verify_params_after_init(layout: Layout, local: PyTree, problem: Exception | None) -> None:
-    """Raise on all ranks if the `init` of a transform failed on one, or if replicas of a parameter differ in any bit.
+@contextmanager
+def verifying_params(layout: Layout, local: PyTree) -> Generator[None]:
+    """Run the ``with`` block. Raise on all ranks if it fails on one, or if replicas of a parameter differ in any bit.
 
-    Replicas are the copies of a shard on several ranks. ``problem`` is the error of `init` on this rank, or None. Even
-    without replicas, the ranks exchange one message, because one of them may have an error.
+    The block is the `init` of a transform, of which this rank has the parameters `local`.
     """
     if layout.group is None or layout.size == 1:
-        if problem is not None:
-            raise problem
+        yield
         return
-    replicas = _replicas_of_layout(layout)
-    checksum_of: dict[str, int] = {}
-    if problem is None:  # else all ranks raise it before any checksums are compared
-        checksum_of = _checksums_of_replicas(dict(tree.named_leaves(local)), replicas, layout.rank)
-    difference = _compare_checksums("comparing parameters", checksum_of, replicas, layout, problem)
-    if difference is not None:
-        raise _different_params(layout, difference)
+    num_groups = len(_checksums_by_group(_replicas_of_layout(layout), {}))
+    if not num_groups:  # no rank has replicas, but the others still wait for an error of this one
+        with errors_on_all_ranks(layout.group):
+            yield
+        agree("init of a sharded transform", layout.group)
+        return
+    with errors_on_all_ranks(layout.group, num_groups):
+        yield
+    verify_params(layout, local)
 
 
 def _different_params(layout: Layout, difference: _Difference) -> ShardingError:
@@ -183,8 +185,17 @@ def _find_difference(
         return None
     if not any(groups_of.values()):  # no rank has replicas
         return None
+    # 1. One small all-reduce, in which each group of ranks compares a hash of the checksums of all its leaves.
     checksum_of = _checksums_of_replicas(values, groups_of, layout.rank)
-    return _compare_checksums(operation, checksum_of, groups_of, layout)
+    compared: list[object] = []
+    for ranks, checksums_of_leaves in _checksums_by_group(groups_of, checksum_of).items():
+        compared.append(checksums_of_leaves if layout.rank in ranks else NO_VALUE)
+    agreement = agree(operation, layout.group, compared=compared)
+    if agreement.are_equal:
+        return None
+    # 2. Only after a difference: the ranks send all checksums, to find the leaf.
+    checksums_of_ranks = all_objects(checksum_of, layout.group, operation)
+    return _first_difference(groups_of, checksums_of_ranks)
 
 
 def _checksums_of_replicas(values: Mapping[str, Any], groups_of: Mapping[str, Groups], rank: int) -> dict[str, int]:
@@ -194,33 +205,6 @@ def _checksums_of_replicas(values: Mapping[str, Any], groups_of: Mapping[str, Gr
         if any(rank in ranks for ranks in groups):
             replicas[name] = values.get(name)
     return checksums(replicas)
-
-
-def _compare_checksums(
-    operation: str,
-    checksum_of: Mapping[str, int],
-    groups_of: Mapping[str, Groups],
-    layout: Layout,
-    problem: Exception | None = None,
-) -> _Difference | None:
-    """Find the first leaf whose checksums differ between ranks that must have equal values. All ranks call this.
-
-    If ranks 0 and 1 both hold "w", `groups_of` is ``{"w": [(0, 1)]}``, and `checksum_of` has the checksum of this rank,
-    ``{"w": 5}``. `problem` is an error of this rank, which is raised on all ranks.
-    """
-    group = require_group(layout)
-    # 1. One small all-reduce, in which each group of ranks compares a hash of the checksums of all its leaves.
-    compared: list[object] = []
-    for ranks, checksums_of_leaves in _checksums_by_group(groups_of, checksum_of).items():
-        compared.append(checksums_of_leaves if layout.rank in ranks else NO_VALUE)
-    if not compared:  # no rank has replicas: the ranks compare nothing, but `problem` is still raised on all of them
-        compared = [""]
-    agreement = agree(operation, group, problem, compared=compared)
-    if all(agreement.are_equal):
-        return None
-    # 2. Only after a difference: the ranks send all checksums, to find the leaf.
-    checksums_of_ranks = all_objects(checksum_of, group, operation)
-    return _first_difference(groups_of, checksums_of_ranks)
 
 
 def _checksums_by_group(
@@ -291,9 +275,10 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         >>> mfx.sharding.broadcast(params, mfx.sharding.replicated(params, 1))
         {'w': tensor([1., 1.])}
     """
-    problem = error_in_transform("broadcast", params)
+    with errors_on_all_ranks(layout.group):
+        require_no_transform("broadcast", params)
     with without_transforms():
-        agreement = agree_on_shards("broadcasting parameters", params, layout, problem)
+        agreement = agree_on_shards("broadcasting parameters", params, layout)
         _require_on_all_holders(tree.names(params), agreement, layout)
         if layout.group is None or layout.size == 1:
             return params

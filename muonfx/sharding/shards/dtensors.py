@@ -156,28 +156,21 @@ def _wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> Sh
     )
 
 
-def error_in_transform(operation: str, *values: PyTree) -> ShardingError | None:
-    """Return an error if a tensor in some trees is inside a transform of torch.func, such as `grad`; else None.
+def require_no_transform(operation: str, *values: PyTree) -> None:
+    """Raise ShardingError if a tensor in some trees is inside a transform of torch.func, such as `grad`.
 
-    It is returned, because this rank must not raise it alone: the other ranks would wait in their next collective. The
-    caller passes it to this collective, ``with without_transforms():``, and all ranks raise. `operation` is the name of
-    the call in the error, such as "layout.gather".
+    `operation` is the name of the call in the error, such as "layout.gather".
     """
     if not functorch_is_active():  # as in most calls
-        return None
+        return
     for leaf in tree.leaves(values):
         local = local_of(leaf)
         if isinstance(local, Tensor) and is_wrapped(local):
-            return _has_no_derivative(operation)
-    return None
-
-
-def _has_no_derivative(operation: str) -> ShardingError:
-    return ShardingError(
-        f"{operation}: found a tensor of a torch.func transform (grad, vjp, jvp, vmap), expected a plain "
-        f"tensor, because {operation} has no derivative and no batching rule: call it outside the transform; "
-        "only layout.all_gather can be called inside"
-    )
+            raise ShardingError(
+                f"{operation}: found a tensor of a torch.func transform (grad, vjp, jvp, vmap), expected a plain "
+                f"tensor, because {operation} has no derivative and no batching rule: call it outside the transform; "
+                "only layout.all_gather can be called inside"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------ build DTensors
