@@ -363,24 +363,14 @@ class _Range(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """One matrix of a stack, and the ranks that hold elements of it."""
+    """The ranks that hold elements of one matrix of a stack."""
 
-    number: int
-    """Its index in the stack."""
     ranks: tuple[int, ...]
     """The ranks that hold the whole matrix or, if there is no such rank, the ranks that hold some of it."""
     complete: bool
     """True if these ranks hold the whole matrix."""
     most: tuple[int, ...]
     """The ranks that hold the largest part of the matrix."""
-
-    def for_rank(self, rank: int) -> _Range:
-        """Return a range of this matrix alone, which one rank will compute."""
-        return _Range(self.number, self.number + 1, (rank,), self.complete)
-
-    def for_one_of(self, candidates: Sequence[int]) -> _Range:
-        """Return a range of this matrix alone. One of some ranks will compute it, and no other such range."""
-        return _Range(self.number, self.number + 1, tuple(candidates), self.complete, one_each=True)
 
 
 @remembered  # parameters with the same shape and partition share a cut
@@ -399,44 +389,43 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     """
     number_of_matrices = prod(cut.shape) // numel
     matrices = [_matrix(cut, number, numel) for number in range(number_of_matrices)]
-    ranges = _joined(_divided(matrices))
-    if not _have_same_owner(ranges):
+    ranges: list[_Range] = []
+    for number, candidates in enumerate(_candidates(matrices)):
+        complete = matrices[number].complete
+        one_each = len(candidates) > 1
+        if ranges and not one_each and ranges[-1].candidates == candidates:  # the same rank computes the one before
+            complete = complete and ranges[-1].complete
+            ranges[-1] = ranges[-1]._replace(stop=number + 1, complete=complete)
+        else:
+            ranges.append(_Range(number, number + 1, candidates, complete, one_each))
+    # A rank has one tensor of state for the stack, of one range, so it cannot compute two ranges. A matrix with
+    # `one_each` gets a rank of its own later.
+    owners = [part.candidates for part in ranges if not part.one_each]
+    if len(set(owners)) == len(owners):
         return ranges
-    # A rank cannot compute two ranges, so a single rank computes the whole stack.
-    candidates = sorted(set[int]().union(*[matrices.candidates for matrices in ranges]))
-    return [_Range(0, number_of_matrices, tuple(candidates), complete=False)]
+    all_candidates = set[int]().union(*[part.candidates for part in ranges])
+    return [_Range(0, number_of_matrices, tuple(sorted(all_candidates)), complete=False)]
 
 
-def _divided(matrices: Sequence[_Matrix]) -> list[_Range]:
-    """Return a range for each matrix of a stack, with the rank or ranks of which one will compute it (candidates).
+def _candidates(matrices: Sequence[_Matrix]) -> list[tuple[int, ...]]:
+    """Return, for each matrix of a stack, the rank or ranks of which one will compute it.
 
-    Neighbouring matrices that the same ranks hold are divided among these ranks. Here ranks 4 and 5 hold both matrices:
+    Neighbouring matrices that the same ranks hold are divided among these ranks. Here ranks 4 and 5 hold all of them:
 
-    >>> matrices = [_Matrix(number, ranks=(4, 5), complete=True, most=(4, 5)) for number in range(2)]
-    >>> [(matrix.first, matrix.stop, matrix.candidates) for matrix in _divided(matrices)]
-    [(0, 1, (4,)), (1, 2, (5,))]
+    >>> _candidates([_Matrix(ranks=(4, 5), complete=True, most=(4, 5))] * 3)
+    [(4,), (5,), (5,)]
     """
     num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
     for matrix in matrices:
         num_matrices.update(matrix.ranks)
-    divided: list[_Range] = []
+    candidates: list[tuple[int, ...]] = []
     for _, neighbours in itertools.groupby(matrices, lambda matrix: (matrix.ranks, matrix.complete)):
-        divided += _divide(list(neighbours), num_matrices)
-    return divided
+        candidates += _candidates_of_neighbours(list(neighbours), num_matrices)
+    return candidates
 
 
-def _have_same_owner(ranges: Sequence[_Range]) -> bool:
-    """Return True if one rank would compute two ranges of a stack, such as matrices 0 to 1 and 4 to 5.
-
-    It must not, because it has one tensor of state for the stack, of one range. Adjacent ranges of a rank are one
-    range already. A range with `one_each` gets a rank of its own later; every other range has a single candidate.
-    """
-    owners = [matrices.candidates for matrices in ranges if not matrices.one_each]
-    return len(set(owners)) < len(owners)
-
-
-def _divide(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[_Range]:
-    """Decide which ranks may compute each of some neighbouring matrices of a stack, which the same ranks hold.
+def _candidates_of_neighbours(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return which ranks may compute each of some neighbouring matrices of a stack, which the same ranks hold.
 
     The matrices on ranks 0 and 1 are divided into equal ranges: of four, rank 0 computes the first two and rank 1 the
     last two. Of two matrices that are each split equally over ranks 0 to 3, any two of these ranks compute one each.
@@ -446,21 +435,20 @@ def _divide(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> l
     ranks = neighbours[0].ranks
     # 1. With at least as many matrices as ranks, each rank computes an equal range of them.
     if len(neighbours) >= len(ranks):
-        owners = _in_equal_ranges(ranks, len(neighbours))
-        return [matrix.for_rank(owner) for matrix, owner in zip(neighbours, owners, strict=True)]
+        return [(owner,) for owner in _in_equal_ranges(ranks, len(neighbours))]
     # 2. With fewer matrices, `with_ranks_of_their_own` chooses a different rank for each matrix later, by load.
     candidates = _candidates_of_each(neighbours, num_matrices)
     if candidates:
-        return [matrix.for_one_of(candidates) for matrix in neighbours]
+        return [candidates] * len(neighbours)
     # 3. If that is not possible, a matrix is computed by the first rank with the largest part, which receives least.
-    return [matrix.for_rank(matrix.most[0]) for matrix in neighbours]
+    return [matrix.most[:1] for matrix in neighbours]
 
 
-def _candidates_of_each(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[int]:
+def _candidates_of_each(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> tuple[int, ...]:
     """Return the ranks of which each may compute any one of some matrices; none if there are too few of them.
 
-    They hold the largest part of every matrix. Each matrix needs a rank of its own, and there must be a choice.
-    `neighbours` are all matrices that the same ranks hold, and `num_matrices` is as in `_divide`.
+    They hold the largest part of every matrix. Each matrix needs a rank of its own, and there must be a choice. The
+    arguments are those of `_candidates_of_neighbours`.
     """
     candidates = set.intersection(*[set(matrix.most) for matrix in neighbours])
     are_too_few = len(candidates) < max(len(neighbours), 2)
@@ -468,8 +456,8 @@ def _candidates_of_each(neighbours: Sequence[_Matrix], num_matrices: Mapping[int
     # as matrices 0 and 4, and it has one tensor of state for the stack, of one range.
     hold_further_matrices = any(num_matrices[rank] > len(neighbours) for rank in candidates)
     if are_too_few or hold_further_matrices:
-        return []
-    return sorted(candidates)
+        return ()
+    return tuple(sorted(candidates))
 
 
 def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
@@ -487,24 +475,6 @@ def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
     return owners
 
 
-def _joined(ranges: Sequence[_Range]) -> list[_Range]:
-    """Join neighbouring ranges of matrices that the same rank will compute.
-
-    >>> ranges = [_Range(0, 2, (4,), True), _Range(2, 3, (4,), True), _Range(3, 4, (5,), True)]
-    >>> [(matrices.first, matrices.stop, matrices.candidates) for matrices in _joined(ranges)]
-    [(0, 3, (4,)), (3, 4, (5,))]
-    """
-    joined: list[_Range] = []
-    for matrices in ranges:
-        # A matrix with `one_each` stays alone, because it gets a rank of its own later.
-        if not joined or matrices.one_each or joined[-1].candidates != matrices.candidates:
-            joined.append(matrices)
-            continue
-        complete = joined[-1].complete and matrices.complete
-        joined[-1] = joined[-1]._replace(stop=matrices.stop, complete=complete)
-    return joined
-
-
 def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
     """Find the ranks that hold elements of one matrix of a stack. `numel` is the number of elements of a matrix.
 
@@ -512,7 +482,7 @@ def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
 
     >>> from muonfx.sharding.shards.cut import Intervals
     >>> _matrix(Intervals((6, 4, 4), start=0, borders=(0, 36, 96)), number=2, numel=16)
-    _Matrix(number=2, ranks=(0, 1), complete=False, most=(1,))
+    _Matrix(ranks=(0, 1), complete=False, most=(1,))
     """
     # 1. The number of elements on each rank that holds any.
     first_element = number * numel
@@ -527,5 +497,5 @@ def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
     all_ranks = tuple(sorted(numel_of_rank))
     most = tuple([rank for rank in all_ranks if numel_of_rank[rank] == largest])
     if largest == numel:
-        return _Matrix(number, ranks=most, complete=True, most=most)
-    return _Matrix(number, ranks=all_ranks, complete=False, most=most)
+        return _Matrix(ranks=most, complete=True, most=most)
+    return _Matrix(ranks=all_ranks, complete=False, most=most)
