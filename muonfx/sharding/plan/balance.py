@@ -9,7 +9,7 @@ never by the order of a dict or a set.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -43,13 +43,18 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     >>> assign([Item(1.0, 0, (0, 1)), Item(1.0, 0, (0, 1)), Item(9.0, 0, (0,))], ranks=2)
     [1, 1, 0]
     """
-    loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
+    without_choice: dict[int, Item] = {}
+    with_choice: dict[int, Item] = {}
+    for index, item in enumerate(items):
+        if len(item.candidates) == 1:
+            without_choice[index] = item
+        else:
+            with_choice[index] = item
     # 1. Items with a single candidate.
-    without_choice = {index: item for index, item in enumerate(items) if len(item.candidates) == 1}
+    loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
     owner_of = _assign_to_least_loaded(without_choice, loads)  # updates `loads`
     costs_before = [load.cost for load in loads]
     # 2. Each other item, from the highest cost to the lowest, goes to its candidate with the lowest load so far.
-    with_choice = {index: item for index, item in enumerate(items) if len(item.candidates) != 1}
     by_cost = _descending(with_choice)
     owner_of |= _assign_to_least_loaded(by_cost, loads)
     # 3. This may end a third above the optimum. If all these items have the same candidates, as in most models, search
@@ -69,13 +74,19 @@ def _assign_to_least_loaded(items: Mapping[int, Item], loads: list[_Load]) -> di
     The items are added to `loads`. With descending costs, small items come last, and can fill the differences that
     large ones leave.
     """
-    queue_of: dict[tuple[int, ...], _Queue] = {}  # items with equal candidates share a queue
+    queues: dict[tuple[int, ...], list[_Load]] = {}  # items with equal candidates share a queue
     owner_of: dict[int, int] = {}
     for index, item in items.items():
-        candidates = item.candidates
-        if candidates not in queue_of:
-            queue_of[candidates] = _Queue(loads, candidates)
-        owner_of[index] = queue_of[candidates].assign(item)
+        if item.candidates not in queues:
+            queues[item.candidates] = sorted([loads[rank] for rank in item.candidates])  # a sorted list is a heap
+        queue = queues[item.candidates]
+        # The first entry may be an old load of its rank, such as 2.0 where it has 5.0 now. Loads only grow, so the rank
+        # is then too early in the queue, and moves back.
+        while queue[0] != loads[queue[0].rank]:
+            heapq.heapreplace(queue, loads[queue[0].rank])
+        rank = queue[0].rank
+        loads[rank] = loads[rank].plus(item)
+        owner_of[index] = rank
     return owner_of
 
 
@@ -120,14 +131,17 @@ def _assign_by_cost(items: Mapping[int, Item], loads: list[_Load], mean_size: in
     """
     sizes = [item.size for item in items.values()]
     limit = mean_size + max(sizes, default=0)
-    queue = _Queue(loads, range(len(loads)))
+    queue = sorted(loads)  # a sorted list is a heap, whose first entry stays the lowest
     owner_of: dict[int, int] = {}
     for index, item in items.items():
         # The first rank has the lowest cost, but perhaps too little memory: it then leaves the queue. The queue never
         # becomes empty, because some rank has at most the mean, and so has room for any item.
-        while loads[queue.least()].size + item.size > limit:
-            queue.leave()
-        owner_of[index] = queue.assign(item)
+        while queue[0].size + item.size > limit:
+            heapq.heappop(queue)
+        rank = queue[0].rank
+        loads[rank] = loads[rank].plus(item)
+        heapq.heapreplace(queue, loads[rank])
+        owner_of[index] = rank
     return owner_of
 
 
@@ -142,40 +156,6 @@ def _assign_by_size(items: Mapping[int, Item], loads: Sequence[_Load]) -> dict[i
         owner_of[index] = rank
         heapq.heapreplace(heap, (size + item.size, cost, rank))
     return owner_of
-
-
-class _Queue:
-    """A priority queue of ranks. The first is the rank to which the lowest total cost is assigned so far."""
-
-    def __init__(self, loads: list[_Load], ranks: Iterable[int]) -> None:
-        self._loads = loads
-        # Entries may be stale. Loads only grow, so a stale entry is at the front too early, never too late, and `least`
-        # replaces it by the current entry. Queues with common ranks therefore need no synchronization.
-        self._heap = [loads[rank] for rank in ranks]
-        heapq.heapify(self._heap)
-
-    def least(self) -> int:
-        """Return the rank with the lowest load.
-
-        The entry at the front may have an old load of its rank: rank 0 with cost 2.0, though it has 5.0 now. It is then
-        replaced by the current load, which moves it back in the queue, and the next front entry is tried.
-        """
-        while True:
-            entry = self._heap[0]
-            current = self._loads[entry.rank]
-            if entry == current:
-                return entry.rank
-            heapq.heapreplace(self._heap, current)
-
-    def assign(self, item: Item) -> int:
-        """Add an item to the lowest load, and return its rank."""
-        rank = self.least()
-        self._loads[rank] = self._loads[rank].plus(item)
-        return rank
-
-    def leave(self) -> None:
-        """Remove the first rank from the queue, so that it gets no more items."""
-        heapq.heappop(self._heap)
 
 
 _BALANCED = 1.01
