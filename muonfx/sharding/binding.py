@@ -31,7 +31,6 @@ from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
 from muonfx.sharding.shards.dtensors import map_named
-from muonfx.sharding.shards.remembered import remembered
 from muonfx.tree import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,8 +129,7 @@ class Binding:
     """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)
 
-    @property
-    @remembered
+    @cached_property
     def holds_all(self) -> bool:
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         if self.layout.size > 1:

@@ -126,7 +126,7 @@ def sharded(
         positive_int("bucket_bytes", bucket_bytes)
     settings = Settings(replicas, bucket_bytes)
     inner = inner_of(tx)  # without offload
-    store = store_of(tx)
+    binding = bind(layout, settings, store_of(tx))
 
     # A compiled graph cannot contain the collectives of these functions, so torch.compile skips them. A call of one of
     # them inside a transform of torch.func, such as `grad`, is an error, which all ranks raise together.
@@ -134,7 +134,6 @@ def sharded(
     @torch.compiler.disable
     def init(params: PyTree) -> PyTree:
         """Return this rank's initial state, with DTensors if the parameters are DTensors."""
-        binding = bind(layout, settings, store)
         params = without_left_out(tx, params)
         if _are_all_meta(params):  # the state has shapes only, and nothing is sent
             local = local_tree(params)
@@ -160,7 +159,6 @@ def sharded(
         **extras: Any,  # for the transforms, such as ``value=loss``
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's updates and its next state, as DTensors if the updates or parameters are DTensors."""
-        binding = bind(layout, settings, store)
         params = without_left_out(tx, params)
         call = Arguments(updates, state, params, donate, extras)
         # 1. For a model with DTensors, the state as local tensors. The step converts the other arguments.

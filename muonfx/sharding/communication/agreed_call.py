@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +47,8 @@ def agreed_call(
     """
     layout = binding.layout
     if layout.group is None or layout.size == 1:
-        return _checked_call(binding, tx, call, check=check).local
+        local, _ = _checked_call(binding, tx, call, check=check)
+        return local
     # 1. In the first step without `init`: the ranks have the same transform and parameters.
     if progress.serial is None:
         verify_ranks(binding, tx, call.like)
@@ -107,19 +108,11 @@ def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree
         progress.lacking = progress.lacking.difference(first_gradients)
 
 
-class _CheckedCall(NamedTuple):
-    """The arguments of `update` on this rank, after the checks that need no other rank."""
-
-    local: Arguments
-    """The arguments with local tensors in place of DTensors."""
-    unplaced: list[str]
-    """The names of the gradients with other DTensor placements than their parameters, such as Partial."""
-
-
-def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> _CheckedCall:
+def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> tuple[Arguments, list[str]]:
     """Return this rank's arguments of `update` with local tensors. Raise if they are wrong.
 
-    With `check`, the trees of updates, params and state are also compared with each other.
+    Also return the names of the gradients with other DTensor placements than their parameters, such as Partial. With
+    `check`, the trees of updates, params and state are compared with each other too.
     """
     updates = local_tree(call.updates)
     params = local_tree(call.params)
@@ -136,7 +129,7 @@ def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bo
     if binding.store != IN_MEMORY:
         require_room(binding.store, local.state, local.like, local.donate)
     binding.remember_shapes(tx, local.like)
-    return _CheckedCall(local, unplaced)
+    return local, unplaced
 
 
 def _require_plain_extras(extras: Mapping[str, Any]) -> None:

@@ -435,8 +435,7 @@ def _boxes_of_entries(stack: Tensor, first: LocalTransfers) -> list[tuple[Tensor
     ``first.owner_boxes`` lists the parts of the first matrix. The other matrices have the same parts.
     """
     # The plan has positions in the flattened entry, if an entry is only some of the matrices of a parameter.
-    is_whole_parameter = first.shard.shape == first.shard.whole
-    if not is_whole_parameter:
+    if not first.shard.is_whole_parameter:
         stack = stack.flatten(1)
     # `of_each` returns one part of all matrices in one call, which is faster than a view of each.
     entries_of_box = [owner_box.view.of_each(stack) for owner_box in first.owner_boxes]

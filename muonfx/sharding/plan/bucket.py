@@ -62,8 +62,7 @@ class Bucket:
         groups: dict[Hashable, list[LocalTransfers]] = {}
         for local in self.received:
             views = tuple([box.view for box in local.owner_boxes])
-            is_whole_parameter = local.shard.shape == local.shard.whole
-            key = (local.shard.shape, is_whole_parameter, views)
+            key = (local.shard.shape, local.shard.is_whole_parameter, views)
             groups.setdefault(key, []).append(local)
         return list(groups.values())
 

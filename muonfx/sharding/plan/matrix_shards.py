@@ -121,6 +121,11 @@ class MatrixShard:
         return self.cut.shape
 
     @property
+    def is_whole_parameter(self) -> bool:
+        """True if these are all matrices of the parameter, and are computed in its own shape."""
+        return self.shape == self.whole
+
+    @property
     def numel(self) -> int:
         """The number of elements in these matrices."""
         return self.stop - self.start
@@ -133,13 +138,13 @@ class MatrixShard:
     @cached_property
     def position(self) -> ShardPosition:
         """Which elements of the parameter these matrices have."""
-        if self.shape == self.whole:
+        if self.is_whole_parameter:
             return ShardPosition.whole(self.whole)
         return ShardPosition.interval(self.whole, self.start, self.stop)
 
     def as_shard(self, matrices: Tensor) -> Tensor:
         """Reshape a tensor of these matrices to the shape of `position`: flat if they are not the whole parameter."""
-        if self.shape == self.whole:
+        if self.is_whole_parameter:
             return matrices
         return matrices.reshape(-1)
 
