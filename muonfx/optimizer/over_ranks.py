@@ -371,8 +371,8 @@ class SteppingOverRanks(Stepping):
         if self._may_load_alone:
             return
         assert self.layout.group is not None
-        texts = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
-        agree("load_state_dict()", self.layout.group, same=tuple(without_state), explain=lambda: texts)
+        facts = {"parameters without saved state": dict.fromkeys(without_state, "without saved state")}
+        agree("load_state_dict()", self.layout.group, same=facts)
 
     @property
     def _may_load_alone(self) -> bool:

@@ -244,7 +244,7 @@ def raising_on_all_ranks(operation: str, group: dist.ProcessGroup | None) -> Gen
     with errors_on_all_ranks(group):
         yield facts
     if group is not None:
-        agree(operation, group, same=facts, explain=lambda: facts)
+        agree(operation, group, same=facts)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

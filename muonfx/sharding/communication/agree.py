@@ -49,6 +49,9 @@ _LARGEST_WORD = 0x3FFFFFFF
 _BELOW_ALL_WORDS = -0x40000000
 """A number below all words and below their negatives."""
 
+NO_FACTS: Facts = {}
+"""For a call of which only the name must be equal on all ranks."""
+
 NO_VALUE = object()
 """In the place of a value that a rank does not have, so that only the values of the other ranks are compared."""
 
@@ -87,9 +90,9 @@ def agree(
     operation: str,
     group: dist.ProcessGroup,
     *,
-    same: object = "",
+    same: Facts = NO_FACTS,
     compared: Sequence[object] = ("",),
-    explain: Callable[[], Facts] = dict,
+    explain: Callable[[], Facts] | None = None,
     request: bool = False,
 ) -> Agreement:
     """Check that all ranks make the same call. Raise on all of them if not, or if a rank has an error.
@@ -104,9 +107,9 @@ def agree(
     Args:
         operation: the name of the call, such as "a step", which must be equal on all ranks.
         group: all ranks of this process group make the call together.
-        same: a value that must be equal on all ranks.
+        same: facts that must be equal on all ranks, by the subject that the error names.
         compared: values that may differ between ranks. `NO_VALUE` equals any value.
-        explain: returns texts for the error to compare, if the calls are not the same.
+        explain: returns the facts for the error if `same` has hashes of them. None: they are `same`.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
     # 1. One all-reduce of this rank's urgency (1 with a request, else 0; a rank with an error sends 2), a hash of the
@@ -121,7 +124,10 @@ def agree(
         error_of_rank = all_objects(None, group, operation)  # this rank has no error
         raise ShardingError(f"nothing was changed on any rank:\n{errors_by_rank(error_of_rank)}")
     if not _are_equal(call_maxima):
-        _raise_difference({"calls": operation, **explain()}, group)
+        facts = same
+        if explain is not None:
+            facts = explain()
+        _raise_difference({"calls": operation, **facts}, group)
     are_equal = all(map(_are_equal, value_maxima))
     return Agreement(are_equal, is_requested=largest_urgency == _REQUEST)
 
@@ -263,8 +269,8 @@ def agree_on_leaves(
     layout: ShardTable,
     *,
     unplaced: Iterable[str] = (),
-    same: object = "",
-    explain: Callable[[], Facts] = dict,
+    same: Facts = NO_FACTS,
+    explain: Callable[[], Facts] | None = None,
     request: bool = False,
 ) -> LeafAgreement:
     """Find out which leaves of a tree are None on some ranks. Raise on all ranks if a leaf has different dtypes.
@@ -277,7 +283,7 @@ def agree_on_leaves(
         values: the tree on this rank. The names of its leaves must be equal on all ranks.
         layout: the layout of the parameters, which must be equal on all ranks.
         unplaced: the names of the gradients with other DTensor placements than their parameters, such as Partial.
-        same: as in `agree`, a further value that must be equal on all ranks.
+        same: as in `agree`, further facts that must be equal on all ranks.
         explain: as in `agree`.
         request: as in `agree`.
     """
@@ -288,12 +294,19 @@ def agree_on_leaves(
     # if the digest differs do they send the codes.
     group = require_group(layout)
     names = tree.names(values)
+
+    def facts() -> Facts:
+        further_facts = same
+        if explain is not None:
+            further_facts = explain()
+        return {**_facts_of_tree(layout, names), **further_facts}
+
     agreement = agree(
         operation,
         group,
-        same=(_tree_digest(layout, tuple(names)), same),
+        same={"trees": _tree_digest(layout, tuple(names)), **same},
         compared=[codes],
-        explain=lambda: {**_facts_of_tree(layout, names), **explain()},
+        explain=facts,
         request=request,
     )
     if agreement.are_equal:

@@ -20,7 +20,6 @@ from muonfx.sharding.communication.agree import agree, agree_on_leaves, errors_o
 from muonfx.sharding.communication.missing_gradients import complete_gradients
 from muonfx.sharding.communication.replicas import verify_extras, verify_params, verify_state, warn_of_gradients
 from muonfx.sharding.communication.waiting import CONSTRUCTING, wait_for_all
-from muonfx.sharding.digests import digest
 from muonfx.sharding.facts import equal_leaves_of_extras, facts_as_texts, facts_of_binding, facts_of_step
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import is_dtensor, local_tree, require_shards, unplaced_shards
@@ -184,8 +183,7 @@ def verify_ranks(binding: Binding, tx: Transform, params: PyTree) -> None:
     with errors_on_all_ranks(group):
         local = _checked_parameters(binding, tx, params)
         facts = facts_of_binding(binding, tx, local)
-    # The ranks compare a digest of their facts, and the facts themselves only if the digests differ.
-    agree("binding a transform to a layout", group, same=digest(facts), explain=lambda: facts)
+    agree("binding a transform to a layout", group, same=facts)
 
 
 def _checked_parameters(binding: Binding, tx: Transform, params: PyTree) -> PyTree:

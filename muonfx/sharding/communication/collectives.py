@@ -14,7 +14,6 @@ from muonfx import tree
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.buckets import split_into_buckets
 from muonfx.sharding.communication.agree import DTYPES, LeafAgreement, agree_on_leaves, errors_on_all_ranks
-from muonfx.sharding.communication.differences import Facts
 from muonfx.sharding.communication.messages import Exchange, collective, copied, exchange, lists_by_rank
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.shards.cut import equal_intervals
@@ -73,13 +72,9 @@ def _require_same_leaves(layout: ShardTable, leaf_of: dict[str, Any], names: Seq
 
     `leaf_of` has the leaves by name, and `names` are those that the caller chose to gather.
     """
-
-    def texts_for_error() -> Facts:
-        return {"arguments": str(names)}
-
     # `leaf_of` counts as a tree, a flat one: to find the names in a tree of many levels takes as long as a collective.
     with without_transforms():
-        agreement = agree_on_shards("gathering leaves", leaf_of, layout, same=names, explain=texts_for_error)
+        agreement = agree_on_shards("gathering leaves", leaf_of, layout, same={"arguments": str(names)})
     if agreement.missing:  # the same on all ranks, so all of them raise
         name = tree.names(leaf_of)[min(agreement.missing)]
         raise ShardingError(
