@@ -43,7 +43,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -195,16 +195,18 @@ class Step:
             memory: a dict that the transform has between its calls. If the state is divided into buckets, it remembers
                 the parameter of each leaf of the state.
         """
-        self._stage = stage
+        self.stage = stage
         self._call = call
         # This rank's shards of the updates, by parameter name, and of the parameters, if the transforms read them.
         leaves, self._treedef = tree.flatten(call.updates)
-        self._local_updates: dict[str, Any] = dict(zip(tree.names(call.updates), leaves, strict=True))
+        self.local_updates: dict[str, Any] = dict(zip(tree.names(call.updates), leaves, strict=True))
         self._local_params: dict[str, Any] | None = None
         if call.params is not None and stage.reads_params:
             self._local_params = dict(tree.named_leaves(call.params))
-        self._buckets = stage.plan.local_buckets(self._local_updates)
-        self._names_to_overwrite = self._find_names_to_overwrite()
+        self._buckets = stage.plan.local_buckets(self.local_updates)
+        self.names_to_overwrite = self._find_names_to_overwrite()
+        # This rank's shards of the results, by parameter name; each scatter adds those of its bucket.
+        self.updated_shards: dict[str, Tensor] = {}
         # Each of several buckets takes a part of the state. A state that is not in memory is loaded bucket by bucket.
         self._bucketed: BucketedState | None = None
         self._state = call.state  # if it is not divided
@@ -226,7 +228,7 @@ class Step:
         already_local: set[str] = set()
         for bucket in self._buckets:
             already_local.update([local.shard.name for local in bucket.already_local])
-        return self._local_updates.keys() - already_local
+        return self.local_updates.keys() - already_local
 
     def run(self) -> tuple[PyTree, PyTree]:
         """Gather, compute and scatter all buckets. Return this rank's updates and the next state.
@@ -234,10 +236,9 @@ class Step:
         Messages overlap with the computation: while a bucket is computed, the next one is gathered, and the results of
         the previous one are sent back.
         """
-        updated_shards: dict[str, Tensor] = {}  # by parameter name; each scatter adds the shards of its bucket
-        for name, leaf in self._local_updates.items():
+        for name, leaf in self.local_updates.items():
             if leaf is not None and not leaf.numel():  # without elements on this rank: nothing is written to it
-                updated_shards[name] = leaf
+                self.updated_shards[name] = leaf
         gathers = self._start_gathers(self._buckets[0])
         scatter: _Scatter | None = None
         with self._bucketed or nullcontext():
@@ -253,31 +254,24 @@ class Step:
                 # 3. The results are sent back. Wait for those of the previous bucket, to use their buffers again.
                 if scatter is not None:
                     scatter.wait()
-                scatter = _Scatter(
-                    self._stage,
-                    bucket,
-                    results,
-                    self._local_updates,
-                    updated_shards,
-                    self._names_to_overwrite,
-                )
+                scatter = _Scatter(self, bucket, results)
                 del results
         if scatter is not None:
             scatter.wait()
         if self._bucketed is not None:
             self._state = self._bucketed.end()
-        return self._as_tree(updated_shards), self._state
+        return self._as_tree(self.updated_shards), self._state
 
     def _start_gathers(self, bucket: Bucket) -> list[_Gather]:
         """Start to gather the updates of a bucket and, if the transforms read them, the parameters."""
-        gathers = [_Gather(self._stage, bucket, self._local_updates)]
+        gathers = [_Gather(self.stage, bucket, self.local_updates)]
         if self._local_params is not None:
-            gathers.append(_Gather(self._stage, bucket, self._local_params, as_params=True))
+            gathers.append(_Gather(self.stage, bucket, self._local_params, as_params=True))
         return gathers
 
     def _as_tree(self, values: Mapping[str, Tensor]) -> PyTree:
         """Return a tree like the updates, with None for each name that is not in `values`."""
-        leaves = map(values.get, self._local_updates)
+        leaves = map(values.get, self.local_updates)
         return tree.unflatten(self._treedef, leaves)
 
     def _compute(
@@ -288,7 +282,7 @@ class Step:
         The trees have whole matrices for the parameters of this bucket, and None for all others. With `may_write`, the
         transforms may overwrite the updates.
         """
-        update = self._stage.tx.run
+        update = self.stage.tx.run
         extras = self._call.extras
         if self._bucketed is not None:
             out = self._bucketed.run(index, update, updates, params, extras, may_write=may_write)
@@ -296,7 +290,7 @@ class Step:
             donate = self._call.donate._replace(updates=may_write)
             out, self._state = update(updates, self._state, params, donate=donate, **extras)
         results = tree.leaves(out)
-        return dict(zip(self._local_updates, results, strict=True))
+        return dict(zip(self.local_updates, results, strict=True))
 
 
 class _Gather:
@@ -468,25 +462,13 @@ class _Scatter:
     """Sends the results of a bucket to the ranks that hold them. Creating it starts the messages.
 
     `results` has the matrices that this rank computed, by parameter name. This rank's shards of all results are written
-    to `updated_shards`; `wait` completes those that other ranks send. For the `names_to_overwrite`, they take the
-    memory of `local_updates`, which the step needs no more: the matrices of the bucket were gathered before.
+    to the `updated_shards` of the step; `wait` completes those that other ranks send.
     """
 
-    def __init__(
-        self,
-        stage: MatrixStage,
-        bucket: Bucket,
-        results: Mapping[str, Tensor | None],
-        local_updates: Mapping[str, Any],
-        updated_shards: dict[str, Tensor],
-        names_to_overwrite: Set[str],
-    ) -> None:
+    def __init__(self, step: Step, bucket: Bucket, results: Mapping[str, Tensor | None]) -> None:
         """Store the results that no other rank needs, and start to send the others."""
-        self._stage = stage
+        self._step = step
         self._bucket = bucket
-        self._local_updates = local_updates
-        self._updated_shards = updated_shards
-        self._names_to_overwrite = names_to_overwrite
         # 1. The results that stay on this rank.
         for local in bucket.stored:
             result = results[local.shard.name]
@@ -505,7 +487,7 @@ class _Scatter:
         """
         name = local.shard.name
         if local.is_same_shard:  # the result has all elements of the shard, and is used without a copy
-            self._updated_shards[name] = _like_input(result, self._local_updates[name])
+            self._step.updated_shards[name] = _like_input(result, self._step.local_updates[name])
             return
         result_as_shard = local.shard.as_shard(result)
         sources = boxes_in(result_as_shard, local.matrix_views)
@@ -518,7 +500,7 @@ class _Scatter:
         If rank 0 computes a matrix of which ranks 0 and 1 hold two rows each, it sends two rows of the result to rank
         1. Its own two rows are in ``outgoing[0]``, and are only copied.
         """
-        layout = self._stage.layout
+        layout = self._step.stage.layout
         returned = self._bucket.returned  # the matrices of which any rank sends results, with their transfers
         outgoing = lists_by_rank(layout)
         for local in returned:
@@ -531,8 +513,8 @@ class _Scatter:
                 for rank in owner_box.holders:
                     outgoing[rank].append(box)
         # The message has one dtype. All updates are on one device.
-        updates = [self._local_updates[local.shard.name] for local in returned]
-        wire_dtypes = {self._stage.plan.wire_dtypes(update.dtype).results for update in updates}
+        updates = [self._step.local_updates[local.shard.name] for local in returned]
+        wire_dtypes = {self._step.stage.plan.wire_dtypes(update.dtype).results for update in updates}
         return Exchange(
             layout,
             outgoing,
@@ -550,7 +532,7 @@ class _Scatter:
         """
         if self._exchange is None:  # no rank needs results of another
             return
-        incoming = lists_by_rank(self._stage.layout)  # for each rank, the tensors into which its message is copied
+        incoming = lists_by_rank(self._step.stage.layout)  # for each rank, the tensors into which its message is copied
         for local in self._bucket.returned:
             owner = local.shard.the_owner  # the rank that computed this matrix
             incoming[owner] += self._boxes_to_fill(local)
@@ -565,17 +547,18 @@ class _Scatter:
         if not local.local_views:  # this rank holds no element of these matrices
             return []
         name = local.shard.name
-        if name not in self._updated_shards:
-            self._updated_shards[name] = self._new_shard(name)
-        return boxes_in(self._updated_shards[name], local.local_views)
+        if name not in self._step.updated_shards:
+            self._step.updated_shards[name] = self._new_shard(name)
+        return boxes_in(self._step.updated_shards[name], local.local_views)
 
     def _new_shard(self, name: str) -> Tensor:
         """Return a tensor for an updated shard: the local update itself if it is to be overwritten, else new memory.
 
-        Other buckets may still need other matrices of the same update. Only matrices of this bucket are overwritten.
+        Only matrices of this bucket are overwritten. They were gathered before; other buckets may still need other
+        matrices of the same update.
         """
-        local_update = self._local_updates[name]
-        if name in self._names_to_overwrite and local_update.is_contiguous():
+        local_update = self._step.local_updates[name]
+        if name in self._step.names_to_overwrite and local_update.is_contiguous():
             return local_update
         return torch.empty_like(local_update, memory_format=torch.contiguous_format)
 
