@@ -320,16 +320,11 @@ def global_leaf(
         return FlatShard(placement.shape, 0, torch.empty(0, dtype=placement.dtype, device=device))
     if leaf is None:  # the transform has no state for this parameter
         return None
-    if placement.shard is not None:
-        return _matrices_for_checkpoint(placement, placement.shard, leaf)
-    return global_shard(binding.layout, placement.name, leaf)  # the leaf is sharded like its parameter
-
-
-def _matrices_for_checkpoint(placement: LeafPlacement, shard: MatrixShard, leaf: Tensor) -> Tensor | FlatShard:
-    """Return the leaf of the matrices that this rank computes (`shard`) with its position in the whole leaf."""
-    if shard.owner is None:  # every rank computes all matrices, and has the whole leaf
+    if placement.shard is None:  # the leaf is sharded like its parameter
+        return global_shard(binding.layout, placement.name, leaf)
+    if placement.shard.owner is None:  # every rank computes all matrices, and has the whole leaf
         return leaf
-    start, _ = interval_of(placement, shard)
+    start, _ = interval_of(placement, placement.shard)  # the matrices that this rank computes
     return FlatShard(placement.shape, start, leaf.reshape(-1))
 
 

@@ -270,7 +270,7 @@ def _unassigned_shards(
     shards: list[MatrixShard] = []
     for name, spec in specs.items():
         rows_and_columns = matrices.get(name)
-        for shard in shards_of_parameter(rows_and_columns, name, layout):
+        for shard in shards_of_parameter(rows_and_columns, name, layout.cuts[name]):
             cost = cost_of(name, shard.shape, spec.dtype)
             nbytes = shard.numel * spec.dtype.itemsize
             shards.append(replace(shard, cost=cost, nbytes=nbytes))

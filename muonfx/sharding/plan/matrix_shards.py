@@ -25,7 +25,6 @@ from muonfx.sharding.shards.boxes import Box, boxes_of_interval, numel_of
 from muonfx.sharding.shards.cut import Cut
 from muonfx.sharding.shards.position import ShardPosition, ShardView
 from muonfx.sharding.shards.remembered import remembered
-from muonfx.sharding.shards.table import ShardTable
 
 
 def nearest(ranks: Sequence[int], owner: int) -> int:
@@ -266,16 +265,17 @@ def matrices_of(run: Run, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple
     return {name: matrix for name, matrix in sorted(common) if prod(shapes[name])}
 
 
-def shards_of_parameter(matrix: tuple[int, int] | None, name: str, layout: ShardTable) -> list[MatrixShard]:
+def shards_of_parameter(matrix: tuple[int, int] | None, name: str, cut: Cut) -> list[MatrixShard]:
     """Divide a parameter into the parts that one rank each will compute, with the ranks that may compute them.
 
     A parameter of shape (6, 4, 4) is a stack of six matrices, and `matrix` is (4, 4). If rank 0 holds the first three
     and rank 1 the others, the parts are matrices 0 to 2 for rank 0, and 3 to 5 for rank 1. If `matrix` is None, the
     parameter is no stack, and one part.
     """
-    cut = layout.cuts[name]
     if matrix is None:
-        return [_whole_parameter(name, cut)]
+        # The ranks that hold it whole, else those that hold a part of it, else, if it has no elements, all ranks.
+        candidates = cut.complete or cut.taking_part or tuple(range(cut.size))
+        return [MatrixShard(name, 0, prod(cut.shape), cut.shape, cut, candidates, complete=bool(cut.complete))]
     numel = prod(matrix)  # of one matrix
     # Matrix number i of the stack has the elements i * numel to (i + 1) * numel of the flattened parameter.
     shards: list[MatrixShard] = []
@@ -294,16 +294,6 @@ def shards_of_parameter(matrix: tuple[int, int] | None, name: str, layout: Shard
             )
         )
     return shards
-
-
-def _whole_parameter(name: str, cut: Cut) -> MatrixShard:
-    """Return a parameter as one shard, which one of the `candidates` will compute.
-
-    If ranks 0 and 1 hold it whole, these are the candidates. If no rank does, they are all ranks that hold a part.
-    """
-    candidates = cut.complete or cut.taking_part or tuple(range(cut.size))  # all ranks, if it has no elements
-    numel = prod(cut.shape)
-    return MatrixShard(name, 0, numel, cut.shape, cut, candidates, complete=bool(cut.complete))
 
 
 def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[MatrixShard]:

@@ -92,15 +92,12 @@ def unplaced_shards(layout: ShardTable, values: PyTree) -> list[str]:
         if is_dtensor(leaf) and not _are_equal(leaf._spec, layout.dtensors.get(name)):
             _require_convertible(layout, name, leaf)
             unplaced.append(name)
-        else:
-            _require_shape_of_shard(layout, name, local_of(leaf))
+            continue
+        local = local_of(leaf)
+        position = layout.position(name)
+        if not position.fits(local):
+            raise _wrong_shape(name, local.shape, position.shape)
     return unplaced
-
-
-def _require_shape_of_shard(layout: ShardTable, name: str, local: Tensor) -> None:
-    position = layout.position(name)
-    if not position.fits(local):
-        raise _wrong_shape(name, local.shape, position.shape)
 
 
 def _require_convertible(layout: ShardTable, name: str, leaf: DTensor) -> None:
