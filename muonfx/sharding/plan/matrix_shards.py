@@ -304,45 +304,21 @@ def with_ranks_of_their_own(shards: Sequence[MatrixShard], size: int) -> list[Ma
     """
     # Other shards with several candidates are assigned later, and count for no rank yet.
     loads = [0.0] * size
-    for shard in shards:
+    stacks: dict[tuple[str, tuple[int, ...]], list[int]] = {}  # the matrices to assign, by parameter and candidates
+    for index, shard in enumerate(shards):
         if len(shard.candidates) == 1:
             loads[shard.candidates[0]] += shard.cost
+        elif shard.one_each:
+            stacks.setdefault((shard.name, shard.candidates), []).append(index)
     assigned = list(shards)
-    to_assign = {index: shard for index, shard in enumerate(shards) if shard.one_each}
-    for indices in _stacks_by_cost(to_assign):
+    for indices in sorted(stacks.values(), key=lambda indices: -shards[indices[0]].cost):
         candidates = shards[indices[0]].candidates
-        owners = _least_loaded(candidates, loads, len(indices))
-        for index, owner in zip(indices, owners, strict=True):
+        by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
+        least_loaded = by_load[: len(indices)]
+        for index, owner in zip(indices, sorted(least_loaded), strict=True):
             assigned[index] = replace(shards[index], candidates=(owner,))
             loads[owner] += shards[index].cost
     return assigned
-
-
-def _least_loaded(candidates: Sequence[int], loads: Sequence[float], count: int) -> list[int]:
-    """Return the `count` candidates with the lowest loads, in ascending order. `loads` has the load of each rank.
-
-    >>> _least_loaded([0, 1, 2, 3], [9.0, 1.0, 3.0, 5.0], 2)
-    [1, 2]
-    """
-    by_load = sorted(candidates, key=lambda rank: (loads[rank], rank))
-    least_loaded = by_load[:count]
-    return sorted(least_loaded)
-
-
-def _stacks_by_cost(shards: Mapping[int, MatrixShard]) -> list[list[int]]:
-    """Group the indices of matrices by parameter and candidates. The group with the most expensive matrices is first.
-
-    With matrices 0 and 1 of "v", and matrices 2 and 3 of "w", which cost more, the result is ``[[2, 3], [0, 1]]``.
-    """
-    indices_of_stack: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for index, shard in shards.items():
-        stack = (shard.name, shard.candidates)
-        indices_of_stack.setdefault(stack, []).append(index)
-
-    def descending_cost(indices: list[int]) -> float:
-        return -shards[indices[0]].cost
-
-    return sorted(indices_of_stack.values(), key=descending_cost)
 
 
 class _Range(NamedTuple):
