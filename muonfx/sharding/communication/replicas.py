@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.tracing import without_transforms
+from muonfx.placement.buckets import split_into_buckets
 from muonfx.sharding.binding import Binding
 from muonfx.sharding.communication.agree import NO_VALUE, LeafAgreement, agree, errors_on_all_ranks, warn_together
 from muonfx.sharding.communication.collectives import BUCKET, agree_on_shards, in_buckets
@@ -352,29 +354,20 @@ def _send_from_first_holders(local: Mapping[str, Tensor], layout: Layout) -> Non
     ``layout.cuts["w"].copies`` is ``((0, 2), (1, 3))`` if ranks 0 and 2 hold the same shard of "w", and so do ranks 1
     and 3. Then rank 0 sends it to rank 2, and rank 1 sends the other shard to rank 3.
     """
-    for names in _names_in_buckets(local, layout):
-        sends: list[Send] = []
-        for name in names:
-            for first, *receivers in layout.cuts[name].copies:
-                sends.append(Send(local[name], first, receivers))
-        send_copies(sends, layout, "broadcasting parameters")
-
-
-def _names_in_buckets(local: Mapping[str, Tensor], layout: Layout) -> list[list[str]]:
-    """Group the shards that are sent together, such as ``[["v", "w"], ["b"]]``. The groups are equal on all ranks."""
-    names = list(local)
-    largest_group = 1  # the largest number of ranks that hold the same shard
-    wholes: list[Tensor] = []  # without memory: on the meta device they have a dtype and a size only
-    for name in names:
-        largest_group = max(largest_group, *map(len, layout.cuts[name].copies))
-        # Shards may have different sizes on different ranks, so the sizes of whole tensors are used.
-        shape = layout.specs[name].shape
-        wholes.append(torch.empty(shape, dtype=local[name].dtype, device="meta"))
-    names_of_buckets: list[list[str]] = []
-    # A rank may send a tensor to all other ranks that hold it. All these copies together are limited.
-    for indices in in_buckets(wholes, BUCKET // largest_group):
-        names_of_buckets.append([names[index] for index in indices])
-    return names_of_buckets
+    nbytes_of_dtype: dict[torch.dtype, dict[str, int]] = {}
+    for name, tensor in local.items():
+        # Shards may have different sizes on different ranks, so the size of the whole tensor is used. One rank may send
+        # it to all other ranks that hold it, and these copies together are limited.
+        largest_group = max(map(len, layout.cuts[name].copies))
+        nbytes = prod(layout.specs[name].shape) * tensor.itemsize * largest_group
+        nbytes_of_dtype.setdefault(tensor.dtype, {})[name] = nbytes
+    for nbytes_of in nbytes_of_dtype.values():
+        for names in split_into_buckets(nbytes_of, BUCKET):
+            sends: list[Send] = []
+            for name in names:
+                for first, *receivers in layout.cuts[name].copies:
+                    sends.append(Send(local[name], first, receivers))
+            send_copies(sends, layout, "broadcasting parameters")
 
 
 def send_copies(sends: Sequence[Send], layout: Layout, operation: str) -> None:
