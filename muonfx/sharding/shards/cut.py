@@ -255,46 +255,22 @@ class OnMesh(Cut):
         ``((0, 4),)``.
         """
         spans_of_dims: list[tuple[Span, ...]] = []  # for each dim of the tensor, ranges of indices (start, end)
-        for dim, coordinates in enumerate(coordinates_of_dims):
-            spans_of_dims.append(self._spans_of(dim, coordinates))
+        for parts, coordinates in zip(self._parts_of_dims, coordinates_of_dims, strict=True):
+            spans_of_dims.append(parts.get(coordinates, ()))  # there may be fewer parts than ranks
         return ShardPosition.grid(spans_of_dims)
 
     def _ranks(self) -> Iterable[int]:
         return self.mesh.ranks
 
-    def _spans_of(self, dim: int, coordinates: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the index ranges (start, end) along one tensor dim that a rank holds.
-
-        `coordinates` are its coordinates along the mesh dims that split this tensor dim. Two mesh dims of size 2 split
-        8 rows into halves, and these into quarters: the rank at ``(1, 0)`` holds the first quarter of the second half,
-        ``((4, 6),)``.
-        """
-        if not coordinates:  # no mesh dim splits this dim
-            return ((0, self.shape[dim]),)
-        # The last of the mesh dims splits the range that the ones before it, the outer ones, have left.
-        *outer, part = coordinates
-        parts = self._parts_of(dim, tuple(outer))
-        if part < len(parts):
-            return parts[part]
-        return ()  # there are fewer parts than ranks
-
-    # Remembered for each dim: a 512 x 8 mesh that splits two dims has 512 + 8 parts, but 4096 shards.
-    @remembered
-    def _parts_of(self, dim: int, outer: tuple[int, ...]) -> list[tuple[Span, ...]]:
-        """Return the index ranges of each part into which one mesh dim splits the range that the `outer` ones leave.
-
-        `outer` are coordinates along the first mesh dims that split this tensor dim. On a mesh of shape (2, 2), the
-        placements ``[Shard(0), Shard(0)]`` split 8 rows. The first mesh dim splits all of them:
-        ``_parts_of(0, ())`` is ``[((0, 4),), ((4, 8),)]``. For ranks with the first coordinate 1, the second mesh dim
-        splits rows 4 to 7: ``_parts_of(0, (1,))`` is ``[((4, 6),), ((6, 8),)]``.
-        """
-        mesh_dim = self._mesh_dims_of[dim][len(outer)]  # the first mesh dim after the outer ones
-        placement = self.placements[mesh_dim]
-        # A placement such as `_StridedShard` may put indices with gaps in one part, so it splits all single indices.
-        spans = self._spans_of(dim, outer)
-        indices = _indices_in(spans)
-        parts_of_indices = _split(placement, indices, self.mesh.shape[mesh_dim])
-        return list(map(_spans, parts_of_indices))
+    @cached_property
+    def _parts_of_dims(self) -> list[dict[tuple[int, ...], tuple[Span, ...]]]:
+        """For each dim of the tensor, the parts into which the mesh splits it, as `_parts_of_dim` returns them."""
+        parts_of_dims: list[dict[tuple[int, ...], tuple[Span, ...]]] = []
+        for size, mesh_dims in zip(self.shape, self._mesh_dims_of, strict=True):
+            placements = [self.placements[mesh_dim] for mesh_dim in mesh_dims]
+            counts = [self.mesh.shape[mesh_dim] for mesh_dim in mesh_dims]
+            parts_of_dims.append(_parts_of_dim(size, placements, counts))
+        return parts_of_dims
 
     def _key(self) -> tuple[object, ...]:
         splitting_mesh_dims = sorted(itertools.chain.from_iterable(self._mesh_dims_of))
@@ -302,11 +278,30 @@ class OnMesh(Cut):
         return "on a mesh", self.shape, self.mesh.shape, self.mesh.digest, placements
 
 
-def _indices_in(spans: Sequence[Span]) -> torch.Tensor:
-    """Return the indices in some ranges (start, exclusive end) as a tensor. It is the inverse of `_spans`."""
-    if not spans:
-        return torch.arange(0)
-    return torch.cat([torch.arange(start, stop) for start, stop in spans])
+def _parts_of_dim(
+    size: int, placements: Sequence[Placement], counts: Sequence[int]
+) -> dict[tuple[int, ...], tuple[Span, ...]]:
+    """Return the index ranges (start, end) of each part into which some mesh dims split a tensor dim of this size.
+
+    `placements` and `counts` have the placement and the number of ranks of each of these mesh dims. The key of a part
+    is a tuple of the coordinates along them. Two mesh dims of two ranks split 8 rows into halves, and these into
+    quarters:
+
+    >>> from torch.distributed.tensor import Shard
+    >>> _parts_of_dim(8, [Shard(0), Shard(0)], [2, 2])
+    {(0, 0): ((0, 2),), (0, 1): ((2, 4),), (1, 0): ((4, 6),), (1, 1): ((6, 8),)}
+    """
+    if not placements:  # no mesh dim splits this dim
+        return {(): ((0, size),)}
+    # A placement such as `_StridedShard` may put indices with gaps in one part, so it splits all single indices.
+    parts: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(size)}
+    for placement, count in zip(placements, counts, strict=True):
+        inner_parts: dict[tuple[int, ...], torch.Tensor] = {}
+        for coordinates, indices in parts.items():
+            for coordinate, part in enumerate(_split(placement, indices, count)):
+                inner_parts[(*coordinates, coordinate)] = part
+        parts = inner_parts
+    return {coordinates: _spans(indices) for coordinates, indices in parts.items()}
 
 
 def _split(placement: Placement, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
