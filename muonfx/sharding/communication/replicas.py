@@ -72,7 +72,7 @@ def verifying_params(layout: Layout, local: PyTree) -> Generator[None]:
     if layout.group is None or layout.size == 1:
         yield
         return
-    num_groups = len(_checksums_by_group(_replicas_of_layout(layout), {}))
+    num_groups = len(_names_by_group(_replicas_of_layout(layout)))
     if not num_groups:  # no rank has replicas, but the others still wait for an error of this one
         with errors_on_all_ranks(layout.group):
             yield
@@ -187,46 +187,41 @@ def _find_difference(
         return None
     if not any(groups_of.values()):  # no rank has replicas
         return None
-    # 1. One small all-reduce, in which each group of ranks compares a hash of the checksums of all its leaves.
-    checksum_of = _checksums_of_replicas(values, groups_of, layout.rank)
+    # 1. The checksums of the leaves that other ranks hold too.
+    names_of_group = _names_by_group(groups_of)
+    replicas: dict[str, Any] = {}
+    for ranks, names in names_of_group.items():
+        if layout.rank in ranks:
+            replicas |= {name: values.get(name) for name in names}
+    checksum_of = checksums(replicas)
+    # 2. One small all-reduce, in which each group of ranks compares a hash of the checksums of all its leaves.
     compared: list[object] = []
-    for ranks, checksums_of_leaves in _checksums_by_group(groups_of, checksum_of).items():
-        compared.append(checksums_of_leaves if layout.rank in ranks else NO_VALUE)
+    for ranks, names in names_of_group.items():
+        if layout.rank in ranks:
+            compared.append([checksum_of[name] for name in names])
+        else:
+            compared.append(NO_VALUE)
     agreement = agree(operation, layout.group, compared=compared)
     if agreement.are_equal:
         return None
-    # 2. Only after a difference: the ranks send all checksums, to find the leaf.
+    # 3. Only after a difference: the ranks send all checksums, to find the leaf.
     checksums_of_ranks = all_objects(checksum_of, layout.group, operation)
     return _first_difference(groups_of, checksums_of_ranks)
 
 
-def _checksums_of_replicas(values: Mapping[str, Any], groups_of: Mapping[str, Groups], rank: int) -> dict[str, int]:
-    """Return by name the checksum of each leaf of a rank that another rank also holds."""
-    replicas: dict[str, Any] = {}
-    for name, groups in groups_of.items():
-        if any(rank in ranks for ranks in groups):
-            replicas[name] = values.get(name)
-    return checksums(replicas)
+def _names_by_group(groups_of: Mapping[str, Groups]) -> dict[tuple[int, ...], list[str]]:
+    """Return the leaves of which a group of ranks must hold equal values, by the group. It is equal on all ranks.
 
+    Ranks 0 and 1 hold the same "w" and "v", and ranks 2 and 3 hold another shard of "w":
 
-def _checksums_by_group(
-    groups_of: Mapping[str, Groups], checksum_of: Mapping[str, int]
-) -> dict[tuple[int, ...], list[int | None]]:
-    """Return the checksums of this rank by the group of ranks that must have the same ones.
-
-    Ranks 0 and 1 hold the same "w" and "v", and ranks 2 and 3 hold another shard of "w". On rank 0:
-
-    >>> _checksums_by_group({"w": [(0, 1), (2, 3)], "v": [(0, 1)]}, {"w": 5, "v": 7})
-    {(0, 1): [5, 7], (2, 3): [5]}
-
-    Rank 0 is not in the second group, and does not use its checksum there.
+    >>> _names_by_group({"w": [(0, 1), (2, 3)], "v": [(0, 1)]})
+    {(0, 1): ['w', 'v'], (2, 3): ['w']}
     """
-    # The groups have the same order on all ranks. A leaf without a checksum on this rank has None.
-    checksums_of_group: dict[tuple[int, ...], list[int | None]] = {}
+    names_of_group: dict[tuple[int, ...], list[str]] = {}
     for name, groups in groups_of.items():
         for ranks in groups:
-            checksums_of_group.setdefault(tuple(ranks), []).append(checksum_of.get(name))
-    return checksums_of_group
+            names_of_group.setdefault(tuple(ranks), []).append(name)
+    return names_of_group
 
 
 def _first_difference(
