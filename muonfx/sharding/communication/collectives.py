@@ -20,7 +20,7 @@ from muonfx.sharding.shards.cut import equal_intervals
 from muonfx.sharding.shards.dtensors import is_dtensor, require_no_transform, require_shards
 from muonfx.sharding.shards.position import ShardPosition, boxes_in
 from muonfx.sharding.shards.remembered import remembered
-from muonfx.sharding.shards.table import ShardTable
+from muonfx.sharding.shards.table import ShardTable, are_on_all_ranks
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
@@ -137,7 +137,7 @@ def _gather(layout: ShardTable, names: Sequence[str], shards: Sequence[Tensor]) 
         # If every rank has every element, or there is one rank, this rank only copies its own. This follows from the
         # layout, so it is the same on all ranks: one rank alone must not skip an exchange for which others wait.
         names_in_bucket = [names[index] for index in indices]
-        needs_no_message = _are_on_all_ranks(layout, names_in_bucket)
+        needs_no_message = are_on_all_ranks(layout, names_in_bucket)
         if layout.group is None or needs_no_message:
             copied(outgoing[layout.rank], incoming[layout.rank])
         else:
@@ -292,7 +292,7 @@ def _reduce(layout: ShardTable, names: Sequence[str], wholes: Sequence[Tensor]) 
     one element, rank 0 gets ``[tensor([2.])]`` and rank 1 gets ``[tensor([4.])]``.
     """
     has_elements = any(whole.numel() for whole in wholes)
-    is_replicated = layout.size > 1 and has_elements and _are_on_all_ranks(layout, names)
+    is_replicated = layout.size > 1 and has_elements and are_on_all_ranks(layout, names)
     if not is_replicated:
         return _reduce_to_shards(layout, names, wholes)
     # Each rank holds each parameter whole. If each sent its whole tensors to all others, these would be P - 1 tensors
@@ -343,15 +343,6 @@ def _exchange_and_average(
     for target, *tensors in zip(targets, *tensors_of_rank, strict=True):
         _average(tensors, target)
     messages.end()
-
-
-def _are_on_all_ranks(layout: ShardTable, names: Sequence[str]) -> bool:
-    """Return True if every rank holds every element of these parameters."""
-    for name in names:
-        for ranks in layout.holders(name).values():
-            if len(ranks) < layout.size:
-                return False
-    return True
 
 
 @remembered

@@ -60,7 +60,7 @@ class ShardTable:
     @cached_property
     def is_replicated(self) -> bool:
         """True if every rank holds every parameter in full."""
-        return all(len(cut.complete) == self.size for cut in self.cuts.values() if prod(cut.shape))
+        return are_on_all_ranks(self, self.cuts)
 
     def position(self, name: str, rank: int | None = None) -> ShardPosition:
         """Return which elements of a parameter a rank holds, as a `ShardPosition`: their positions, without values.
@@ -131,6 +131,15 @@ class ShardTable:
         chosen = list(self.specs) if names is None else names
         self.require(chosen)
         return meta_of({name: self.specs[name] for name in chosen})
+
+
+def are_on_all_ranks(layout: ShardTable, names: Iterable[str]) -> bool:
+    """Return True if every rank holds every element of these parameters."""
+    for name in names:
+        cut = layout.cuts[name]
+        if prod(cut.shape) and len(cut.complete) < layout.size:
+            return False
+    return True
 
 
 def meta_of(specs: Mapping[str, Spec]) -> dict[str, Tensor]:
