@@ -73,14 +73,12 @@ def verifying_params(layout: Layout, local: PyTree) -> Generator[None]:
         yield
         return
     num_groups = len(_names_by_group(_replicas_of_layout(layout)))
-    if not num_groups:  # no rank has replicas, but the others still wait for an error of this one
-        with errors_on_all_ranks(layout.group):
-            yield
-        agree("init of a sharded transform", layout.group)
-        return
-    with errors_on_all_ranks(layout.group, num_groups):
+    with errors_on_all_ranks(layout.group, num_compared=max(num_groups, 1)):
         yield
-    verify_params(layout, local)
+    if num_groups:
+        verify_params(layout, local)
+    else:  # there are no replicas to compare, but another rank may have an error
+        agree("init of a sharded transform", layout.group)
 
 
 def _different_params(layout: Layout, difference: _Difference) -> ShardingError:
