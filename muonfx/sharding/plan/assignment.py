@@ -337,41 +337,31 @@ def _seconds_of_step(
     """Estimate the seconds to compute all shards, and to send the results of those that are split.
 
     If rank 0 owns shards of 2 and 3 seconds, rank 1 one of 4, and every rank computes one of 1, they are computed in
-    5 + 1 seconds. Transfers of shards that not all ranks hold are not counted: they are equal for all choices.
+    5 + 1 seconds. If rank 0 sends 300 bytes of results, and rank 1 sends 150 at the same time, the 300 bytes count.
+    Transfers of shards that not all ranks hold are not counted: they are equal for all choices.
     """
-    seconds_of_rank = [0.0] * size
+    # 1. The load of each rank.
     seconds_of_every_rank = 0.0
+    seconds_of_rank = [0.0] * size
+    sent_by_rank = [0] * size
+    nbytes_of_results = 0
     for index, shard in enumerate(shards):
         seconds = _seconds_to_compute(shard, machine)
-        if index in owner_of:
-            seconds_of_rank[owner_of[index]] += seconds
-        else:
+        owner = owner_of.get(index)
+        if owner is None:
             seconds_of_every_rank += seconds
-    results: list[tuple[int, int]] = []
-    for index, owner in owner_of.items():
-        if shards[index].is_on_all_ranks:
-            results.append((owner, shards[index].nbytes))
-    seconds_to_send = _seconds_to_send(results, size, machine, settings)
-    return max(seconds_of_rank) + seconds_of_every_rank + seconds_to_send
-
-
-def _seconds_to_send(results: Sequence[tuple[int, int]], size: int, machine: Machine, settings: Settings) -> float:
-    """Estimate the seconds in which owners send `results`, pairs (owner, bytes), to all other ranks.
-
-    With ``[(0, 100), (1, 50)]`` on four ranks, rank 0 sends 300 bytes and rank 1 sends 150 at the same time, so the 300
-    bytes count.
-    """
-    if not results:
-        return 0.0
-    # 1. The bytes that each rank sends.
-    sent_by_rank = [0] * size
-    for owner, nbytes in results:
-        sent_by_rank[owner] += nbytes * (size - 1)
+            continue
+        seconds_of_rank[owner] += seconds
+        if shard.is_on_all_ranks:  # it is split: the owner sends the result to all other ranks
+            sent_by_rank[owner] += shard.nbytes * (size - 1)
+            nbytes_of_results += shard.nbytes
+    seconds_to_compute = max(seconds_of_rank) + seconds_of_every_rank
+    if not nbytes_of_results:
+        return seconds_to_compute
     # 2. The number of exchanges, each of which has a latency. In one exchange, each owner sends the results of matrices
     # of at most ``bucket_bytes / BUFFERS_PER_BUCKET`` bytes, because `bucket_bytes` is for the buffers too.
-    nbytes_of_results = sum(nbytes for _, nbytes in results)
     exchanges = 1 + nbytes_of_results * BUFFERS_PER_BUCKET // (size * settings.bucket_bytes)
-    return machine.sending(max(sent_by_rank), exchanges)
+    return seconds_to_compute + machine.sending(max(sent_by_rank), exchanges)
 
 
 def _buckets(shards: Sequence[MatrixShard], specs: Mapping[str, Spec], limit: int) -> list[tuple[int, ...]]:
