@@ -155,7 +155,7 @@ def sharded(
         params: PyTree = None,
         *,
         donate: Any = NOTHING,  # checked in the step, so that its error is raised on all ranks
-        check: bool = False,  # True to compare the trees with each other, and to return no tensor of the old state
+        check: bool = False,  # as in `step_sharded`
         **extras: Any,  # for the transforms, such as ``value=loss``
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's updates and its next state, as DTensors if the updates or parameters are DTensors."""
@@ -167,12 +167,6 @@ def sharded(
         # 2. The step on local tensors.
         progress = _progress_of(_memory, binding, inner)
         out, new_state = step_sharded(binding, progress, inner, call, check=check)
-        # A new state may contain tensors of the old one. If the caller keeps the old state, and donates the new one in
-        # the next step, these would be overwritten.
-        keeps_old_state = check and not Donation.of(donate).state
-        if keeps_old_state:
-            with without_transforms():
-                new_state = tree.copy_shared(new_state, call.state)
         # 3. DTensors, if the caller uses them.
         is_plain_call = not layout.dtensors or are_plain([*tree.leaves(updates), *tree.leaves(params)])
         if is_plain_call:
@@ -252,7 +246,7 @@ def step_sharded(
         progress: counts the steps of this transform or optimizer alone.
         tx: the transform for whole tensors, with its current hyperparameters.
         call: the arguments of `update`. Their leaves may be DTensors.
-        check: True to compare the trees of the arguments.
+        check: True to compare the trees of the arguments, and to return no tensor of a state that is not donated.
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
     layout = binding.layout
@@ -275,6 +269,11 @@ def step_sharded(
         # is the parameters or, without them, the updates.
         local_tx = binding.placed(tx, local.like)
         out, new_state = local_tx.run(updates, state, local.params, donate=donate, **extras)
+        # 4. A new state may contain tensors of the old one. If the caller keeps the old state, and donates the new one
+        # in the next step, these would be overwritten.
+        keeps_old_state = check and not local.donate.state
+        if keeps_old_state:
+            new_state = tree.copy_shared(new_state, local.state)
     # After an error on this rank alone, the step is not counted: the next step then finds that the ranks differ.
     progress.completed += 1
     return out, new_state
