@@ -129,7 +129,7 @@ class Binding:
     """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)
 
-    @cached_property
+    @property
     def holds_all(self) -> bool:
         """True if there is one rank and it holds every parameter whole, in the parameter's own shape."""
         if self.layout.size > 1:
