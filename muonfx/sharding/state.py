@@ -158,11 +158,17 @@ def _placement_of_leaf(
     `shape_of` has the shapes of the parameters. `plan` has the owners of matrices, if the transform needs whole
     matrices.
     """
-    if name is not None and plan is not None:
-        return _placement_on_owners(plan, name, leaf)
+    shape = tuple(leaf.shape)
+    if name is not None and plan is not None:  # each owner holds it for its matrices
+        shards = plan.shards_of.get(name, ())
+        shard_of_rank: MatrixShard | None = None
+        for shard in shards:  # at most one is computed by this rank
+            if shard.owner in (None, plan.rank):
+                shard_of_rank = shard
+        return LeafPlacement(name, shape, leaf.dtype, owned=True, shards=shards, shard=shard_of_rank)
     if name is not None and leaf.shape != shape_of.get(name, leaf.shape):  # it cannot be sharded like its parameter
         name = None
-    return LeafPlacement(name, tuple(leaf.shape), leaf.dtype)
+    return LeafPlacement(name, shape, leaf.dtype)
 
 
 def _is_equal_on_all_ranks(binding: Binding, visited: Visit, state: PyTree) -> bool:
@@ -172,16 +178,6 @@ def _is_equal_on_all_ranks(binding: Binding, visited: Visit, state: PyTree) -> b
     # The class of the state may declare it, for example `LeafMonitorState`. Shapes do not suffice: the value of a 0-d
     # parameter has the shape of a state that is sharded like the parameter.
     return bool(getattr(state, "is_equal_on_all_ranks", False))
-
-
-def _placement_on_owners(plan: RunPlan, name: str, leaf: Tensor) -> LeafPlacement:
-    """Return the placement of a leaf that each owner holds for its matrices of the parameter called `name`."""
-    shards = plan.shards_of.get(name, ())
-    shard_of_rank: MatrixShard | None = None
-    for shard in shards:  # at most one is computed by this rank
-        if shard.owner in (None, plan.rank):
-            shard_of_rank = shard
-    return LeafPlacement(name, tuple(leaf.shape), leaf.dtype, owned=True, shards=shards, shard=shard_of_rank)
 
 
 def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *, with_dtypes: bool) -> None:
