@@ -111,23 +111,12 @@ def _messages_of_all_ranks(
     coordinates of the ranks on it.
     """
     description = digest(_description(specs, dtensors, coordinates_on))
-    meshes = _meshes_of_rank(ranks_of, coordinates_on, dist.get_rank(group))
-    wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
-    return all_objects(_Message(description, meshes), group, "finding out who holds what")
-
-
-def _meshes_of_rank(
-    ranks_of: Mapping[DeviceMesh, tuple[int, ...]], coordinates_on: Mapping[DeviceMesh, MeshCoordinates], rank: int
-) -> list[_MeshOfRank]:
-    """Return the meshes of a rank in the form that it sends to others: the digest of the ranks, and its coordinates.
-
-    For a rank that is second on a mesh of ranks 1 and 3, this is ``[_MeshOfRank(digest((1, 3)), (1,))]``.
-    """
+    rank = dist.get_rank(group)
     meshes: list[_MeshOfRank] = []
     for mesh, ranks in ranks_of.items():
-        coordinates = coordinates_on[mesh].coordinates[rank]
-        meshes.append(_MeshOfRank(digest(ranks), coordinates))
-    return meshes
+        meshes.append(_MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
+    wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
+    return all_objects(_Message(description, meshes), group, "finding out who holds what")
 
 
 def _coordinates_of_all_ranks(
