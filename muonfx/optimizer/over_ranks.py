@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -243,19 +243,13 @@ class SteppingOverRanks(Stepping):
         placement = self._placements[index]  # the parameter to which it belongs, and which rank has which part
         if placement is None or placement.name is None:  # of no parameter: every rank has it in full
             return leaf
-        if placement.owned:  # each rank has the part for the matrices that it computes
-            return self._gathered_from_owners(OwnedLeaf(placement, leaf))
+        if placement.owned and self._is_distributed:  # each rank has the part for the matrices that it computes
+            return Gathering(self.layout, self._device, {index: placement}, {index: leaf}).wait()[index]
+        if placement.owned:  # this rank computes all matrices
+            return leaf.view(placement.shape)
         # It is sharded like its parameter, so the layout can gather it like the parameter.
         full_leaves = self.layout.gather({placement.name: leaf})
         return full_leaves[placement.name]
-
-    def _gathered_from_owners(self, leaf: OwnedLeaf) -> Any:
-        """Return in full a leaf that each owner has for its matrices. All ranks call this together."""
-        if not self._is_distributed:  # this rank computes all matrices
-            assert leaf.part is not None
-            return leaf.part.view(leaf.placement.shape)
-        [full_leaf] = Gathering(self.layout, self._device, {0: leaf}).wait().values()
-        return full_leaf
 
     def show(self, index: int, leaf: Tensor | None) -> Tensor | None:
         """Convert a leaf of the state to its form in ``optimizer.state``, with which torch can save and reshard it.
@@ -288,11 +282,8 @@ class SteppingOverRanks(Stepping):
             self._gathering.wait()  # usually complete by now; its buffers must not be freed earlier
         if not self._is_replicated or not self._on_one_rank:  # `exported` gathers the tensors, or there are none
             return
-        leaves = tree.leaves(state)
-        owned_leaves: dict[int, OwnedLeaf] = {}
-        for index, placement in self._on_one_rank.items():
-            owned_leaves[index] = OwnedLeaf(placement, leaves[index])
-        self._gathering = Gathering(self.layout, self._device, owned_leaves)
+        parts = dict(enumerate(tree.leaves(state)))
+        self._gathering = Gathering(self.layout, self._device, self._on_one_rank, parts)
 
     def exported(self, state: PyTree) -> Mapping[int, Any]:
         """Return the leaves that a state dict needs on all ranks and `optimizer.state` has on one rank only, by index.
@@ -412,15 +403,11 @@ class SteppingOverRanks(Stepping):
                 full_leaf.copy_(value)
             local_leaf = local_leaves[index]
             if local_leaf is not None:  # else another rank has it
-                local_value = self._owned_part(index, value)
-                local_leaf.copy_(local_value.view(local_leaf.shape))
-
-    def _owned_part(self, index: int, value: Tensor) -> Tensor:
-        """Return this rank's part of a full value of an owned leaf. Another value is this rank's part already."""
-        placement = self._placements[index]
-        if placement is None or not placement.owned or tuple(value.shape) != placement.shape:
-            return value
-        return _owned_interval(placement, value)
+                placement = self._placements[index]
+                # Take this rank's part of a whole leaf. Another value is this rank's part already.
+                if placement is not None and placement.owned and tuple(value.shape) == placement.shape:
+                    value = _owned_interval(placement, value)
+                local_leaf.copy_(value.view(local_leaf.shape))
 
     def is_true_on_any_rank(self, is_true_here: bool) -> bool:
         """Return True if a fact is true on any rank. All ranks call this together."""
@@ -510,31 +497,29 @@ _ALIGNED = 16
 _GATHERING = "gathering the optimizer's state from its owners"
 
 
-class OwnedLeaf(NamedTuple):
-    """A leaf of the state that each owner (the rank that computes a matrix) has for its matrices."""
-
-    placement: LeafPlacement
-    """Which rank has which part of it, and its shape."""
-    part: Tensor | None
-    """This rank's part; None if it computes none of the matrices."""
-
-
 class Gathering:
     """An asynchronous broadcast of state that only one rank has, because it alone orthogonalizes the matrix.
 
     Args:
         layout: the layout of the parameters, with the process group.
         device: the device of the state.
-        leaves: the leaves to gather, by their index in the state.
+        placements: which rank has which part of each leaf to gather, by the index of the leaf in the state.
+        parts: this rank's part of each leaf, by its index; None if it computes none of the matrices.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, leaves: Mapping[int, OwnedLeaf]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        placements: Mapping[int, LeafPlacement],
+        parts: Mapping[int, Tensor | None],
+    ) -> None:
         """Start the copy of all leaves. `wait` returns them."""
         # Each byte of the buffer is written by one rank and is zero on the others, so the sum over ranks has the exact
         # bits of the owners. A single collective copies all leaves.
-        placements = {index: leaf.placement for index, leaf in leaves.items()}
         buffer, self._full_leaves = _zeros_in_one_buffer(placements, device)
-        for index, (placement, part) in leaves.items():
+        for index, placement in placements.items():
+            part = parts[index]
             shard = placement.shard  # the matrices that this rank computes
             if part is None or shard is None:  # none
                 continue
