@@ -394,7 +394,8 @@ class Stepping:
         """Run one step and return the next state. The parameters in ``call`` are updated in place."""
         # A transform must accept each extra argument, such as value=loss.
         check_extras(self.tx, call.extras)
-        check_values_of_extras([visited.tx for visited in self.visits], call.extras)
+        if call.extras:
+            check_values_of_extras([visited.tx for visited in self.visits], call.extras)
         call = _with_separate_memory(call)
         if self._store != IN_MEMORY:
             require_room(self._store, call.state, call.params, call.donate)
