@@ -143,10 +143,8 @@ class KnownModel(NamedTuple):
     """A model that contains parameters of an optimizer."""
 
     ref: weakref.ref[nn.Module]
-    has_all_params: bool
-    """True if the optimizer was given all parameters of the model."""
-    names: frozenset[str] = frozenset()
-    """Otherwise the names, also of tied parameters, under which the model has parameters of the optimizer."""
+    names: frozenset[str] | None
+    """The names, also of tied parameters, of those that the optimizer was given; None if it was given all."""
 
 
 class TrackedParameters:
@@ -217,7 +215,7 @@ class TrackedParameters:
     def add_models(self, models: Iterable[nn.Module]) -> None:
         """Record models of which the optimizer has all parameters."""
         for model in models:
-            self._models.append(KnownModel(weakref.ref(model), has_all_params=True))
+            self._models.append(KnownModel(weakref.ref(model), names=None))
 
     def _add_model_of_names(self, model: nn.Module, params: Set[Tensor]) -> None:
         """Record a model from which the caller may have given only some parameters to the optimizer, ``params``.
@@ -235,7 +233,7 @@ class TrackedParameters:
         if has_all:  # then also a parameter that the model gets later should be in the optimizer
             self.add_models([model])
         else:
-            self._models.append(KnownModel(weakref.ref(model), has_all_params=False, names=frozenset(names)))
+            self._models.append(KnownModel(weakref.ref(model), frozenset(names)))
 
     def follow_copies(self, original: TrackedParameters, copies: Mapping[int, Any]) -> None:
         """Record the models of another record that were copied, and where the copied parameters are in them.
@@ -260,13 +258,15 @@ class TrackedParameters:
         A record has the shape, device and placement of a parameter, and its position in the models, such as the module
         "layers.0" and its attribute "weight". A later difference means that the parameter was replaced or moved.
         """
-        # Positions in the models, and earlier ones for parameters of a model that was deleted since.
-        position_of = {**self._recorded_positions(), **self._positions()}
+        position_of = self._positions()
         for name, param in named.items():
+            position = position_of.get(param)
+            if position is None and name in self.tracked:  # the model was deleted, but perhaps not its module
+                former_position = self.tracked[name].position
+                if former_position is not None and former_position.current() is param:
+                    position = former_position
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
-            self.tracked[name] = TrackedParameter(
-                param, param.shape, param.device, _placement(param), position_of.get(param)
-            )
+            self.tracked[name] = TrackedParameter(param, param.shape, param.device, _placement(param), position)
             self._new_in_groups.pop(name, None)  # the state belongs to the new tensor now
         self._remove_from_frozen(named)
         self.version += 1
@@ -309,17 +309,6 @@ class TrackedParameters:
             for attribute, param in module._parameters.items():
                 if param is not None:  # such as the bias of Linear(bias=False)
                     position_of.setdefault(param, Position(weakref.ref(module), attribute))
-        return position_of
-
-    def _recorded_positions(self) -> dict[Tensor, Position]:
-        """Return the position at which each parameter was recorded, by the tensor that is there now."""
-        position_of: dict[Tensor, Position] = {}
-        for tracked in self.tracked.values():
-            if tracked.position is None:
-                continue
-            param = tracked.position.current()
-            if param is not None:
-                position_of.setdefault(param, tracked.position)
         return position_of
 
     def _modules(self) -> Iterator[nn.Module]:
@@ -592,8 +581,7 @@ class TrackedParameters:
                 if id(param) in known_ids or name in self._left_out:  # in the optimizer, or left out by its label
                     continue
                 # A parameter of another name may be another optimizer's, unless this one was given the whole model.
-                is_replaced = name in known_model.names or name in named
-                if known_model.has_all_params or is_replaced:
+                if known_model.names is None or name in known_model.names or name in named:
                     outside[name] = param
         return outside
 
