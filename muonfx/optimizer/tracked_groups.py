@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from operator import is_
 
 from torch import Tensor
@@ -65,8 +65,8 @@ class TrackedGroups:
     def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
         """Record the param groups from which later steps read the hyperparameters, such as "lr" and "momentum".
 
-        Keys that have no effect are removed from the groups, as `_remove_replaced_keys` describes it. ``rules`` has,
-        for each parameter name, the transforms that update it and their hyperparameters.
+        Keys of one label that have no effect are removed from the groups: "weight_decay" replaces "adamw.weight_decay".
+        ``rules`` has, for each parameter name, the transforms that update it and their hyperparameters.
         """
         self.groups = [self._tracked_group(group, rules) for group in groups]
         self._key_counts = []  # the next step reads the keys of all groups
@@ -85,7 +85,9 @@ class TrackedGroups:
         # The former object remembers the numbers that it has read last: if "momentum" and "betas" differ in the next
         # step, the one that was changed since the last step counts. An error may bring the former object back.
         numbers = copy.copy(numbers)
-        _remove_replaced_keys(group, keys_by_label(distinct), numbers.keys)
+        keys_without_effect = keys_by_label(distinct) - set(numbers.keys)
+        for key in keys_without_effect:  # such as "adamw.weight_decay" if the group has "weight_decay" for all labels
+            group.pop(key, None)
         return TrackedGroup(group, names, numbers)
 
     def _former_numbers(self, group: Group, names: Sequence[str]) -> GroupNumbers | None:
@@ -191,20 +193,6 @@ class TrackedGroups:
     def _count_keys(self) -> list[int]:
         """Return the number of keys in each group."""
         return [len(tracked.group) for tracked in self.groups]
-
-
-def _remove_replaced_keys(group: Group, label_keys: Set[str], read_keys: Sequence[str]) -> None:
-    """Remove keys of one label that have no effect, because the group has a key for all labels instead.
-
-    For example, "weight_decay" replaces "adamw.weight_decay".
-
-    Args:
-        group: the param group.
-        label_keys: all keys of one label that it may have.
-        read_keys: the keys from which its hyperparameters are read.
-    """
-    for key in label_keys - set(read_keys):
-        group.pop(key, None)
 
 
 def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRules) -> None:
