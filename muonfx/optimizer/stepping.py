@@ -39,10 +39,10 @@ from muonfx.optimizer.group_numbers import (
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.update_rules import update_rules_of
-from muonfx.placement.arguments import Arguments
+from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.offload import inner_of, store_of
-from muonfx.placement.placed import PlacedTransforms, Where
+from muonfx.placement.placed import Where, placed
 from muonfx.placement.store import IN_MEMORY
 from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
@@ -182,7 +182,7 @@ class Stepping:
         """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
         self._store = store_of(tx)
         """The memory of the state, such as host memory under `offload`."""
-        self._placed_transforms = PlacedTransforms(Where(None, self._store, bucket_bytes))
+        self._where = Where(None, self._store, bucket_bytes)
         self._callers_tensors = callers_tensors
         # `refresh` replaces the following attributes if the numbers in the param groups have changed.
         self._last_read: _LastRead | None = None
@@ -191,7 +191,7 @@ class Stepping:
         self._placed_structure: object = None
         """The structure of the transform from which `_placed` was made: the transform without its numbers.
 
-        It changes when groups get different numbers for the first time, so that `by_groups` is needed.
+        It changes when groups begin or cease to have different numbers, which need `by_groups`.
         """
 
     def sharded_if_over_ranks(self, tx: Transform) -> Transform:
@@ -207,7 +207,8 @@ class Stepping:
         check_params(params)
         warn_of_unmatched(patterns_in(self.tx), params)  # patterns of views, such as "*.qkv", without a parameter
         # The state does not depend on the numbers in the groups, so the transform from construction creates it.
-        state = self._placed_transforms(self.inner, params, self.root).functions.init(params)
+        self._place(self.inner, params, self.root)
+        state = self._placed.functions.init(params)
         self.refresh(params, groups)  # also raises if a number in the groups is out of range
         return self._with_former_values(state, former)
 
@@ -380,15 +381,21 @@ class Stepping:
     def _set_current(self, tx: Transform, params: NamedTensors) -> None:
         """Run ``tx``, which has the current hyperparameters, in the following steps.
 
-        First it is *placed*: divided into buckets of parameters, and connected with the memory of the state. This takes
-        long, so if only numbers have changed since the last call, they are put into the transform that is placed.
+        To place a transform takes long. So if only numbers have changed since the last call, such as the learning rate,
+        they are put into the transform that is placed.
         """
-        if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
-            placed = with_numbers(self._placed, iter(numbers_of(tx)))
-        else:  # the first time, or `by_groups` has replaced a part
-            placed = self._placed_transforms(tx, params)
-            self._placed_structure = tx.structure
-        self._placed = prepared(placed)  # a bad number raises now, not in the step
+        if tx.structure is not self._placed_structure:  # `by_groups` has replaced a part, or the optimizer is a copy
+            self._place(tx, params, None)
+        current = with_numbers(self._placed, iter(numbers_of(tx)))
+        self._placed = prepared(current)  # a bad number raises now, not in the step
+
+    def _place(self, tx: Transform, params: NamedTensors, visited: Visit | None) -> None:
+        """Divide ``tx`` into buckets of parameters, and connect it with the memory of the state.
+
+        ``visited`` is the first visit of ``tx``; None to visit it.
+        """
+        self._placed = placed(tx, meta_like(params), self._where, visited=visited)
+        self._placed_structure = tx.structure
 
     def step(self, call: Arguments) -> PyTree:
         """Run one step and return the next state. The parameters in ``call`` are updated in place."""
