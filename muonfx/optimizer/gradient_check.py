@@ -107,10 +107,8 @@ class _OutsideParameters:
         self._parameters = parameters
         self._result: NamedTensors = {}
         """The parameters that the last search has found, by name."""
-        self._module_lists: list[weakref.ref[nn.Module]] = []
-        """The lists of modules that the last search has found in the models."""
-        self._last_lengths: list[int] = []
-        """Their lengths at this search."""
+        self._length_of: dict[weakref.ref[nn.Module], int] = {}
+        """The lists of modules that the last search has found in the models, with their lengths."""
         self._last_changes: object = None
         """The signs of a change, as `find` compares them, at this search; None before the first one."""
 
@@ -124,31 +122,29 @@ class _OutsideParameters:
         """
         assignments = _registrations["assigned"]  # how many parameters and modules were assigned to any module
         changes = (without_gradient, self._parameters.version, assignments)
-        if changes != self._last_changes or self._lengths() != self._last_lengths:
+        if changes != self._last_changes or self._has_other_length():
             self._result = self._parameters.outside(named)
-            self._module_lists = _module_lists(self._parameters.models)
-            self._last_lengths = self._lengths()
+            self._length_of = _lengths_of_lists(self._parameters.models)
             self._last_changes = changes
         return self._result
 
-    def _lengths(self) -> list[int]:
-        """Return how many modules each list has: `ModuleList.insert` adds one without an assignment to count."""
-        lengths: list[int] = []
-        for ref in self._module_lists:
+    def _has_other_length(self) -> bool:
+        """Return True if a list has more modules now: `ModuleList.insert` adds one without an assignment to count."""
+        for ref, length in self._length_of.items():
             module = ref()
-            if module is not None:
-                lengths.append(len(module._modules))
-        return lengths
+            if module is not None and len(module._modules) != length:
+                return True
+        return False
 
 
-def _module_lists(models: Iterable[nn.Module]) -> list[weakref.ref[nn.Module]]:
-    """Return weak references to the lists of modules in the models, such as ``ModuleList`` and ``Sequential``."""
-    module_lists: list[weakref.ref[nn.Module]] = []
+def _lengths_of_lists(models: Iterable[nn.Module]) -> dict[weakref.ref[nn.Module], int]:
+    """Return the number of modules in each ``ModuleList`` and ``Sequential`` of the models, by weak references."""
+    length_of: dict[weakref.ref[nn.Module], int] = {}
     for model in models:
         for module in model.modules():
             if isinstance(module, nn.ModuleList | nn.Sequential):
-                module_lists.append(weakref.ref(module))
-    return module_lists
+                length_of[weakref.ref(module)] = len(module._modules)
+    return length_of
 
 
 def _only_outside(outside_with_gradient: NamedTensors, number: int) -> ValueError:
