@@ -186,8 +186,13 @@ def match_groups(
         not_trained: the names of parameters that have no state here, as they are frozen. They may be in saved groups.
     """
     names = set(_names_in(groups))
-    _require_known(names, set(_saved_names_in(saved_groups)), not_trained)
-    _require_same_number(saved_groups, groups)
+    saved_names = set(_saved_names_in(saved_groups))
+    _require_known(names, saved_names, not_trained)
+    if names == saved_names and len(saved_groups) != len(groups):
+        raise ValueError(
+            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
+            "optimizer with the groups of the optimizer that was saved"
+        )
     saved_group_of: dict[str, Group] = {}  # by the name of each parameter
     for saved in saved_groups:
         for name in saved["param_names"]:
@@ -218,16 +223,6 @@ def _saved_group_with(group_names: Iterable[str], saved_group_of: Mapping[str, G
     saved = saved_group_of[min(members)]  # any member will do, because the next line compares all
     _require_same_members(members, names & set(saved["param_names"]))
     return saved
-
-
-def _require_same_number(saved_groups: Sequence[Group], groups: Sequence[TrackedGroup]) -> None:
-    """Raise ValueError if a state dict has the parameters of an optimizer, but divided into more or fewer groups."""
-    has_same_names = set(_names_in(groups)) == set(_saved_names_in(saved_groups))
-    if has_same_names and len(saved_groups) != len(groups):
-        raise ValueError(
-            f"nothing was loaded: the state dict has {len(saved_groups)} groups, expected {len(groups)}: create this "
-            "optimizer with the groups of the optimizer that was saved"
-        )
 
 
 def _require_known(names: Set[str], saved_names: Set[str], not_trained: Set[str]) -> None:
