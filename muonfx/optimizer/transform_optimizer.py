@@ -375,7 +375,10 @@ class TransformOptimizer(Optimizer):
                 )
             self._add_groups(param_group, list(trained.items()), as_one=True)
             self._create_state_from(former)  # earlier parameters keep their values
-            self._record_added(param_group, trained, frozen)
+            # Later steps find tensors that replace the added parameters.
+            self._parameters.add_models(models_of([param_group]))
+            self._parameters.track(trained)
+            self._parameters.leave_out(frozen)
         warn_of_rounding(self._stepping, self._tracked_groups.groups, trained)
 
     def _extend_stepping(self, added: NamedTensors, earlier: NamedTensors) -> None:
@@ -386,12 +389,6 @@ class TransformOptimizer(Optimizer):
         tx = self._transform_for(added)  # has labels for them
         all_params = {**earlier, **added}
         self._stepping = self._stepping_for(tx, all_params, self._parameters.not_trained_params())
-
-    def _record_added(self, param_group: Group, trained: NamedTensors, frozen: NamedTensors) -> None:
-        """Record the parameters of a group that was added, so that later steps find tensors that replace them."""
-        self._parameters.add_models(models_of([param_group]))
-        self._parameters.track(trained)
-        self._parameters.leave_out(frozen)
 
     def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
         """Add a param group for named parameters to ``param_groups``, or one for each label.
