@@ -155,8 +155,6 @@ class SteppingOverRanks(Stepping):
         """True if there is another rank to communicate with."""
         self._is_replicated = layout.is_replicated and not layout.dtensors
         """True if every rank has all parameters in full as plain tensors, as under DDP."""
-        self._current = self.inner
-        """The transform with the hyperparameters that `refresh` has read in the param groups."""
         self._gathering: Gathering | None = None
         """The copy of single ranks' state to all ranks that `_share` has started; None if none was necessary."""
 

@@ -180,16 +180,18 @@ class Stepping:
         """For each parameter name, its label and the transforms that update it."""
         self.defaults = hyperparams(tx)
         """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
-        self._store = store_of(tx)
-        """The memory of the state, such as host memory under `offload`."""
-        self._where = Where(None, self._store, bucket_bytes)
+        self._where = Where(None, store_of(tx), bucket_bytes)
+        """The memory of the state, such as host memory under `offload`, and the bytes of a bucket."""
         self._callers_tensors = callers_tensors
         # `refresh` replaces the following attributes if the numbers in the param groups have changed.
         self._last_read: _LastRead | None = None
-        self._placed = self.inner
-        """The transform that `step` runs: ``tx`` with the current numbers, in buckets and in the store."""
+        self._current = self.inner
+        """The transform that `step` runs: ``tx`` with the current numbers, in buckets and in the store.
+
+        Over ranks, it is not placed: `step_sharded` does it.
+        """
         self._placed_structure: object = None
-        """The structure of the transform from which `_placed` was made: the transform without its numbers.
+        """The structure of the transform from which `_current` was made: the transform without its numbers.
 
         It changes when groups begin or cease to have different numbers, which need `by_groups`.
         """
@@ -208,7 +210,7 @@ class Stepping:
         warn_of_unmatched(patterns_in(self.tx), params)  # patterns of views, such as "*.qkv", without a parameter
         # The state does not depend on the numbers in the groups, so the transform from construction creates it.
         self._place(self.inner, params, self.root)
-        state = self._placed.functions.init(params)
+        state = self._current.functions.init(params)
         self.refresh(params, groups)  # also raises if a number in the groups is out of range
         return self._with_former_values(state, former)
 
@@ -289,7 +291,7 @@ class Stepping:
 
     def initial_state(self, params: NamedTensors) -> PyTree:
         """Return the initial state for named parameters. Over ranks, all of them call this together."""
-        return self._placed.functions.init(params)
+        return self._current.functions.init(params)
 
     def refresh(self, params: NamedTensors, groups: Sequence[TrackedGroup]) -> None:
         """Read the hyperparameters in the param groups. If they have changed, rebuild the transform with them.
@@ -386,15 +388,15 @@ class Stepping:
         """
         if tx.structure is not self._placed_structure:  # `by_groups` has replaced a part, or the optimizer is a copy
             self._place(tx, params, None)
-        current = with_numbers(self._placed, iter(numbers_of(tx)))
-        self._placed = prepared(current)  # a bad number raises now, not in the step
+        current = with_numbers(self._current, iter(numbers_of(tx)))
+        self._current = prepared(current)  # a bad number raises now, not in the step
 
     def _place(self, tx: Transform, params: NamedTensors, visited: Visit | None) -> None:
         """Divide ``tx`` into buckets of parameters, and connect it with the memory of the state.
 
         ``visited`` is the first visit of ``tx``; None to visit it.
         """
-        self._placed = placed(tx, meta_like(params), self._where, visited=visited)
+        self._current = placed(tx, meta_like(params), self._where, visited=visited)
         self._placed_structure = tx.structure
 
     def step(self, call: Arguments) -> PyTree:
@@ -404,12 +406,12 @@ class Stepping:
         if call.extras:
             check_values_of_extras([visited.tx for visited in self.visits], call.extras)
         call = _with_separate_memory(call)
-        if self._store != IN_MEMORY:
-            require_room(self._store, call.state, call.params, call.donate)
+        if self._where.store != IN_MEMORY:
+            require_room(self._where.store, call.state, call.params, call.donate)
         # The placed transform calls `add_in_place` as soon as the updates of a bucket of parameters are computed. This
         # saves memory.
         extras = {**call.extras, "apply_to_params": add_in_place}
-        _, new_state = self._placed.run(call.updates, call.state, call.params, donate=call.donate, **extras)
+        _, new_state = self._current.run(call.updates, call.state, call.params, donate=call.donate, **extras)
         return new_state
 
 
