@@ -93,7 +93,7 @@ class GroupNumbers:
         names_of_keys = [name for hyperparam in hyperparams for name in hyperparam.names]
         self._has_common_numbers = len(set(names_of_keys)) < len(names_of_keys)
         """True if two keys set one number, such as "betas" and "momentum"."""
-        self._last_numbers: dict[str, Number] = {}
+        self.last_numbers: dict[str, Number] = {}
         """The numbers that the last `read` returned, by dotted name: ``{"scale_by_adam.b1": 0.9, ...}``."""
         self._last_entries: Group = {}
         """The group's hyperparameters after the last `read`, by key: ``{"lr": 0.1, "betas": (0.9, 0.95)}``."""
@@ -166,7 +166,7 @@ class GroupNumbers:
 
     def _was_read(self, name: str, number: Number) -> bool:
         """Return True if a hyperparameter had this value at the last `read`; False for all if nothing was read yet."""
-        return name in self._last_numbers and equal(self._last_numbers[name], number)
+        return name in self.last_numbers and equal(self.last_numbers[name], number)
 
     def complete(self, entries: Group, defaults: Numbers) -> dict[str, Number]:
         """Return a new group's hyperparameters by dotted name, from ``defaults`` if ``entries`` lacks them."""
@@ -196,12 +196,12 @@ class GroupNumbers:
         """
         if not self._is_unchanged(group):  # in most steps it is unchanged
             self._read_changed(group)
-        return self._last_numbers
+        return self.last_numbers
 
     def _read_changed(self, group: Group) -> None:
         """Read a group in which an entry is another object than at the last `read`, as after ``group["lr"] = 0.2``.
 
-        `read` then returns the result, ``self._last_numbers``. It is replaced only if a number has another value.
+        `read` then returns the result, ``self.last_numbers``. It is replaced only if a number has another value.
         """
         numbers = self.parse(group)
         self._require_complete(group, numbers)
@@ -213,7 +213,7 @@ class GroupNumbers:
         self._last_entries = {key: group[key] for key in self.keys}
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
         if changed:  # not by ``group["lr"] = float("0.1")`` if it was 0.1: another object, but an equal number
-            self._last_numbers = numbers
+            self.last_numbers = numbers
 
     def _require_complete(self, group: Group, numbers: Numbers) -> None:
         """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
@@ -295,41 +295,30 @@ def own_copies(value: Any) -> Any:
     return own_copy(value)
 
 
-def separate_tensors(
-    groups: Sequence[TrackedGroup], numbers_of_groups: Sequence[dict[str, Number]], callers_tensors: CallersTensors
-) -> list[dict[str, Number]]:
+def separate_tensors(groups: Sequence[TrackedGroup], callers_tensors: CallersTensors) -> None:
     """Give each param group its own copy of a tensor that several groups or hyperparameters have in common.
 
     For example, if "lr" is one tensor in two groups, a scheduler that writes into it for one group would change both.
 
     Args:
-        groups: the param groups, whose entries are replaced by the copies.
-        numbers_of_groups: the numbers in each group, as `read_numbers` returns them.
+        groups: the param groups, whose numbers were just read. Their entries are replaced by the copies.
         callers_tensors: records the tensors that are replaced, because the caller may write into them later.
-
-    Returns:
-        The numbers in each group after the replacement.
     """
     uses_of_tensor = _uses_of_tensors(groups)
-    separate_numbers: list[dict[str, Number]] = []
-    for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
+    for tracked in groups:
+        numbers = tracked.numbers.last_numbers
         # The tensors with another use, in this group or another one.
         common_tensors: dict[str, Tensor] = {}
         for name, number in numbers.items():
             if isinstance(number, Tensor) and uses_of_tensor[id(number)] > 1:
                 common_tensors[name] = number
-        if common_tensors:  # also in the first group, so that writing into a common tensor changes no group
-            callers_tensors.note(common_tensors)
-            numbers = _with_copies(tracked, numbers, common_tensors)
-        separate_numbers.append(numbers)
-    return separate_numbers
-
-
-def _with_copies(tracked: TrackedGroup, numbers: Numbers, tensors: Mapping[str, Tensor]) -> dict[str, Number]:
-    """Replace tensors among the numbers of a param group by copies, in the group, and return the numbers read again."""
-    copies = {name: own_copy(tensor) for name, tensor in tensors.items()}
-    tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
-    return tracked.numbers.read(tracked.group)
+        if not common_tensors:
+            continue
+        # Also in the first group, so that writing into a common tensor changes no group.
+        callers_tensors.note(common_tensors)
+        copies = {name: own_copy(tensor) for name, tensor in common_tensors.items()}
+        tracked.group.update(tracked.numbers.entries({**numbers, **copies}))
+        tracked.numbers.read(tracked.group)
 
 
 def _uses_of_tensors(groups: Sequence[TrackedGroup]) -> Counter[int]:

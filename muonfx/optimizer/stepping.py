@@ -29,7 +29,6 @@ from muonfx.optimizer.by_groups import GroupMembers, common_numbers, different_v
 from muonfx.optimizer.group_numbers import (
     CallersTensors,
     Number,
-    Numbers,
     TrackedGroup,
     fitted,
     read_numbers,
@@ -66,21 +65,18 @@ class _CommonNumber(NamedTuple):
     """The tensor of each group. All must have one value."""
 
 
-def _common_numbers_of(visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> list[_CommonNumber]:
+def _common_numbers_of(visits: Sequence[Visit], groups: Sequence[TrackedGroup]) -> list[_CommonNumber]:
     """Return the numbers that are a tensor in several groups, and of which a transform reads one value for all groups.
 
-    For example, a clip by the norm of all parameters reads one "max_norm".
-
-    Args:
-        visits: each transform, with the dotted names of its numbers.
-        numbers_of_groups: the numbers of each param group by dotted name.
+    For example, a clip by the norm of all parameters reads one "max_norm". ``visits`` has each transform, with the
+    dotted names of its numbers.
     """
     common: list[_CommonNumber] = []
     for visited in visits:
         for name in visited.numbers.names:
             tensors: list[Tensor] = []
-            for numbers in numbers_of_groups:
-                number = numbers.get(name)
+            for tracked in groups:
+                number = tracked.numbers.last_numbers.get(name)
                 if isinstance(number, Tensor):
                     tensors.append(number)
             # Other transforms, such as momentum, run once for each group, with the number of the group.
@@ -89,15 +85,12 @@ def _common_numbers_of(visits: Sequence[Visit], numbers_of_groups: Sequence[Numb
     return common
 
 
-def _require_values_of_numbers(groups: Sequence[TrackedGroup], numbers_of_groups: Sequence[Numbers]) -> None:
-    """Raise ValueError if a number of a group, such as "lr", is a tensor on the meta device, which has no value.
-
-    ``numbers_of_groups`` has the numbers of each group by dotted name. The error has the key of the number.
-    """
-    for tracked, numbers in zip(groups, numbers_of_groups, strict=True):
+def _require_values_of_numbers(groups: Sequence[TrackedGroup]) -> None:
+    """Raise ValueError if a number of a group, such as "lr", is a tensor on the meta device, which has no value."""
+    for tracked in groups:
         for hyperparam in tracked.numbers.hyperparams:
             for name in hyperparam.names:
-                number = numbers.get(name)
+                number = tracked.numbers.last_numbers[name]
                 if isinstance(number, Tensor) and number.is_meta:
                     raise ValueError(
                         f"{hyperparam.key!r} in a group is a tensor on the meta device, which has no value: create it "
@@ -110,12 +103,12 @@ class CommonTensors:
 
     Args:
         visits: the visits of all transforms in the optimizer's transform.
-        numbers_of_groups: the numbers of each group by dotted name.
+        groups: the param groups, whose numbers were just read.
     """
 
-    def __init__(self, visits: Sequence[Visit], numbers_of_groups: Sequence[Numbers]) -> None:
+    def __init__(self, visits: Sequence[Visit], groups: Sequence[TrackedGroup]) -> None:
         """Find the tensors. `check` compares them."""
-        self._common_numbers = _common_numbers_of(visits, numbers_of_groups)
+        self._common_numbers = _common_numbers_of(visits, groups)
         self._write_counts: list[int] = []
         """How often each of the tensors had been written to when `check` last compared them."""
 
@@ -307,36 +300,35 @@ class Stepping:
             return
         if not torch.compiler.is_compiling():
             if tree.device_of(params).type != "meta":
-                _require_values_of_numbers(groups, numbers)
-            numbers = separate_tensors(groups, numbers, self._callers_tensors)  # each group gets its own tensors
-        common_tensors = CommonTensors(self.visits, numbers)
+                _require_values_of_numbers(groups)
+            separate_tensors(groups, self._callers_tensors)  # each group gets its own tensors
+        common_tensors = CommonTensors(self.visits, groups)
         common_tensors.check()
-        self._rebuild(params, groups, numbers)
+        self._rebuild(params, groups)
         # Last: if a line above raises an error, the next step reads the groups again.
+        numbers = [tracked.numbers.last_numbers for tracked in groups]
         self._last_read = _LastRead(groups, numbers, common_tensors)
 
-    def _rebuild(
-        self, params: NamedTensors, groups: Sequence[TrackedGroup], numbers: Sequence[dict[str, Number]]
-    ) -> None:
-        """Rebuild the transform with the ``numbers`` of the param groups. It raises ValueError for a bad number.
+    def _rebuild(self, params: NamedTensors, groups: Sequence[TrackedGroup]) -> None:
+        """Rebuild the transform with the numbers of the param groups. It raises ValueError for a bad number.
 
         Its error has the name of an argument, such as "learning_rate". It is replaced by one with the key of a group,
         such as "lr".
         """
         try:
-            self._set_current(self._with_numbers(groups, numbers), params)
+            self._set_current(self._with_numbers(groups), params)
         except ValueError:
-            for tracked, group_numbers in zip(groups, numbers, strict=True):
-                require_in_range(self.tx, tracked.numbers.hyperparams, group_numbers, self.defaults)
+            for tracked in groups:
+                require_in_range(self.tx, tracked.numbers.hyperparams, tracked.numbers.last_numbers, self.defaults)
             raise  # no single number is the cause
 
-    def _with_numbers(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> Transform:
-        """Return the transform with the hyperparameters of the param groups: ``numbers`` of each group by dotted name.
+    def _with_numbers(self, groups: Sequence[TrackedGroup]) -> Transform:
+        """Return the transform with the hyperparameters of the param groups, whose numbers were just read.
 
         If groups have different numbers for a transform, such as two rates, it is replaced by a `by_groups`, which runs
         it once for each set of numbers.
         """
-        tx = for_groups(self.inner, self.root, self.members(groups, numbers))
+        tx = for_groups(self.inner, self.root, self._members(groups))
         if torch.compiler.is_compiling() and self._accumulates():
             tx = as_tensors(tx)  # torch.cond, which `accumulate` calls, accepts no float that changes between calls
         return prepared(tx)
@@ -350,18 +342,20 @@ class Stepping:
 
         Where groups have different values, return the value of the first group.
         """
-        numbers, _names_that_differ = common_numbers(self.members(groups, read_numbers(groups)))
+        read_numbers(groups)
+        numbers, _names_that_differ = common_numbers(self._members(groups))
         return numbers
 
-    def members(self, groups: Sequence[TrackedGroup], numbers: Sequence[Numbers]) -> list[GroupMembers]:
+    def _members(self, groups: Sequence[TrackedGroup]) -> list[GroupMembers]:
         """Return the parameter names and the hyperparameters of each group, in an order that is equal on all ranks.
 
         The numbers are by dotted name, and have the types that the transform accepts.
         """
         members: list[GroupMembers] = []
-        for tracked, group_numbers in zip(groups, numbers, strict=True):
+        for tracked in groups:
             if tracked.names:  # a group without parameters has no effect
-                members.append(GroupMembers(sorted(tracked.names), fitted(self.defaults, group_numbers)))
+                numbers = fitted(self.defaults, tracked.numbers.last_numbers)
+                members.append(GroupMembers(sorted(tracked.names), numbers))
         # The order of groups may differ between ranks, the order of versions in `by_groups` must not: sort by names.
         return sorted(members, key=lambda group: group.names)
 
@@ -372,7 +366,8 @@ class Stepping:
 
         The transform has the current hyperparameters of the param groups. Over ranks, all of them call this together.
         """
-        tx = self._with_numbers(groups, read_numbers(groups))
+        read_numbers(groups)
+        tx = self._with_numbers(groups)
         is_offloaded = self.inner is not self.tx
         if is_offloaded:  # `self.tx` is ``offload(self.inner)``: put `offload` around the transform again
             tx = self.tx.replace(tx=tx)
