@@ -202,8 +202,11 @@ class SteppingOverRanks(Stepping):
 
         For example, the state of `normalize_neurons`. The owner is the rank that computes the update of the matrix.
         """
-        is_on_owners = placement.owned and any(shard.owner is not None for shard in placement.shards)
-        return self._is_distributed and is_on_owners and not self._is_shown_by_dtensor(placement)
+        if not self._is_distributed or not placement.owned:
+            return False
+        if all(shard.owner is None for shard in placement.shards):  # all ranks compute all of its matrices
+            return False
+        return not self._is_shown_by_dtensor(placement)
 
     def _is_shown_by_dtensor(self, placement: LeafPlacement) -> bool:
         """Return True if `optimizer.state` has a DTensor for a leaf that several owners have, each one shard of it.
