@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -463,8 +462,11 @@ class TrackedParameters:
         For example, Lightning assigns ``optimizer.param_groups`` when a run with unfrozen layers is resumed. The groups
         then have the weight of a layer that was frozen so far, and the result is ``{"0.weight": weight}``.
         """
-        unknown_params = self._unknown_params(groups)
-        if not unknown_params:  # usually; to look up names takes time
+        known_name_of = self._names_of_known()
+        unknown_params: list[Tensor] = []
+        for group in groups:
+            unknown_params += [param for param in group["params"] if param not in known_name_of]
+        if not unknown_params:  # usually; to look up all names takes time
             return {}
         name_of = self.names
         added: dict[str, Tensor] = {}
@@ -475,16 +477,16 @@ class TrackedParameters:
                 added[name] = param
         return added
 
-    def _unknown_params(self, groups: Iterable[Group]) -> list[Tensor]:
-        """Return the tensors in the groups that have no state, and have not replaced a parameter of the models."""
-        known_params = {tracked.param for tracked in self.tracked.values()}
-        # Replacements are found by their position in a model, because a wrapper that was put around their layer since,
-        # as accelerate does for activation checkpointing, has changed their names.
-        known_params.update(self._others_in_models().values())
-        unknown_params: list[Tensor] = []
-        for group in groups:
-            unknown_params += [param for param in group["params"] if param not in known_params]
-        return unknown_params
+    def _names_of_known(self) -> dict[Tensor, str]:
+        """Return the names of the tensors that have state, and of those that have replaced some of them in the models.
+
+        Replacements are found by their position in a model, because a wrapper that was put around their layer since, as
+        accelerate does for activation checkpointing, has changed their names.
+        """
+        name_of = {param: name for name, param in self._others_in_models().items()}
+        for name, tracked in self.tracked.items():
+            name_of[tracked.param] = name  # a tied tensor that is in both keeps the name of its state
+        return name_of
 
     def names_of(self, groups: Iterable[Group]) -> list[list[str]]:
         """Return the names of the parameters in each group that a user or engine has edited: ``[["w"], ["b"]]``.
@@ -492,12 +494,14 @@ class TrackedParameters:
         A new tensor gets the name of the tensor that it replaces. Raise ValueError if a tensor replaces no parameter,
         or if a parameter is in the groups twice or not at all.
         """
-        # Tensors that have state, and tensors of the models that have replaced some of them.
-        name_of_tracked = {tracked.param: name for name, tracked in self.tracked.items()}
-        name_of_replacement = {param: name for name, param in self._others_in_models().items()}
-        name_of = {**name_of_replacement, **name_of_tracked}  # a tied tensor, if in both, keeps the name of its state
-        names_per_group = [self._names_in(index, group, name_of) for index, group in enumerate(groups)]
-        self._require_each_once(Counter(itertools.chain(*names_per_group)))
+        known_name_of = self._names_of_known()
+        names_per_group: list[list[str]] = []
+        times = Counter[str]()
+        for index, group in enumerate(groups):
+            names = self._names_in(index, group, known_name_of)
+            names_per_group.append(names)
+            times.update(names)
+        self._require_each_once(times)
         return names_per_group
 
     def _require_each_once(self, times: Mapping[str, int]) -> None:
