@@ -232,7 +232,7 @@ class TransformOptimizer(Optimizer):
         # 3. Create the groups, then the state. torch's constructor calls `add_param_group` for each group. That looks
         # up which transforms update its parameters, so it needs the attributes above.
         super().__init__(groups, {})
-        self._create_state()
+        self._create_state(None)
         self._rate_check = OneRateCheck(self._tracked_groups.rates())
         warn_of_rounding(self._stepping, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
@@ -374,7 +374,7 @@ class TransformOptimizer(Optimizer):
                     "another label for it"
                 )
             self._add_groups(param_group, list(trained.items()), as_one=True)
-            self._create_state_from(former)  # earlier parameters keep their values
+            self._create_state(former)  # earlier parameters keep their values
             # Later steps find tensors that replace the added parameters.
             self._parameters.add_models(models_of([param_group]))
             self._parameters.track(trained)
@@ -559,37 +559,28 @@ class TransformOptimizer(Optimizer):
         grads = _gradients_of(named)
         return self._stepping.snapshot(self._current["state"], params, grads, self._tracked_groups.groups)
 
-    def _create_state(self) -> None:
-        """Create the state of the parameters in the groups, and show it in ``optimizer.state``."""
-        state = self._new_state(None)
-        named = self._named_params()
-        self._current["initial"] = InitialState(named, state)
-        self._current["state"] = state
-        self._show_all(named)
+    def _create_state(self, former: FormerState | None) -> None:
+        """Create a state for the parameters in the groups, and show it in ``optimizer.state``.
 
-    def _create_state_from(self, former: FormerState) -> None:
-        """Create a new state after parameters were added or replaced, and show it in ``optimizer.state``.
-
-        Leaves that the former state has keep its values. Leaves of added parameters have their initial values.
+        Leaves that a ``former`` state has, before parameters were added or replaced, keep its values. Others have their
+        initial values.
         """
         if self._parameters.on_meta:  # the former state has no values
-            self._create_state()
-            return
-        state = self._new_state(former)
-        named = self._named_params()
-        # A path names a leaf, such as ("momentum", "trace", "0.weight"). Only leaves of added parameters are new.
-        added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
-        initial = with_new_leaves(self._current["initial"], added_paths, named, state, former.state)
-        self._current["initial"] = initial
-        self._current["state"] = state
-        self._show_all(named)
-
-    def _new_state(self, former: FormerState | None) -> PyTree:
-        """Read the groups, and return a state for their parameters, with the values that a former state has."""
+            former = None
         self._tracked_groups.record(self._groups, self._stepping.rules)
+        named = self._named_params()
         # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            return self._stepping.init(self._named_params(), self._tracked_groups.groups, former)
+            state = self._stepping.init(named, self._tracked_groups.groups, former)
+        if former is None:
+            self._current["initial"] = InitialState(named, state)
+        else:
+            # A path names a leaf, such as ("momentum", "trace", "0.weight"). Only leaves of added parameters are new.
+            added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
+            initial = with_new_leaves(self._current["initial"], added_paths, named, state, former.state)
+            self._current["initial"] = initial
+        self._current["state"] = state
+        self._show_all(named)
 
     def _update_initial_state(self) -> None:
         """Before the first step, initialize the state again if parameters were changed after it was made.
@@ -791,7 +782,7 @@ class TransformOptimizer(Optimizer):
             self._stepping = self._stepping_for(self.tx, named, self._parameters.not_trained_params())
             _require_same_rules(self._stepping.rules, former.stepping.rules)
             self._put_in_groups(named)
-            self._create_state_from(former)
+            self._create_state(former)
 
     def _add_params_in_groups(self, added: NamedTensors) -> None:
         """Train parameters of the model that were written into ``param_groups``, and not given to `add_param_group`.
@@ -810,7 +801,7 @@ class TransformOptimizer(Optimizer):
             self._parameters.track(added)  # first: the lookup of names in groups raises for unknown tensors
             self._complete_groups_with(added)
             self._tracked_groups.follow(self._groups, self._stepping.rules)
-            self._create_state_from(former)  # earlier parameters keep their values
+            self._create_state(former)  # earlier parameters keep their values
 
     def _complete_groups_with(self, added: NamedTensors) -> None:
         """Add missing hyperparameters, such as "momentum", to the groups that have one of the added parameters."""
