@@ -53,14 +53,14 @@ class TrackedGroups:
         """Return True if the param groups are as `record` recorded them: the same dicts, parameters and names."""
         if len(groups) != len(self.groups):  # a group was added or removed
             return False
-        params: list[Tensor] = []
+        tracked_parameters = self._parameters.tracked
         for group, tracked in zip(groups, self.groups, strict=True):
             if group is not tracked.group or group.get("param_names") != tracked.names:  # another dict, or renamed
                 return False
-            if len(group["params"]) != len(tracked.names):  # compared before the tensors, to pair these correctly
+            params = [tracked_parameters[name].param for name in tracked.names]
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):  # other tensors
                 return False
-            params += group["params"]
-        return all(map(is_, params, self.named.values()))  # each parameter is the same tensor object
+        return True
 
     def record(self, groups: Iterable[Group], rules: UpdateRules) -> None:
         """Record the param groups from which later steps read the hyperparameters, such as "lr" and "momentum".
