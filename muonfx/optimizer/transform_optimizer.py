@@ -357,7 +357,7 @@ class TransformOptimizer(Optimizer):
 
         Frozen parameters, and those with the label None, are put into no group.
         """
-        self._use_replacements()  # first, so that the state that is kept is of the current parameters
+        self.follow_model()  # first, so that the state that is kept is of the current parameters
         named = self._named_params()
         names = self._parameters.names
         pairs = with_known_names(named_pairs(params_of(param_group), names), names)
@@ -552,7 +552,7 @@ class TransformOptimizer(Optimizer):
             {'weight': tensor([[-0.1000, -0.1000]])}
         """
         # First adopt what the caller has changed, as a step does.
-        self._use_replacements()
+        self.follow_model()
         self._update_initial_state()
         named = self._named_params()
         params = {name: param.detach() for name, param in named.items()}
@@ -686,11 +686,11 @@ class TransformOptimizer(Optimizer):
 
     # ------------------------------------------------------------------------------------------- replaced parameters
 
-    def _use_replacements(self) -> None:
-        """If parameters were replaced in the groups or the model, use the new tensors and move the state to them.
+    def follow_model(self) -> None:
+        """Use tensors that have replaced parameters in the groups or the model, as a step does first.
 
         Examples are ``model.to("cuda")``, ``fully_shard(model)`` after construction, and an engine that puts copies of
-        the parameters into the groups. All ranks must call this together if the state has to move.
+        the parameters into the groups. The state moves to the new tensors, so all ranks must call this together.
         """
         self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
         if not self._tracked_groups.are_current(self._groups):  # rarely
@@ -936,7 +936,7 @@ class TransformOptimizer(Optimizer):
         Raises:
             ShardingError: all ranks must call this together, and a rank did not.
         """
-        self._use_replacements()  # the state may have to move to new tensors
+        self.follow_model()  # the state may have to move to new tensors
         for hook in cast("Any", self)._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._tracked_groups.synchronize()  # a hook may have written into the groups
@@ -1024,7 +1024,7 @@ class TransformOptimizer(Optimizer):
                 no saved state, because they were frozen; or numbers of groups have changed in the code: the state
                 dict's are used, except for schedules that have changed; or another chain has saved it.
         """
-        self._use_replacements()
+        self.follow_model()
         check_real(self._named_params())
         state_dict = self._after_hooks(state_dict)
         groups = self._tracked_groups.groups
@@ -1064,13 +1064,9 @@ class TransformOptimizer(Optimizer):
         >>> optimizer.saved_groups()[0]["lr"], optimizer.saved_groups()[0]["param_names"]
         (0.1, ['w'])
         """
-        self._use_replacements()
+        self.follow_model()
         self._tracked_groups.synchronize()
         return [self._saved_group(tracked) for tracked in self._tracked_groups.groups]
-
-    def follow_model(self) -> None:
-        """Use tensors that have replaced parameters now, as a step does first. All ranks must call this together."""
-        self._use_replacements()
 
     def load_transform_state(self, state: PyTree, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Copy a state, such as `muonfx.checkpoint.load` or a converter returns, into the state of this optimizer.
@@ -1098,7 +1094,7 @@ class TransformOptimizer(Optimizer):
             >>> optimizer.transform_state["momentum"].trace
             {'w': tensor([0., 0.])}
         """
-        self._use_replacements()
+        self.follow_model()
         check_real(self._named_params())
         matched_groups: list[Group | None] | None = None
         if groups is not None:
