@@ -1106,8 +1106,7 @@ class TransformOptimizer(Optimizer):
         with suppress(ValueError):  # the check below names another difference of structure
             state = tree.unflatten(expected.structure, expected.structure.flatten_up_to(state))
         check_state_like("this optimizer", state, expected, with_dtypes=False)
-        _require_same_sharding(state, current_state)
-        _require_values(state)
+        _require_copyable(state, current_state)
         # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
         with torch.no_grad():
             tree.map(_copy_into, current_state, state)
@@ -1155,20 +1154,19 @@ def _copy_into(leaf: Tensor, value: Tensor) -> None:
         local_leaf.copy_(local_value)
 
 
-def _require_same_sharding(state: PyTree, expected: PyTree) -> None:
-    """Raise if a leaf of a state is a DTensor and the expected leaf is none, or the reverse: neither can be copied."""
+_AS_IN_STATE = "as in `transform_state` of this optimizer"
+
+
+def _require_copyable(state: PyTree, expected: PyTree) -> None:
+    """Raise ValueError if a leaf of a state cannot be copied into the leaf that is expected there.
+
+    Either only one of them is a DTensor, or the leaf is on the meta device, and has no values.
+    """
     for (name, leaf), expected_leaf in zip(tree.named_leaves(state), tree.leaves(expected), strict=True):
-        if is_dtensor(leaf) == is_dtensor(expected_leaf):
-            continue
-        kinds = "a plain tensor, expected a DTensor"
-        if is_dtensor(leaf):
-            kinds = "a DTensor, expected a plain tensor"
-        raise ValueError(f"state: {name!r} is {kinds}, as in `transform_state` of this optimizer")
-
-
-def _require_values(state: PyTree) -> None:
-    """Raise ValueError if a leaf of a state is on the meta device, so that it has no values to copy."""
-    for name, leaf in tree.named_leaves(state):
+        if is_dtensor(leaf) and not is_dtensor(expected_leaf):
+            raise ValueError(f"state: {name!r} is a DTensor, expected a plain tensor, {_AS_IN_STATE}")
+        if is_dtensor(expected_leaf) and not is_dtensor(leaf):
+            raise ValueError(f"state: {name!r} is a plain tensor, expected a DTensor, {_AS_IN_STATE}")
         if leaf is not None and local_of(leaf).is_meta:  # None: only another rank has it
             raise ValueError(f"state: {name!r} is on the meta device, expected a tensor with values")
 
