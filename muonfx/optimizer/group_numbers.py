@@ -74,10 +74,11 @@ class GroupNumbers:
     Args:
         hyperparams: the keys of the group, and the numbers that they set. A key that sets numbers of several
             transforms, such as a common "lr", is there once for each transform.
+        former: the reader of the group so far, or None. Its last numbers count if the group has the same keys now.
     """
 
-    def __init__(self, hyperparams: Sequence[Hyperparam]) -> None:
-        """Create the reader of a group with these keys. It has read nothing yet.
+    def __init__(self, hyperparams: Sequence[Hyperparam], former: GroupNumbers | None = None) -> None:
+        """Create the reader of a group with these keys. Without a former reader, it has read nothing yet.
 
         >>> betas = Hyperparam("betas", ("adam.b1", "adam.b2"), is_tuple=True)
         >>> momentum = Hyperparam("momentum", ("adam.b1",), is_mirror=True)
@@ -100,16 +101,16 @@ class GroupNumbers:
         self.requested_entries: Group = {}
         """Copies of the group's hyperparameters with which the user's code created it: its values at the first `read`.
 
-        Values that are here before the first `read`, such as of the optimizer that was copied, stay.
+        Values that are here before the first `read`, such as of the former reader, stay.
         """
-
-    def with_hyperparams(self, hyperparams: Sequence[Hyperparam]) -> GroupNumbers:
-        """Return a reader for the group after its keys have changed, with the former `requested_entries`."""
-        numbers = GroupNumbers(hyperparams)
-        for key, value in self.requested_entries.items():
-            if key in numbers.keys:
-                numbers.requested_entries[key] = value
-        return numbers
+        if former is None:
+            return
+        for key, value in former.requested_entries.items():
+            if key in self.keys:
+                self.requested_entries[key] = value
+        if former.hyperparams == self.hyperparams:
+            self.last_numbers = former.last_numbers
+            self._last_entries = former._last_entries
 
     @property
     def names(self) -> list[str]:

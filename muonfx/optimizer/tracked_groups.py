@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from operator import is_
 
@@ -77,14 +76,9 @@ class TrackedGroups:
         # Usually one rule. The parameters of a group with the labels "muon" and "adamw" have two.
         distinct = distinct_rules(names, rules)
         hyperparams = group_hyperparams(distinct, group)  # the keys of the group, with the numbers that they set
-        numbers = self._former_numbers(group, names)
-        if numbers is None:  # a new group
-            numbers = GroupNumbers(hyperparams)
-        elif numbers.hyperparams != hyperparams:  # the group has other keys now
-            numbers = numbers.with_hyperparams(hyperparams)
         # The former object remembers the numbers that it has read last: if "momentum" and "betas" differ in the next
-        # step, the one that was changed since the last step counts. An error may bring the former object back.
-        numbers = copy.copy(numbers)
+        # step, the one that was changed since the last step counts. It is not changed: an error may bring it back.
+        numbers = GroupNumbers(hyperparams, self._former_numbers(group, names))
         keys_without_effect = keys_by_label(distinct) - set(numbers.keys)
         for key in keys_without_effect:  # such as "adamw.weight_decay" if the group has "weight_decay" for all labels
             group.pop(key, None)
