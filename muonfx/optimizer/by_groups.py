@@ -115,13 +115,13 @@ def common_numbers(groups: Iterable[GroupMembers]) -> tuple[dict[str, Number], s
     ({'momentum.decay': 0.9}, {'momentum.decay'})
     """
     common: dict[str, Number] = {}
-    conflicts: set[str] = set()
+    names_that_differ: set[str] = set()
     for group in groups:
         for name, number in group.numbers.items():
             # `setdefault` returns the number of an earlier group, or stores the number of this one.
             if not equal(common.setdefault(name, number), number):
-                conflicts.add(name)
-    return common, conflicts
+                names_that_differ.add(name)
+    return common, names_that_differ
 
 
 def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Transform:
@@ -142,7 +142,9 @@ def for_groups(tx: Transform, root: Visit, groups: Sequence[GroupMembers]) -> Tr
     return _split_by_groups(tx, root, groups, names_that_differ)
 
 
-def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMembers], conflicts: Set[str]) -> Transform:
+def _split_by_groups(
+    tx: Transform, visited: Visit, groups: Sequence[GroupMembers], names_that_differ: Set[str]
+) -> Transform:
     """Return ``tx`` with a `by_groups` in place of each transform whose numbers differ between param groups.
 
     For example, in ``chain(momentum(0.9), scale(-0.1))``, `by_groups` replaces ``momentum(0.9)`` if one group has
@@ -153,19 +155,18 @@ def _split_by_groups(tx: Transform, visited: Visit, groups: Sequence[GroupMember
         visited: a record of ``tx``: its parameters and the names of its numbers. ``visited.calls`` has a record of each
             transform that it calls.
         groups: the parameters and the numbers of each group.
-        conflicts: the dotted names of the numbers that differ between groups, such as "momentum.decay".
+        names_that_differ: the dotted names of the numbers that differ between groups, such as "momentum.decay".
     """
     # The numbers of `tx` itself. Numbers of a transform that it calls are in the record of that transform.
-    conflicts_of_tx = [name for name in visited.numbers.names if name in conflicts]
-    if conflicts_of_tx:
-        if not runs_once(visited):  # such as momentum, which can run for the parameters of each group separately
-            return _with_versions(tx, visited, groups)
-        # A transform that combines all parameters, such as in one norm, reads one value for all groups.
-        _require_tensors(visited, conflicts_of_tx, groups)
+    names_of_tx = [name for name in visited.numbers.names if name in names_that_differ]
+    if names_of_tx and runs_once(visited):  # such as a norm of all parameters, which reads one value for all groups
+        _require_tensors(visited, names_of_tx, groups)
+    elif names_of_tx:  # such as momentum, which can run for the parameters of each group separately
+        return _with_versions(tx, visited, groups)
     # Do the same within each transform that `tx` calls.
     new_children: list[Transform] = []
     for child, child_visit in zip(tx.children, visited.calls, strict=True):
-        new_children.append(_split_by_groups(child, child_visit, groups, conflicts))
+        new_children.append(_split_by_groups(child, child_visit, groups, names_that_differ))
     return with_inner(tx, new_children)
 
 
@@ -180,9 +181,9 @@ def _require_tensors(visited: Visit, names: Iterable[str], groups: Sequence[Grou
         groups: the numbers of each group.
     """
     for name in names:
-        numbers = [group.numbers[name] for group in groups if name in group.numbers]
-        if not all(isinstance(number, Tensor) for number in numbers):
-            raise different_values(visited, name)
+        for group in groups:
+            if name in group.numbers and not isinstance(group.numbers[name], Tensor):
+                raise different_values(visited, name)
 
 
 def _with_versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]) -> Transform:
