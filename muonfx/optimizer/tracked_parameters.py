@@ -127,6 +127,10 @@ class KeptParameter(NamedTuple):
         return KeptParameter(copies[id(self.param)])
 
 
+Source = Position | KeptParameter
+"""From where the current tensor of a parameter is read."""
+
+
 class TrackedParameter(NamedTuple):
     """A parameter with its shape, device and sharding at the time when its state was created or last moved."""
 
@@ -285,7 +289,7 @@ class TrackedParameters:
         """Record parameters that are in no group because they are frozen, to raise if they are trained later."""
         self._frozen.update(self._sources_of(frozen))
 
-    def _sources_of(self, params: NamedTensors) -> dict[str, Position | KeptParameter]:
+    def _sources_of(self, params: NamedTensors) -> dict[str, Source]:
         """Return the position of each parameter in a model, which keeps no tensor alive: ``(model[0], "weight")``.
 
         A parameter that is in no known model has no position. It is kept itself, as a `KeptParameter`.
@@ -293,7 +297,7 @@ class TrackedParameters:
         if not params:  # usually; the search for positions walks through the models
             return {}
         position_of = self._positions()
-        sources: dict[str, Position | KeptParameter] = {}
+        sources: dict[str, Source] = {}
         for name, param in params.items():
             sources[name] = position_of.get(param, KeptParameter(param))
         return sources
@@ -314,11 +318,11 @@ class TrackedParameters:
         for model in self.models:
             yield from model.modules()
 
-    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Position | KeptParameter]]:
+    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Source]]:
         """Return what `restore` needs to undo `track` and `leave_out`."""
         return dict(self.tracked), dict(self._frozen)
 
-    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Position | KeptParameter]]) -> None:
+    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Source]]) -> None:
         """Undo all changes since `saved` was called."""
         self.tracked, self._frozen = saved
         self.version += 1
@@ -669,7 +673,7 @@ def _require_same_shape(name: str, param: Tensor, tracked: TrackedParameter) -> 
     )
 
 
-def _existing(sources: Mapping[str, Position | KeptParameter]) -> NamedTensors:
+def _existing(sources: Mapping[str, Source]) -> NamedTensors:
     """Return the parameters that exist now, by name. Those of a model that was deleted are left out."""
     existing: dict[str, Tensor] = {}
     for name, source in sources.items():
@@ -679,11 +683,9 @@ def _existing(sources: Mapping[str, Position | KeptParameter]) -> NamedTensors:
     return existing
 
 
-def _in_copies(
-    sources: Mapping[str, Position | KeptParameter], copies: Mapping[int, Any]
-) -> dict[str, Position | KeptParameter]:
+def _in_copies(sources: Mapping[str, Source], copies: Mapping[int, Any]) -> dict[str, Source]:
     """Return where the copies of parameters are, by name, without parameters that were not copied."""
-    copied_sources: dict[str, Position | KeptParameter] = {}
+    copied_sources: dict[str, Source] = {}
     for name, source in sources.items():
         copied_source = source.in_copy(copies)
         if copied_source is not None:
