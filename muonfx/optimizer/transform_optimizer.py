@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Self, TypedDict, TypeVar, cast, overload
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.chain_differences import CHAINS
-from muonfx.core.checks import ExpectedState, check_state_like, warn_caller
+from muonfx.core.checks import warn_caller
 from muonfx.core.donation import check_writable
 from muonfx.core.hyperparams import check_numbers, with_hyperparams
 from muonfx.core.transform import require_transform
@@ -69,10 +69,11 @@ from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.optimizer.tracked_groups import OneRateCheck, TrackedGroups
 from muonfx.optimizer.tracked_parameters import TrackedParameters, check_real, check_usable, models_of
 from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, warn_of_ascent
+from muonfx.optimizer.whole_state import checked_state, copy_state
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
-from muonfx.sharding.shards.dtensors import is_dtensor, local_of
+from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.transform import Sharded, settings_of
 from muonfx.tree import PyTree
 
@@ -1101,15 +1102,9 @@ class TransformOptimizer(Optimizer):
             tracked_groups = self._tracked_groups.groups
             matched_groups = read_groups(groups, self.tx, tracked_groups, self._parameters.not_trained())
         current_state = self.transform_state
-        expected = ExpectedState.of(current_state)
-        # An OrderedDict may stand for a dict, as in the state of model.state_dict().
-        with suppress(ValueError):  # the check below names another difference of structure
-            state = tree.unflatten(expected.structure, expected.structure.flatten_up_to(state))
-        check_state_like("this optimizer", state, expected, with_dtypes=False)
-        _require_copyable(state, current_state)
+        state = checked_state(state, current_state)
         # All checks have passed: overwrite the tensors of the state, then the entries of the groups.
-        with torch.no_grad():
-            tree.map(_copy_into, current_state, state)
+        copy_state(state, current_state)
         self._stepping.note_loaded(self._current["state"])
         if matched_groups is not None:
             source = "param_groups: the loaded state"
@@ -1136,39 +1131,6 @@ class TransformOptimizer(Optimizer):
         self._rate_check.note_loaded(self._tracked_groups)
         if lines:
             warn_caller(numbers_warning(source, lines))
-
-
-def _copy_into(leaf: Tensor, value: Tensor) -> None:
-    """Copy a value into a tensor of the state, unless it is that tensor itself.
-
-    Torch counts the writes into each tensor, and the first step initializes those without a write again if weights were
-    loaded. So a copy of the tensor into itself, which `load_changed` would make, must not count.
-    """
-    if is_dtensor(leaf):
-        value = cast("Any", value).redistribute(leaf.device_mesh, leaf.placements)
-    # Not into the DTensor: torch would not count the write for the tensor of the state, which is the local one.
-    local_leaf = local_of(leaf)
-    local_value = local_of(value)
-    is_itself = local_leaf.data_ptr() == local_value.data_ptr() and local_leaf.stride() == local_value.stride()
-    if not is_itself:
-        local_leaf.copy_(local_value)
-
-
-_AS_IN_STATE = "as in `transform_state` of this optimizer"
-
-
-def _require_copyable(state: PyTree, expected: PyTree) -> None:
-    """Raise ValueError if a leaf of a state cannot be copied into the leaf that is expected there.
-
-    Either only one of them is a DTensor, or the leaf is on the meta device, and has no values.
-    """
-    for (name, leaf), expected_leaf in zip(tree.named_leaves(state), tree.leaves(expected), strict=True):
-        if is_dtensor(leaf) and not is_dtensor(expected_leaf):
-            raise ValueError(f"state: {name!r} is a DTensor, expected a plain tensor, {_AS_IN_STATE}")
-        if is_dtensor(expected_leaf) and not is_dtensor(leaf):
-            raise ValueError(f"state: {name!r} is a plain tensor, expected a DTensor, {_AS_IN_STATE}")
-        if leaf is not None and local_of(leaf).is_meta:  # None: only another rank has it
-            raise ValueError(f"state: {name!r} is on the meta device, expected a tensor with values")
 
 
 def _without_sharding(tx: Transform, layout: LayoutLike) -> tuple[Transform, LayoutLike, Settings]:
