@@ -649,17 +649,21 @@ def _without_tied(replaced: NamedTensors, named: NamedTensors) -> NamedTensors:
         replaced: the new tensors by parameter name.
         named: the tensors in the groups by parameter name.
     """
+    untied = dict(replaced)
+    tied_names = _tied_names(untied, named)
     # Repeated, because a name that is left out keeps its former tensor, which another name may have got. For example,
     # the groups have A, B and C, and would get B, C and C: the second name keeps B, so the first must keep A.
-    untied = replaced
-    while tied_names := _tied_names(untied, named):
-        untied = {name: param for name, param in untied.items() if name not in tied_names}
+    while tied_names:
+        for name in tied_names:
+            del untied[name]
+        tied_names = _tied_names(untied, named)
     return untied
 
 
 def _tied_names(replaced: NamedTensors, named: NamedTensors) -> list[str]:
     """Return the names in ``replaced`` whose new tensors would be in the groups under several names."""
-    times = Counter(id(replaced.get(name, param)) for name, param in named.items())
+    ids_in_groups = [id(replaced.get(name, param)) for name, param in named.items()]
+    times = Counter(ids_in_groups)
     return [name for name, param in replaced.items() if times[id(param)] > 1]
 
 
