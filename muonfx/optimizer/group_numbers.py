@@ -332,12 +332,12 @@ def _uses_of_tensors(groups: Sequence[TrackedGroup]) -> Counter[int]:
         for key in tracked.numbers.keys:
             if key in tracked.numbers.mirrors:  # "momentum" of Adam repeats the first of "betas"
                 continue
-            for tensor in _tensors_in(tracked.group[key]):
+            for tensor in tensors_in(tracked.group[key]):
                 uses_of_tensor[id(tensor)] += 1
     return uses_of_tensor
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in the value of a hyperparameter, which is a number or a tuple of numbers."""
     if isinstance(value, Tensor):
         return [value]
@@ -485,7 +485,7 @@ class CallersTensors:
     def note(self, numbers: Mapping[str, Any]) -> None:
         """Record the tensors among hyperparameters, which are numbers or tuples of numbers."""
         for name, value in numbers.items():
-            for tensor in _tensors_in(value):
+            for tensor in tensors_in(value):
                 if not tensor.is_inference():  # inference tensors have no version
                     self._tensors.append(_CallersTensor(name, tensor, tensor._version))
 

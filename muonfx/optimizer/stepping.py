@@ -34,6 +34,7 @@ from muonfx.optimizer.group_numbers import (
     read_numbers,
     require_in_range,
     separate_tensors,
+    tensors_in,
 )
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
@@ -88,14 +89,12 @@ def _common_numbers_of(visits: Sequence[Visit], groups: Sequence[TrackedGroup]) 
 def _require_values_of_numbers(groups: Sequence[TrackedGroup]) -> None:
     """Raise ValueError if a number of a group, such as "lr", is a tensor on the meta device, which has no value."""
     for tracked in groups:
-        for hyperparam in tracked.numbers.hyperparams:
-            for name in hyperparam.names:
-                number = tracked.numbers.last_numbers[name]
-                if isinstance(number, Tensor) and number.is_meta:
-                    raise ValueError(
-                        f"{hyperparam.key!r} in a group is a tensor on the meta device, which has no value: create it "
-                        'outside of torch.device("meta"), or use a float'
-                    )
+        for key in tracked.numbers.keys:
+            if any(tensor.is_meta for tensor in tensors_in(tracked.group[key])):
+                raise ValueError(
+                    f"{key!r} in a group is a tensor on the meta device, which has no value: create it "
+                    'outside of torch.device("meta"), or use a float'
+                )
 
 
 class CommonTensors:
