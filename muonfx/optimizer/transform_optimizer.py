@@ -183,7 +183,8 @@ class TransformOptimizer(Optimizer):
     """
 
     _current: _Current
-    _settings: tuple[Layout | None, Settings]  # the layout of the parameters, and options of the communication
+    _layout: Layout | None  # of the parameters, if it was given
+    _settings: Settings  # options of the communication
     _steppings: list[Stepping]  # the one that the property `_stepping` returns
     _parameters: TrackedParameters  # the tensors that have state, and their positions in the models
     _tracked_groups: TrackedGroups  # the param groups, from which each step reads the hyperparameters
@@ -221,7 +222,8 @@ class TransformOptimizer(Optimizer):
             raise ValueError("params: found no parameters; pass a model that has some, or model.named_parameters()")
         warn_of_empty_groups(groups, model)
         # 2. Find the transforms of each parameter. Frozen parameters, and those with the label None, have none.
-        self._settings = (_layout_for(named, layout), settings)
+        self._layout = _layout_for(named, layout)
+        self._settings = settings
         self._callers_tensors = CallersTensors()
         self._steppings = []
         frozen, unfrozen = divide_frozen(named)
@@ -259,6 +261,7 @@ class TransformOptimizer(Optimizer):
             "donate_grads": self.donate_grads,
             "bucket_bytes": self.bucket_bytes,
             "_current": self._current,
+            "_layout": self._layout,
             "_settings": self._settings,
             "tx": self._stepping.tx,
             "requested_entries": [tracked.numbers.requested_entries for tracked in self._tracked_groups.groups],
@@ -492,12 +495,13 @@ class TransformOptimizer(Optimizer):
             named: the parameters to train, by name.
             not_trained: other parameters of the model, such as frozen ones, which get no state, but are in the layout.
         """
-        layout, settings = self._settings
-        check_usable(named, layout)
+        check_usable(named, self._layout)
         _, others = divide(not_trained, named)
 
         def create(trained: NamedTensors, others: NamedTensors) -> Stepping:
-            return stepping_for(tx, trained, others, layout, settings, self.bucket_bytes, self._callers_tensors)
+            return stepping_for(
+                tx, trained, others, self._layout, self._settings, self.bucket_bytes, self._callers_tensors
+            )
 
         stepping = create(named, others)
         # Its rules have the parameters with the label None, such as "b" in ``partition(transforms, {"b": None})``.
