@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import torch
 
@@ -262,41 +261,38 @@ def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, 
     >>> _without_lone_counts(moved, shapes)
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
-    counts = {name for name, shape in shapes.items() if shape == ()}
-    if len(counts) == len(shapes):
+    if all(shape == () for shape in shapes.values()):
         return dict(moved)
-    move_of = {name: _Move.between(stored_name, name) for name, stored_name in moved.items()}
-    moves_of_parameters = {move_of[name] for name in moved.keys() - counts}
-    return {name: stored_name for name, stored_name in moved.items() if move_of[name] in moves_of_parameters}
+    moves_of_parameters: set[tuple[str, str]] = set()
+    for name, stored_name in moved.items():
+        if shapes[name] != ():
+            moves_of_parameters.add(_move(stored_name, name))
+    remaining: dict[str, str] = {}
+    for name, stored_name in moved.items():
+        if _move(stored_name, name) in moves_of_parameters:
+            remaining[name] = stored_name
+    return remaining
+
+
+def _move(stored_name: str, name: str) -> tuple[str, str]:
+    """Return the transforms in which a leaf was and is: the first levels that differ in two names of the leaf.
+
+    >>> _move("old/adam/mu/w", "new/adam/mu/w"), _move("adam/mu/w", "new/adam/mu/w")
+    (('old', 'new'), ('', 'new'))
+    """
+    count = equal_levels(stored_name, name)  # at least 1, the parameter or the name of a number
+    old_levels = stored_name.split("/")[:-count]
+    new_levels = name.split("/")[:-count]
+    return "/".join(old_levels), "/".join(new_levels)
 
 
 def _moved_text(moved: Mapping[str, str]) -> str:
     """Return moved states as text, each move once: "'old' as 'new', the whole state as 'inner'"."""
-    texts = [str(_Move.between(stored_name, name)) for name, stored_name in moved.items()]
-    return ", ".join(dict.fromkeys(texts))
-
-
-class _Move(NamedTuple):
-    """The levels that differ between two names of a leaf: "" and "new" for "adam/mu/w" and "new/adam/mu/w"."""
-
-    old_name: str
-    new_name: str
-
-    @classmethod
-    def between(cls, old_leaf: str, new_leaf: str) -> _Move:
-        """Return the levels of two names of a leaf without the last ones, which are equal.
-
-        >>> _Move.between("old/adam/mu/w", "new/adam/mu/w")
-        _Move(old_name='old', new_name='new')
-        """
-        equal = equal_levels(new_leaf, old_leaf)
-        old_levels = old_leaf.split("/")[:-equal]
-        new_levels = new_leaf.split("/")[:-equal]
-        return cls("/".join(old_levels), "/".join(new_levels))
-
-    def __str__(self) -> str:
-        """Return the move as text: "'old' as 'new'", or "the whole state as 'new'" for the outermost transform, ""."""
-        return f"{_quoted(self.old_name)} as {_quoted(self.new_name)}"
+    texts: dict[str, None] = {}  # each once, in order
+    for name, stored_name in moved.items():
+        old_transform, new_transform = _move(stored_name, name)
+        texts[f"{_quoted(old_transform)} as {_quoted(new_transform)}"] = None
+    return ", ".join(texts)
 
 
 def _quoted(transform: str) -> str:
