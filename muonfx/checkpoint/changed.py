@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.group_names import renamed_groups, without_removed_params
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded, plain_names
+from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded
 from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
-from muonfx.checkpoint.match import ADVICE_ON_RENAMING, cast_of, renamed_leaves
+from muonfx.checkpoint.match import ADVICE_ON_RENAMING, SavedLeaf, cast_of, saved_leaves
 from muonfx.checkpoint.sources import Shapes, Sources, find_sources, param_states_of
 from muonfx.checkpoint.state_dicts import paths_of_state_dicts
 from muonfx.core import Transform
@@ -23,7 +23,7 @@ from muonfx.core.chain_differences import CHAINS
 from muonfx.internal.display import Report, Shown, Table, format_list
 from muonfx.internal.renaming import Rename
 from muonfx.internal.wrappers import unwrapped
-from muonfx.tree import PyTree, Spec
+from muonfx.tree import PyTree
 from muonfx.tree.dtypes import widens
 
 if TYPE_CHECKING:
@@ -322,36 +322,10 @@ _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "numbers_in_code", "s
 # ----------------------------------------------------------------------------------------------------------- the target
 
 
-class _SavedLeaf(NamedTuple):
-    """A leaf of the state in a checkpoint."""
-
-    stored_name: str
-    """The name in the checkpoint, with the prefixes of wrappers: "trace/_orig_mod.up"."""
-    plain_name: str
-    """The name in the checkpoint without the prefixes, before renaming: "trace/up"."""
-    spec: Spec
-
-
-def _saved_leaves(index: Index, rename: Rename, where: str) -> dict[str, _SavedLeaf]:
-    """Return the leaves of the state in a checkpoint, without the parameters, by their names after renaming.
-
-    Raise if ``rename`` has a mistake. ``where`` is the path of the checkpoint.
-    """
-    plain_name_of = plain_names(index.leaves)
-    new_name_of, mistakes = renamed_leaves(plain_name_of, rename, section="")
-    if mistakes:
-        raise mismatch(where, mistakes, [ADVICE_ON_RENAMING])
-    saved: dict[str, _SavedLeaf] = {}
-    for stored_name, name in new_name_of.items():
-        if not in_section(name, PARAMS):
-            saved[name] = _SavedLeaf(stored_name, plain_name_of[stored_name], index.leaves[stored_name].spec)
-    return saved
-
-
 class ChangedTarget(Target):
     """The tree that `load_changed` fills. It takes what fits from a checkpoint, and `filled` returns the account."""
 
-    saved: Mapping[str, _SavedLeaf]
+    saved: Mapping[str, SavedLeaf]
     """The leaves in the checkpoint by their names after renaming. `match` sets this and ``sources``."""
     sources: Sources
     """The saved leaf from which each leaf of ``like`` comes."""
@@ -365,7 +339,10 @@ class ChangedTarget(Target):
         new, the result is ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``.
         """
         # 1. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
-        self.saved = _saved_leaves(index, self.rules.rename, self.where)
+        saved, mistakes = saved_leaves(index, self.rules.rename, section="")
+        if mistakes:
+            raise mismatch(self.where, mistakes, [ADVICE_ON_RENAMING])
+        self.saved = {name: leaf for name, leaf in saved.items() if not in_section(name, PARAMS)}
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         saved_shapes = {name: leaf.spec.shape for name, leaf in self.saved.items()}
         self.sources = find_sources(shapes, saved_shapes)

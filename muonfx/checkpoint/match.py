@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 
@@ -125,27 +126,31 @@ def match(
         where: the path of the checkpoint, for messages.
         objects: the names of values that are no tensors and that an optimizer loads; None if none are loaded.
     """
-    # 1. The names of the stored leaves without prefixes of wrappers, and after the caller's renaming.
-    new_name_of, mistakes = renamed_leaves(plain_names(index.leaves), rules.rename, section)
-    stored_name_of = {name: stored for stored, name in new_name_of.items() if _is_requested(name, section)}
+    # 1. The stored leaves by their names without prefixes of wrappers, and after the caller's renaming.
+    all_saved, mistakes = saved_leaves(index, rules.rename, section)
+    saved = {name: leaf for name, leaf in all_saved.items() if _is_requested(name, section)}
     # 2. States that have other names because their transforms moved in the tree. Parameters have no transforms.
     moved: dict[str, str] = {}
     if section == "":
-        stored_shapes = {name: index.leaves[stored_name].spec.shape for name, stored_name in stored_name_of.items()}
-        moved = moved_leaves(stored_shapes, expected, rules)
+        saved_shapes = {name: leaf.spec.shape for name, leaf in saved.items()}
+        moved = moved_leaves(saved_shapes, expected, rules)
     loads_moved = bool(moved) and rules.allow_other_chain
     if loads_moved:  # they get their new names, so that they match `expected` like all other leaves
-        stored_name_of |= {name: stored_name_of[old_name] for name, old_name in moved.items()}
+        saved |= {name: saved[old_name] for name, old_name in moved.items()}
         for old_name in set(moved.values()) - expected.leaves.keys():  # the others are also names of leaves now
-            del stored_name_of[old_name]
+            del saved[old_name]
     # 3. All differences that remain, in one error.
-    comparison = _Comparison(index, expected, rules, section, objects, stored_name_of, moved)
-    comparison.compare(mistakes, new_name_of.values())
+    comparison = _Comparison(index, expected, rules, section, objects, saved, moved)
+    comparison.compare(mistakes, all_saved)
     if comparison.problems:
         raise mismatch(where, comparison.problems, comparison.advice)
     if loads_moved:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
-    return {name: stored_name_of.get(name) for name in expected.leaves}
+    stored_names: dict[str, str | None] = dict.fromkeys(expected.leaves)  # None: missing
+    for name in stored_names:
+        if name in saved:
+            stored_names[name] = saved[name].stored_name
+    return stored_names
 
 
 # ------------------------------------------------------------------------------------------------------------ renaming
@@ -156,23 +161,34 @@ def _is_requested(name: str, section: str | None) -> bool:
     return section is None or in_section(name, section)
 
 
-def renamed_leaves(
-    plain_name_of: Mapping[str, str], rename: Rename, section: str | None
-) -> tuple[dict[str, str], list[str]]:
-    """Apply ``rename=`` to the names in a checkpoint: return the new name of each, and error texts about mistakes.
+class SavedLeaf(NamedTuple):
+    """A leaf of a checkpoint, which is found by its name after ``rename=``, such as "trace/b"."""
 
-    ``plain_name_of`` has each name without the prefixes of wrappers such as ``torch.compile``. ``section`` is "params"
-    to load parameters, "" for a state, or None for both.
+    stored_name: str
+    """The name in the checkpoint, with the prefixes of wrappers such as ``torch.compile``: "trace/_orig_mod.a"."""
+    plain_name: str
+    """The name without the prefixes, before renaming: "trace/a"."""
+    spec: Spec
 
-    >>> renamed_leaves({"trace/_orig_mod.a": "trace/a"}, {"trace/a": "trace/b"}, section="")
-    ({'trace/_orig_mod.a': 'trace/b'}, [])
+
+def saved_leaves(index: Index, rename: Rename, section: str | None) -> tuple[dict[str, SavedLeaf], list[str]]:
+    """Return the leaves of a checkpoint by their names after renaming, and error texts about mistakes in ``rename``.
+
+    ``section`` is "params" to load parameters, "" for a state, or None for both. The leaves of all sections are
+    returned.
+
+    >>> from muonfx.checkpoint.index import Leaf
+    >>> index = Index(leaves={"trace/_orig_mod.a": Leaf(Spec((2,), torch.float32), chunks=())})
+    >>> saved_leaves(index, {"trace/a": "trace/b"}, section="")[0]["trace/b"].stored_name
+    'trace/_orig_mod.a'
     """
-    new_name_of = dict(plain_name_of)
-    mistakes: list[str] = []
-    if rename:
-        new_name_of, mistakes = new_names(plain_name_of, rename)
+    plain_name_of = plain_names(index.leaves)
+    new_name_of, mistakes = new_names(plain_name_of, rename)
     mistakes += _mistakes_in_new_names(new_name_of, section)
-    return new_name_of, [f"rename:    {mistake}" for mistake in mistakes]
+    saved: dict[str, SavedLeaf] = {}
+    for stored_name, new_name in new_name_of.items():
+        saved[new_name] = SavedLeaf(stored_name, plain_name_of[stored_name], index.leaves[stored_name].spec)
+    return saved, [f"rename:    {mistake}" for mistake in mistakes]
 
 
 ADVICE_ON_RENAMING = (
@@ -321,8 +337,8 @@ class _Comparison:
     """The section of the names: "params" for parameters, "" for a state, None for both."""
     objects: Collection[str] | None
     """The names of values that are no tensors and that an optimizer loads; None if none are loaded."""
-    stored_name_of: Mapping[str, str]
-    """The name in the checkpoint of each leaf, by its name after renaming."""
+    saved: Mapping[str, SavedLeaf]
+    """The leaves of the checkpoint that belong to the section, by their names after renaming."""
     moved: Mapping[str, str]
     """The leaves that `moved_leaves` has found under other names."""
     problems: list[str] = field(default_factory=list[str])
@@ -330,16 +346,16 @@ class _Comparison:
     advice: list[str] = field(default_factory=list[str])
     """Sentences about how the caller can solve the problems."""
 
-    def compare(self, renaming_problems: Sequence[str], new_names: Iterable[str]) -> None:
+    def compare(self, renaming_problems: Sequence[str], saved_names: Iterable[str]) -> None:
         """Add an error text for each difference of any kind that the caller's rules do not allow, and advice.
 
         Args:
             renaming_problems: error texts about mistakes in ``rename=``, which were found before.
-            new_names: all names in the checkpoint after renaming.
+            saved_names: the names of all leaves of the checkpoint, after renaming.
         """
-        missing = _unmatched(self.expected, self.stored_name_of, self.rules.allow_missing)
-        extra = _unmatched(self.stored_name_of, self.expected, self.rules.allow_extra)
-        all_names = [*new_names, *self.expected, *self.index.objects, *(self.objects or ())]
+        missing = _unmatched(self.expected, self.saved, self.rules.allow_missing)
+        extra = _unmatched(self.saved, self.expected, self.rules.allow_extra)
+        all_names = [*saved_names, *self.expected, *self.index.objects, *(self.objects or ())]
         # 1. The arguments of the caller.
         if renaming_problems:
             self.problems += renaming_problems
@@ -434,7 +450,7 @@ class _Comparison:
             patterns = shortest_levels(missing, self.expected)
             advice.append(f"to keep the values of `like` for missing leaves: allow_missing={patterns}")
         if extra:
-            patterns = shortest_levels(extra, self.stored_name_of)
+            patterns = shortest_levels(extra, self.saved)
             advice.append(f"to ignore leaves of the checkpoint: allow_extra={patterns}")
         return advice
 
@@ -490,19 +506,18 @@ class _Comparison:
             self.problems.append(f"extra:     {SCHEDULER!r} is in the checkpoint, and scheduler= is not given")
             self.advice.append(f"to load it: scheduler=; to ignore it: allow_extra=[{SCHEDULER!r}]")
 
-    def stored_leaves(self) -> Iterator[tuple[str, Spec, str]]:
-        """Yield the name, the expected shape and dtype, and the name in the checkpoint of each leaf that it has."""
+    def pairs(self) -> Iterator[tuple[str, Spec, SavedLeaf]]:
+        """Yield the name, the expected shape and dtype, and the leaf of the checkpoint for each leaf that it has."""
         for name, spec in self.expected.leaves.items():
-            if name in self.stored_name_of:  # else it is missing, or kept as it is in `like`
-                yield name, spec, self.stored_name_of[name]
+            if name in self.saved:  # else it is missing, or kept as it is in `like`
+                yield name, spec, self.saved[name]
 
     def compare_shapes(self) -> None:
         """Add an error text for each leaf that has another shape in the checkpoint, which no rule allows."""
         reshaped_names: list[str] = []
-        for name, spec, stored_name in self.stored_leaves():
-            stored_shape = self.index.leaves[stored_name].spec.shape
-            if stored_shape != spec.shape:
-                self.problems.append(reshaped(name, stored_shape, spec.shape))
+        for name, spec, saved_leaf in self.pairs():
+            if saved_leaf.spec.shape != spec.shape:
+                self.problems.append(reshaped(name, saved_leaf.spec.shape, spec.shape))
                 reshaped_names.append(name)
         if reshaped_names:
             self.advice.append(self.advice_on_shapes(reshaped_names))
@@ -522,13 +537,13 @@ class _Comparison:
         torch.bfloat16". A wider dtype than the stored one is no difference.
         """
         narrowed_names: list[str] = []
-        for name, spec, stored_name in self.stored_leaves():
+        for name, spec, saved_leaf in self.pairs():
             dtype = spec.dtype
-            stored_dtype = self.index.leaves[stored_name].spec.dtype
+            stored_dtype = saved_leaf.spec.dtype
             cast_dtypes = self.cast_dtypes(name)
             has_other_cast = any(cast_dtype != dtype for cast_dtype in cast_dtypes)
             # Codes of a quantized state are never converted, also if `cast=` allows it.
-            if stored_dtype != dtype and _has_codes(stored_name, self.index.leaves):
+            if stored_dtype != dtype and _has_codes(saved_leaf.stored_name, self.index.leaves):
                 self.problems.append(
                     f"codes:     {name!r} holds codes of {stored_dtype}, which have no meaning as {dtype}"
                 )
