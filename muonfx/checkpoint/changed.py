@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.folder import StrPath
-from muonfx.checkpoint.group_names import renamed_groups, without_removed_params
+from muonfx.checkpoint.group_names import Group, renamed_groups, without_removed_params
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded
 from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
@@ -161,20 +161,21 @@ def _continue_optimizer(
     the optimizer keeps its own. ``index`` is the description of the checkpoint, which has the saved groups, and
     ``rename`` has given other names to its leaves.
     """
-    saved_groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
+    saved_groups: list[Group] | None = index.objects.get(GROUPS)
     if saved_groups is None:
         return _continue_with_own_groups(optimizer, continuation, index, "the checkpoint has none")
     # Since the save, parameters may have got other names, and some may have been removed.
     groups = optimizer.saved_groups()
     renamed = renamed_groups(saved_groups, index.leaves, rename, groups)
     remaining = without_removed_params(renamed, groups)
-    converted = _with_keys_of(groups, remaining)
+    converted, texts_of_new_keys = _with_keys_of(groups, remaining)
     try:
         optimizer.load_transform_state(continuation.state, converted)
     except ValueError as error:  # the optimizer has other groups, and nothing was loaded
-        reason = _reason_of_other_groups(error, groups, remaining)
+        # Parameters have other labels now; or another reason, without words that are wrong here: the state is loaded.
+        reason = _moved_params(groups, remaining) or str(error).removeprefix("nothing was loaded: ")
         return _continue_with_own_groups(optimizer, continuation, index, reason)
-    groups_text = "; ".join(["param_groups: loaded", *_texts_of_new_keys(groups, remaining)])
+    groups_text = "; ".join(["param_groups: loaded", *texts_of_new_keys])
     return replace(continuation, state=optimizer.transform_state, groups=groups_text)
 
 
@@ -188,15 +189,7 @@ def _continue_with_own_groups(optimizer: Any, continuation: Continuation, index:
     return replace(continuation, state=optimizer.transform_state, groups=groups_text)
 
 
-def _reason_of_other_groups(error: ValueError, groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> str:
-    """Return why an optimizer has refused saved groups: parameters have other labels now, or the text of its error."""
-    moved_params = _moved_params(groups, saved_groups)
-    if moved_params:
-        return moved_params
-    return str(error).removeprefix("nothing was loaded: ")  # the state is loaded in the next call
-
-
-def _moved_params(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> str:
+def _moved_params(groups: list[Group], saved_groups: list[Group]) -> str:
     """Explain that parameters have another label than in the saved groups; return "" if none has.
 
     >>> saved_groups = [{"label": "muon", "param_names": ["up", "out"]}]
@@ -214,7 +207,7 @@ def _moved_params(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
     return "; ".join([f"{format_list(names)} moved {labels}" for labels, names in moved.items()])
 
 
-def _labels_of_params(groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _labels_of_params(groups: list[Group]) -> dict[str, Any]:
     """Return the label of the group of each parameter, by its name without the prefixes of wrappers.
 
     >>> _labels_of_params([{"label": "muon", "param_names": ["_orig_mod.up"]}])
@@ -245,46 +238,40 @@ def _scheduler_text(step: int | None) -> str:
     )
 
 
-def _with_keys_of(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_keys_of(groups: list[Group], saved_groups: list[Group]) -> tuple[list[Group], list[str]]:
     """Give the saved groups the keys that the optimizer's groups have now: the numbers of its chain, by transform.
 
-    The number of a transform that was not saved, such as "scale.factor", is taken from the optimizer.
+    The number of a transform that was not saved, such as "scale.factor", is taken from the optimizer. Also return a
+    text for each group with such numbers.
 
-    >>> groups = [{"inner.momentum.decay": 0.9, "scale.factor": 2.0, "param_names": ["w"]}]
-    >>> _with_keys_of(groups, [{"momentum.decay": 0.95, "param_names": ["w"]}])
-    [{'param_names': ['w'], 'inner.momentum.decay': 0.95, 'scale.factor': 2.0}]
+    >>> groups = [{"label": "a", "inner.momentum.decay": 0.9, "scale.factor": 2.0, "param_names": ["w"]}]
+    >>> converted, texts = _with_keys_of(groups, [{"label": "a", "momentum.decay": 0.95, "param_names": ["w"]}])
+    >>> converted
+    [{'label': 'a', 'param_names': ['w'], 'inner.momentum.decay': 0.95, 'scale.factor': 2.0}]
+    >>> texts
+    ["of group 'a', 'scale.factor' stay as in this optimizer"]
     """
-    converted_groups: list[dict[str, Any]] = []
+    converted_groups: list[Group] = []
+    texts: list[str] = []
     for saved_group in saved_groups:
         converted = dict(saved_group)
         converted.pop(CHAINS, None)  # the code of the chain that was saved, which may be another one now
         group = _group_with_params_of(saved_group, groups)
+        new_keys: list[str] = []
         for key, old_key in _old_keys(group, saved_group).items():
             if old_key is None:
                 converted[key] = group[key]
+                new_keys.append(key)
             else:
                 converted[key] = saved_group[old_key]
                 converted.pop(old_key, None)  # two numbers may have had one key
         converted_groups.append(converted)
-    return converted_groups
-
-
-def _texts_of_new_keys(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> list[str]:
-    """Return a text for each group of the optimizer with numbers that were not saved, as of a transform that is new.
-
-    >>> _texts_of_new_keys([{"label": "muon", "scale.factor": 2.0, "param_names": ["w"]}], [{"param_names": ["w"]}])
-    ["of group 'muon', 'scale.factor' stay as in this optimizer"]
-    """
-    texts: list[str] = []
-    for saved_group in saved_groups:
-        group = _group_with_params_of(saved_group, groups)
-        new_keys = [key for key, old_key in _old_keys(group, saved_group).items() if old_key is None]
         if new_keys:
             texts.append(f"of group {group.get('label')!r}, {format_list(new_keys)} stay as in this optimizer")
-    return texts
+    return converted_groups, texts
 
 
-def _group_with_params_of(saved_group: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _group_with_params_of(saved_group: Group, groups: list[Group]) -> Group:
     """Return the group of the optimizer that has the parameters of a saved group; an empty dict if it has none of them.
 
     If they are in several groups now, this is the first, and the optimizer then refuses the saved groups.
@@ -296,7 +283,7 @@ def _group_with_params_of(saved_group: dict[str, Any], groups: list[dict[str, An
     return {}
 
 
-def _old_keys(group: dict[str, Any], saved_group: dict[str, Any]) -> dict[str, str | None]:
+def _old_keys(group: Group, saved_group: Group) -> dict[str, str | None]:
     """Return the keys of a group that a saved group lacks, with the key under which it has the number instead, or None.
 
     The chain that was saved may be inside another transform now: "momentum.decay" is then "inner.momentum.decay". The

@@ -14,7 +14,7 @@ from muonfx import tree
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, mismatch
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import StrPath, folder_named, inspect_and_keep, replacement, retried, with_reader
-from muonfx.checkpoint.group_names import renamed_groups
+from muonfx.checkpoint.group_names import Group, renamed_groups
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import (
     GROUPS,
@@ -178,7 +178,7 @@ def _load_optimizer(
         params_request = LoadRequest(params, tx, rules_of_params, section=PARAMS)
         loaded_params = _params_of_save(index.save_id, path, params_request, group)
     # 2. The optimizer first: it refuses groups of other parameters.
-    groups: list[dict[str, Any]] | None = index.objects.get(GROUPS)
+    groups: list[Group] | None = index.objects.get(GROUPS)
     if GROUPS not in objects:  # the optimizer keeps its own
         groups = None
     if groups is not None and rules["rename"]:
@@ -192,7 +192,7 @@ def _load_optimizer(
     return optimizer.transform_state
 
 
-def _set_state_and_groups(optimizer: Any, state: PyTree, groups: list[dict[str, Any]] | None, path: StrPath) -> None:
+def _set_state_and_groups(optimizer: Any, state: PyTree, groups: list[Group] | None, path: StrPath) -> None:
     """Give an optimizer a state and param groups that were read from a checkpoint; raise if its groups are others.
 
     Without ``groups``, it keeps its own.
