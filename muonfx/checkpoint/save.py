@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -361,33 +361,17 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 
 
 def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
-    """Return the part of an index that describes a transform: its fingerprint, its code, and dtypes of its products.
-
-    ``leaves`` are the tensors to save by name. The result is cached on the transform, because a run saves often.
-    """
-    # The dtypes of matrix products depend on the dtypes and the device of the parameters.
-    params = _params_or_floats(leaves)
-    dtypes = frozenset(leaf.dtype for leaf in params)
-    device: torch.device | None = None
-    if params:
-        device = torch.device(params[0].device)
-    if tx.tensors:  # a number in a tensor may change in place, so nothing is cached
-        return _new_index_of_transform(tx, dtypes, device)
-    cache_key = ("checkpoint", dtypes, device)
-    if cache_key not in tx.derived:
-        tx.derived[cache_key] = _new_index_of_transform(tx, dtypes, device)
-    return tx.derived[cache_key]
-
-
-def _new_index_of_transform(tx: Transform, dtypes: Collection[torch.dtype], device: torch.device | None) -> Index:
     """Return an `Index` with the fields that describe a transform, such as ``chain="momentum()"``, and defaults.
 
-    The parameters have these dtypes and this device, which is None if there are none.
+    ``leaves`` are the tensors to save by name. The dtypes of matrix products depend on the dtypes and the device of the
+    parameters among them.
     """
     plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
+    params = _params_or_floats(leaves)
     products: dict[str, str] = {}
-    if device is not None:
-        products = product_dtypes(plain_tx, dtypes, device)
+    if params:
+        dtypes = frozenset(leaf.dtype for leaf in params)
+        products = product_dtypes(plain_tx, dtypes, torch.device(params[0].device))
     return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
 
 
