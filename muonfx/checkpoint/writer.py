@@ -515,32 +515,6 @@ def _require_equal_replicas(differences: Sequence[str]) -> None:
 # -------------------------------------------------------------------------------------------------- the files of a save
 
 
-class _ReplacedCheckpoint(NamedTuple):
-    """The checkpoint that a save replaces at its path."""
-
-    index_file: FileIO | None
-    """Its index, kept open to wait for readers; None if there is no checkpoint."""
-    files: tuple[DataFile, ...]
-    """Its data files; none if its index is damaged, so that they stay."""
-
-    @classmethod
-    def at(cls, path: Path) -> _ReplacedCheckpoint:
-        """Return the checkpoint that is in a folder now."""
-        files: tuple[DataFile, ...] = ()
-        with suppress(OSError, CheckpointError):
-            files = read_index(path / INDEX, with_leaves=False).files
-        return cls(open_to_wait(path / INDEX), files)
-
-    def remove_files(self, path: Path) -> None:
-        """Remove its data files from a folder after its readers have opened them, and close its index.
-
-        A reader locks the index until it has opened all data files. It can read an open file that was removed.
-        """
-        wait_for_readers(self.index_file)
-        for file in self.files:
-            (path / file.name).unlink(missing_ok=True)
-
-
 class Draft:
     """The files of one save on one rank: `commit` makes them the checkpoint, and `discard` removes them after an error.
 
@@ -568,11 +542,13 @@ class Draft:
         """The start of the ``index.json`` that this save will replace; b"" if there is none."""
         self._has_made_folder = False
         """True if `begin` has created the folder, which is then removed after an error."""
-        # `commit` sets these three.
+        # `commit` sets these four.
         self._has_other_writer = False
         """True if another save has replaced the index since `begin`. `tidy` warns of it."""
-        self._replaced = _ReplacedCheckpoint(None, ())
-        """The checkpoint that this save replaces. `tidy` removes its files."""
+        self._replaced_index: FileIO | None = None
+        """The index of the checkpoint that this save replaces, kept open to wait for readers; None without one."""
+        self._replaced_files: tuple[DataFile, ...] = ()
+        """Its data files, which `tidy` removes; none if its index is damaged, so that they stay."""
         self._completion = Completion.INCOMPLETE
         """Complete after the rename of the new index, unknown during the rename."""
 
@@ -648,7 +624,9 @@ class Draft:
         # 2. For `tidy`: whether another process has saved here since `begin`, of which it warns, and the replaced
         # checkpoint, whose files it removes. After the rename, the replaced index cannot be found by its name.
         self._has_other_writer = self._start_of_index() != self._index_at_begin
-        self._replaced = _ReplacedCheckpoint.at(self.path)
+        with suppress(OSError, CheckpointError):
+            self._replaced_files = read_index(self.path / INDEX, with_leaves=False).files
+        self._replaced_index = open_to_wait(self.path / INDEX)
         # 3. The atomic rename: readers find either the previous checkpoint or the new one. From here on they may find
         # the new one, whose files therefore stay after an error.
         self._completion = Completion.UNKNOWN
@@ -694,9 +672,14 @@ class Draft:
             )
 
     def _remove_replaced_files(self) -> None:
-        """Remove the data files of the replaced checkpoint, and end the lock of this save."""
+        """Remove the data files of the replaced checkpoint after its readers have opened them, and unlock this save.
+
+        A reader locks the index until it has opened all data files. It can read an open file that was removed.
+        """
         try:
-            self._replaced.remove_files(self.path)
+            wait_for_readers(self._replaced_index)
+            for file in self._replaced_files:
+                (self.path / file.name).unlink(missing_ok=True)
         finally:
             self._lock.release()  # also after an error: this save is complete
 
@@ -748,9 +731,9 @@ class Draft:
             self.discard()
         # 3. The lock and the open index of the replaced checkpoint, also if the files stay.
         self._lock.release()
-        if self._replaced.index_file is not None:
+        if self._replaced_index is not None:
             with suppress(OSError):
-                self._replaced.index_file.close()
+                self._replaced_index.close()
         return completion
 
     @contextmanager
