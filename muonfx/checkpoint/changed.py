@@ -16,7 +16,7 @@ from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded
 from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
 from muonfx.checkpoint.match import ADVICE_ON_RENAMING, SavedLeaf, cast_of, saved_leaves
-from muonfx.checkpoint.sources import Shapes, Sources, find_sources, param_states_of
+from muonfx.checkpoint.sources import Shapes, Sources, find_sources, states_by_parameter
 from muonfx.checkpoint.state_dicts import paths_of_state_dicts
 from muonfx.core import Transform
 from muonfx.core.chain_differences import CHAINS
@@ -172,7 +172,7 @@ def _continue_optimizer(
     try:
         optimizer.load_transform_state(continuation.state, converted)
     except ValueError as error:  # the optimizer has other groups, and nothing was loaded
-        # Parameters have other labels now; or another reason, without words that are wrong here: the state is loaded.
+        # Without the begin of the error's text, which is wrong here: the next call loads the state.
         reason = _moved_params(groups, remaining) or str(error).removeprefix("nothing was loaded: ")
         return _continue_with_own_groups(optimizer, continuation, index, reason)
     groups_text = "; ".join(["param_groups: loaded", *texts_of_new_keys])
@@ -399,8 +399,8 @@ class ChangedTarget(Target):
         ``shapes`` and ``stored_shapes`` have the leaves of ``like`` and of the checkpoint: the state "adam/mu/w" is of
         the parameter "w". If it is "model.w" in ``like``, the error suggests ``rename=``.
         """
-        parameters = {param_state.parameter for param_state in param_states_of(shapes)}
-        stored_parameters = {param_state.parameter for param_state in param_states_of(stored_shapes)}
+        parameters = states_by_parameter(shapes).keys()
+        stored_parameters = states_by_parameter(stored_shapes).keys()
         if not parameters or not stored_parameters:  # such as the state of a schedule
             return
         if not parameters.isdisjoint(stored_parameters):

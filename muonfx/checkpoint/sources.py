@@ -11,18 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each leaf of a state by name, or of each variable of a `ParamState` ("mu", "nu")."""
+"""The shape of each leaf of a state by name, or of each variable of one parameter in a transform ("mu", "nu")."""
 
-
-class ParamState(NamedTuple):
-    """The state of one parameter in one transform, such as ("adamw/scale_by_adam", "wte.weight").
-
-    Its leaves are one or more variables, such as "adamw/scale_by_adam/mu/wte.weight" and the same with "nu".
-    """
-
-    transform: str
-    """The levels of the names above the variable."""
-    parameter: str
+States = Mapping[str, Shapes]
+"""The states of one parameter by transform: ``{"adamw/scale_by_adam": {"mu": (2, 3), "nu": (2, 3)}}``."""
 
 
 class Sources(NamedTuple):
@@ -46,17 +38,22 @@ def find_sources(expected: Shapes, stored: Shapes) -> Sources:
     >>> find_sources({"new/adam/mu/w": (2, 3), "new/adam/count": ()}, {"adam/mu/w": (2, 3), "adam/count": ()}).source_of
     {'new/adam/mu/w': 'adam/mu/w', 'new/adam/count': 'adam/count'}
     """
-    variables_of = param_states_of(expected)
-    stored_state_of = _stored_states(variables_of, param_states_of(stored))
+    stored_states_of = states_by_parameter(stored)
     source_of: dict[str, str] = {}
+    transforms: set[str] = set()  # those with parameters
+    pairs: dict[tuple[str, str], None] = {}  # a transform, and the one in the checkpoint from which it has states
     # The leaves of parameters: all variables of a parameter in a transform, such as "mu" and "nu", go together.
-    for param_state, stored_state in stored_state_of.items():
-        for variable in variables_of[param_state]:
-            source_of[_leaf_name(param_state, variable)] = _leaf_name(stored_state, variable)
+    for parameter, states in states_by_parameter(expected).items():
+        transforms.update(states)
+        for transform, stored_transform in _stored_transforms(states, stored_states_of.get(parameter, {})).items():
+            pairs[transform, stored_transform] = None
+            for variable in states[transform]:
+                name = _leaf_name(transform, variable, parameter)
+                source_of[name] = _leaf_name(stored_transform, variable, parameter)
     # The 0-d leaves, such as step counts, belong to all parameters of a transform, and so may have several sources.
     equal_counts: dict[str, list[str]] = {}
     for name in _scalars(expected):
-        counts = _sources_of_scalar(name, variables_of, stored_state_of, stored)
+        counts = _sources_of_scalar(name, transforms, pairs, stored)
         if counts:
             source_of[name] = counts[0]
         if len(counts) > 1:  # the first is right only if all have one value, which the caller checks
@@ -69,86 +66,61 @@ def _scalars(shapes: Shapes) -> list[str]:
     return [name for name, shape in shapes.items() if shape == ()]
 
 
-def param_states_of(shapes: Shapes) -> dict[ParamState, dict[str, tuple[int, ...]]]:
-    """Group the leaves of a state by transform and parameter: return the shape of each variable of each group.
+def states_by_parameter(shapes: Shapes) -> dict[str, dict[str, dict[str, tuple[int, ...]]]]:
+    """Group the leaves of a state by parameter and transform: return the shape of each variable of each group.
 
     0-d leaves are left out: a step count belongs to a transform, but to no parameter.
 
-    >>> param_states_of({"adam/count": (), "adam/mu/w": (2, 3), "adam/nu/w": (2, 3)})
-    {ParamState(transform='adam', parameter='w'): {'mu': (2, 3), 'nu': (2, 3)}}
+    >>> states_by_parameter({"adam/count": (), "adam/mu/w": (2, 3), "adam/nu/w": (2, 3)})
+    {'w': {'adam': {'mu': (2, 3), 'nu': (2, 3)}}}
     """
-    param_states: dict[ParamState, dict[str, tuple[int, ...]]] = {}
+    states_of: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
         if not shape:  # 0-d, such as a step count
             continue
         # "adam/mu/w" -> transform "adam", variable "mu", parameter "w"
         upper_levels, _, parameter = name.rpartition("/")
         transform, _, variable = upper_levels.rpartition("/")
-        param_states.setdefault(ParamState(transform, parameter), {})[variable] = shape
-    return param_states
+        states = states_of.setdefault(parameter, {})
+        states.setdefault(transform, {})[variable] = shape
+    return states_of
 
 
-def _leaf_name(param_state: ParamState, variable: str) -> str:
-    """Return the name of a leaf, such as "adam/mu/w" for ("adam", "w") and "mu"; the inverse of `param_states_of`."""
-    levels = [param_state.transform, variable, param_state.parameter]
-    return "/".join(level for level in levels if level)  # the name of the outermost transform is ""
+def _leaf_name(transform: str, variable: str, parameter: str) -> str:
+    """Return the name of a leaf, such as "adam/mu/w" for "adam", "mu" and "w"; the outermost transform is ""."""
+    return "/".join(level for level in (transform, variable, parameter) if level)
 
 
-def _stored_states(
-    param_states: Mapping[ParamState, Shapes], stored_states: Mapping[ParamState, Shapes]
-) -> dict[ParamState, ParamState]:
-    """Find the state in the checkpoint from which each state of a parameter comes; omit those that are new.
+def _stored_transforms(states: States, stored_states: States) -> dict[str, str]:
+    """Find the transform in the checkpoint from which each state of one parameter comes; omit states that are new.
 
-    Both arguments have the shape of each variable of a state, such as "mu" and "nu" of Adam. In the example, the
-    momentum of "w" was in the transform "muon" and is in "new/muon". If two states could come from one, both are new.
+    Both arguments have the states of the parameter by transform. In the example, its momentum was in the transform
+    "muon" and is in "new/muon". If two states could come from one, both are new.
 
     >>> momentum = {"trace": (2, 3)}
-    >>> _stored_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
-    {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
+    >>> _stored_transforms({"new/muon": momentum}, {"muon": momentum})
+    {'new/muon': 'muon'}
     """
     # 1. States that have not moved come from the same name.
-    stored_state_of: dict[ParamState, ParamState] = {}
-    for param_state, shapes in param_states.items():
-        if param_state in stored_states and _can_come_from(shapes, stored_states[param_state]):
-            stored_state_of[param_state] = param_state
+    stored_transform_of: dict[str, str] = {}
+    for transform, shapes in states.items():
+        if transform in stored_states and _can_come_from(shapes, stored_states[transform]):
+            stored_transform_of[transform] = transform
     # 2. Others may have moved: each comes from the closest of the states of the checkpoint that are not used yet.
-    other_states = {state: shapes for state, shapes in param_states.items() if state not in stored_state_of}
-    unused_states = {state: shapes for state, shapes in stored_states.items() if state not in stored_state_of}
-    closest_state_of = _closest_states(other_states, unused_states)
-    uses = Counter(closest_state_of.values())
-    for param_state, stored_state in closest_state_of.items():
-        if uses[stored_state] == 1:  # otherwise nothing shows which of them has moved
-            stored_state_of[param_state] = stored_state
-    return stored_state_of
-
-
-def _closest_states(
-    param_states: Mapping[ParamState, Shapes], stored_states: Mapping[ParamState, Shapes]
-) -> dict[ParamState, ParamState]:
-    """Find for each state of a parameter the state of this parameter in the transform with the closest name.
-
-    A name is close if its last levels are equal: "muon" to "new/muon". States that have none, or several, are omitted.
-    Two states may have the same one. Both arguments have the shape of each variable of a state.
-
-    >>> momentum = {"trace": (2, 3)}
-    >>> _closest_states({ParamState("new/muon", "w"): momentum}, {ParamState("muon", "w"): momentum})
-    {ParamState(transform='new/muon', parameter='w'): ParamState(transform='muon', parameter='w')}
-    """
-    # By parameter, so that each of thousands of parameters is compared only with its own states.
-    states_of_param: dict[str, dict[str, Shapes]] = {}  # {"w": {"muon": {"trace": (2, 3)}}}
-    for (stored_transform, parameter), stored_shapes in stored_states.items():
-        states_of_param.setdefault(parameter, {})[stored_transform] = stored_shapes
-    closest_state_of: dict[ParamState, ParamState] = {}
-    for param_state, shapes in param_states.items():
-        transform, parameter = param_state
-        similar_transforms: list[str] = []  # in which this parameter has such a state in the checkpoint
-        for stored_transform, stored_shapes in states_of_param.get(parameter, {}).items():
-            if _can_come_from(shapes, stored_shapes):
-                similar_transforms.append(stored_transform)
-        closest_transform = _closest(transform, similar_transforms)
-        if closest_transform is not None:
-            closest_state_of[param_state] = ParamState(closest_transform, parameter)
-    return closest_state_of
+    unused_states = {name: shapes for name, shapes in stored_states.items() if name not in stored_transform_of}
+    closest_of: dict[str, str] = {}
+    for transform, shapes in states.items():
+        if transform in stored_transform_of:
+            continue
+        candidates = [name for name, stored_shapes in unused_states.items() if _can_come_from(shapes, stored_shapes)]
+        closest = _closest(transform, candidates)
+        if closest is not None:
+            closest_of[transform] = closest
+    uses = Counter(closest_of.values())
+    for transform, closest in closest_of.items():
+        if uses[closest] == 1:  # otherwise nothing shows which of them has moved
+            stored_transform_of[transform] = closest
+    return stored_transform_of
 
 
 def _can_come_from(shapes: Shapes, stored_shapes: Shapes) -> bool:
@@ -199,31 +171,26 @@ def equal_levels(first: str, second: str) -> int:
 
 
 def _sources_of_scalar(
-    name: str,
-    param_states: Collection[ParamState],
-    stored_state_of: Mapping[ParamState, ParamState],
-    stored: Shapes,
+    name: str, transforms: Collection[str], pairs: Iterable[tuple[str, str]], stored: Shapes
 ) -> list[str]:
     """Return the names in the checkpoint from which a 0-d leaf, such as the step count of a transform, may come.
 
     Args:
         name: the leaf, such as "new/adam/count".
-        param_states: the states of all parameters in all transforms.
-        stored_state_of: those that are carried over, with the state in the checkpoint that each comes from.
+        transforms: the transforms that have states of parameters.
+        pairs: those from which a state is carried over, each with its transform in the checkpoint.
         stored: the shapes of the leaves in the checkpoint.
 
-    >>> moved = {ParamState("new/adam", "w"): ParamState("adam", "w")}
-    >>> _sources_of_scalar("new/adam/count", list(moved), moved, {"adam/count": (), "adam/mu/w": (2, 3)})
+    >>> _sources_of_scalar("new/adam/count", ["new/adam"], [("new/adam", "adam")], {"adam/count": ()})
     ['adam/count']
     """
     # 1. A step count comes from the transforms from which the parameters of its transform come.
-    stored_counts = [count for count in _counts_of_parameters(name, stored_state_of) if stored.get(count) == ()]
+    stored_counts = [count for count in _counts_of_parameters(name, pairs) if stored.get(count) == ()]
     if stored_counts:
         return stored_counts
     # 2. If none of its parameters is carried over, all of them are new, and so are their steps.
     transform, _, _ = name.rpartition("/")
-    has_parameters = any(param_state.transform == transform for param_state in param_states)
-    if has_parameters:
+    if transform in transforms:
         return []
     # 3. A transform without parameters, such as a schedule, keeps its name or has moved.
     if stored.get(name) == ():
@@ -231,23 +198,30 @@ def _sources_of_scalar(
     return _closest_scalar(name, stored)
 
 
-def _counts_of_parameters(name: str, stored_state_of: Mapping[ParamState, ParamState]) -> list[str]:
+def _counts_of_parameters(name: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
     """Return the names that a step count has in the checkpoint, one for each place from which its parameters come.
 
-    ``stored_state_of`` has the old transform of each parameter: "w" was in "old/adam" and is in "new/adam". The count
-    "new/count" of the transform around it was therefore "old/count".
+    ``pairs`` has the transform of each parameter and its transform in the checkpoint: "new/adam" was "old/adam". The
+    count "new/count" of the transform around it was therefore "old/count". If a transform kept its name, its count is
+    the first.
 
-    >>> _counts_of_parameters("new/count", {ParamState("new/adam", "w"): ParamState("old/adam", "w")})
+    >>> _counts_of_parameters("new/count", [("new/adam", "old/adam")])
     ['old/count']
     """
     transform, _, variable = name.rpartition("/")
     counts: dict[str, None] = {}  # each once, in order
-    for param_state, stored_state in stored_state_of.items():
-        stored_transform = _stored_transform(transform, param_state.transform, stored_state.transform)
+    for inner, stored_inner in sorted(pairs, key=_has_moved):
+        stored_transform = _stored_transform(transform, inner, stored_inner)
         if stored_transform is not None:
             count = f"{stored_transform}/{variable}".removeprefix("/")  # "" is the outermost transform
             counts[count] = None
     return list(counts)
+
+
+def _has_moved(pair: tuple[str, str]) -> bool:
+    """Return whether a transform has another name in the checkpoint."""
+    transform, stored_transform = pair
+    return transform != stored_transform
 
 
 def _closest_scalar(name: str, stored: Shapes) -> list[str]:
