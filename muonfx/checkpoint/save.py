@@ -33,7 +33,6 @@ from muonfx.checkpoint.leaves import (
     LocalLeaf,
     in_section,
     is_optimizer,
-    is_sharded,
     named_tensors,
     require_whole,
 )
@@ -287,24 +286,21 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
     # None marks a place in the tree that has no tensor, such as a parameter without a momentum.
     leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
     for name, leaf in leaves.items():
-        require_writable(name, leaf, is_alone=is_alone)
+        if is_alone:  # the parts on other ranks would be missing
+            require_whole(name, leaf, "pass group= on all ranks, such as group=torch.distributed.group.WORLD")
+        require_writable(name, leaf)
     return leaves
 
 
-def require_writable(name: str, leaf: Any, *, is_alone: bool) -> None:
+def require_writable(name: str, leaf: Any) -> None:
     """Raise unless a checkpoint can hold a leaf: a dense tensor with values, or a part of one on this rank.
 
-    Refused are, for example, a meta tensor and a sparse tensor. ``is_alone`` is True if this process saves without the
-    other ranks: then a `DTensor` is refused too, because their parts of it would be missing.
+    Refused are, for example, a meta tensor, a sparse tensor, and a `DTensor` of which each rank holds a summand.
     """
     if leaf.dtype not in NAMES:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
     if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
         raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
-    if not is_sharded(leaf):  # the checks below are about parts of tensors
-        return
-    if is_alone:
-        require_whole(name, leaf, "pass group= on all ranks, such as group=torch.distributed.group.WORLD")
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
         raise TypeError(
             f"the leaf {name!r} has the placements {leaf.placements}, of which each rank holds a summand, expected "

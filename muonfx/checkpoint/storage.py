@@ -293,16 +293,9 @@ class Writer(_InFolder, StorageWriter):
 
         Raise if ranks hold different values under one name, or if the shards (parts on a rank) do not fill a tensor.
         """
-        leaves_by_rank: list[dict[str, ProposedLeaf]] = []
-        objects_by_rank: list[dict[str, Any]] = []
-        shards_by_rank: list[WrittenShards] = []
-        for written in written_by_rank:
-            leaves_by_rank.append(written.leaves)
-            objects_by_rank.append(written.objects)
-            shards_by_rank.append(written.shards)
-        plan = plan_of(leaves_by_rank)
-        objects = _merged_objects(objects_by_rank)
-        files, leaves = merged(shards_by_rank, plan)
+        plan = plan_of([written.leaves for written in written_by_rank])
+        objects = _merged_objects([written.objects for written in written_by_rank])
+        files, leaves = merged([written.shards for written in written_by_rank], plan)
         _require_one_kind(leaves, objects)
         return replace(self._request.head, save_id=save_id, files=files, leaves=leaves, objects=objects)
 
@@ -381,7 +374,7 @@ def _shard_of(item: WriteItem, planner: SavePlanner, name: str) -> tuple[Spec, E
     second the offsets (4, 0) and the sizes (4, 2).
     """
     values: Any = planner.resolve_data(item)
-    require_writable(name, values, is_alone=False)
+    require_writable(name, values)
     data = item.tensor_data
     assert data is not None  # each item of a tensor has it
     spec = Spec(tuple(data.size), values.dtype)
