@@ -193,8 +193,10 @@ def _params_by_upper_levels(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return leaf_names_of
 
 
-def in_section(name: str, section: str) -> bool:
-    """Return whether a name belongs to a parameter (``section="params"``) or to the state (``section=""``)."""
+def in_section(name: str, section: str | None) -> bool:
+    """Return whether a name belongs to a section: "params" for parameters, "" for the state, or None for both."""
+    if section is None:
+        return True
     of_params = name == PARAMS or name.startswith(PARAMS + "/")
     return of_params == (section == PARAMS)
 

@@ -178,9 +178,9 @@ def _load_optimizer(
         params_request = LoadRequest(params, tx, rules_of_params, section=PARAMS)
         loaded_params = _params_of_save(index.save_id, path, params_request, group)
     # 2. The optimizer first: it refuses groups of other parameters.
-    groups: list[Group] | None = index.objects.get(GROUPS)
-    if GROUPS not in objects:  # the optimizer keeps its own
-        groups = None
+    groups: list[Group] | None = None  # the optimizer keeps its own
+    if GROUPS in objects:
+        groups = index.objects.get(GROUPS)
     if groups is not None and rules["rename"]:
         groups = renamed_groups(groups, index.leaves, rules["rename"], optimizer.saved_groups())
     _set_state_and_groups(optimizer, loaded_state, groups, path)

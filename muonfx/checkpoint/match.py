@@ -128,7 +128,7 @@ def match(
     """
     # 1. The stored leaves by their names without prefixes of wrappers, and after the caller's renaming.
     all_saved, mistakes = saved_leaves(index, rules.rename, section)
-    saved = {name: leaf for name, leaf in all_saved.items() if _is_requested(name, section)}
+    saved = {name: leaf for name, leaf in all_saved.items() if in_section(name, section)}
     # 2. States that have other names because their transforms moved in the tree. Parameters have no transforms.
     moved: dict[str, str] = {}
     if section == "":
@@ -154,11 +154,6 @@ def match(
 
 
 # ------------------------------------------------------------------------------------------------------------ renaming
-
-
-def _is_requested(name: str, section: str | None) -> bool:
-    """Return whether a name belongs to the section to load: "params", "" for the state, or None for all names."""
-    return section is None or in_section(name, section)
 
 
 class SavedLeaf(NamedTuple):
@@ -210,7 +205,7 @@ def _mistakes_in_new_names(new_name_of: Mapping[str, str], section: str | None) 
     mistakes: list[str] = []
     stored_name_of: dict[str, str] = {}
     for stored_name, new_name in new_name_of.items():
-        if _is_requested(new_name, section):
+        if in_section(new_name, section):
             if new_name in stored_name_of:
                 mistakes.append(f"both {stored_name_of[new_name]!r} and {stored_name!r} would be {new_name!r}")
             stored_name_of[new_name] = stored_name
