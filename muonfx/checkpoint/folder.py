@@ -393,8 +393,12 @@ def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
     if written in good and written not in kept:
         kept[0] = written
     # Now `kept` is [2, 9]. All checkpoints before 2 go, also damaged ones. Of the later ones, only good ones go.
-    older = paths[: paths.index(kept[0])]
-    return [path for path in paths if path in older or (path in good and path not in kept)]
+    first_kept = paths.index(kept[0])
+    obsolete = paths[:first_kept]
+    for path in paths[first_kept:]:
+        if path in good and path not in kept:
+            obsolete.append(path)
+    return obsolete
 
 
 def _remove(path: Path) -> bool:

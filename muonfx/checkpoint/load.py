@@ -514,7 +514,9 @@ class Target:
         if tx is not None and not isinstance(tx, Transform):
             raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
         if isinstance(like, StateSpec):  # it has no tensors to convert, and no shards to refuse
-            expected = like if tx is None else like.of_chain(tx)
+            expected = like
+            if tx is not None:
+                expected = like.of_chain(tx)
             return cls(like.leaves, expected, rules, where, request)
         # Plain tensors that are parts of larger ones get their positions; `filled` converts the result back.
         local_tx = request.local_tx()

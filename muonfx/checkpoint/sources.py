@@ -260,20 +260,13 @@ def _stored_transform(transform: str, inner: str, stored_inner: str) -> str | No
     >>> _stored_transform("chain", "chain/adamw/adam", "xadamw/adam") is None
     True
     """
-    levels = _levels_of(transform)
-    inner_levels = _levels_of(inner)
-    stored_levels = _levels_of(stored_inner)
-    if inner_levels[: len(levels)] != levels:  # `inner` is inside another transform
+    # With a "/" before each level, the levels below a transform are the end of a text: "/adamw/adam" below "/chain".
+    path = f"/{transform}".rstrip("/")  # "" for the outermost transform
+    inner_path = f"/{inner}".rstrip("/")
+    stored_path = f"/{stored_inner}".rstrip("/")
+    if not f"{inner_path}/".startswith(f"{path}/"):  # `inner` is inside another transform
         return None
-    levels_below = inner_levels[len(levels) :]  # ["adamw", "adam"] below "chain"
-    count = len(stored_levels) - len(levels_below)  # of the levels above them in the checkpoint, such as ["old"]
-    if count < 0 or stored_levels[count:] != levels_below:
+    levels_below = inner_path.removeprefix(path)
+    if not stored_path.endswith(levels_below):
         return None
-    return "/".join(stored_levels[:count])
-
-
-def _levels_of(name: str) -> list[str]:
-    """Return the levels of a name, ["adamw", "adam"] for "adamw/adam"; none for "", the outermost transform."""
-    if name == "":
-        return []
-    return name.split("/")
+    return stored_path.removesuffix(levels_below).removeprefix("/")
