@@ -23,6 +23,7 @@ from muonfx.checkpoint.leaves import (
     StateSpec,
     is_optimizer,
     named_tensors,
+    require_transform_or_none,
     require_whole,
     spec_of_named,
 )
@@ -511,8 +512,7 @@ class Target:
         rules = Rules(**request.rules)
         like = request.like
         tx = request.tx
-        if tx is not None and not isinstance(tx, Transform):
-            raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
+        require_transform_or_none(tx)
         if isinstance(like, StateSpec):  # it has no tensors to convert, and no shards to refuse
             expected = like
             if tx is not None:

@@ -34,6 +34,7 @@ from muonfx.checkpoint.leaves import (
     in_section,
     is_optimizer,
     named_tensors,
+    require_transform_or_none,
     require_whole,
 )
 from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
@@ -223,10 +224,13 @@ def _request(
     try:
         finish_earlier_save()  # a warning that is an error must reach all ranks, too
         folder = folder_named(path)  # absolute, so that a later chdir() does not change it
-        require_valid(folder, tx, step, keep)
+        require_transform_or_none(tx)
+        require_valid(folder, step, keep)
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)
-            head = replace(head_of(tx, leaves, step, extra), objects=_objects_of(optimizer, scheduler))
+            head = replace(head_of(step, extra), objects=_objects_of(optimizer, scheduler))
+            if tx is not None:
+                head = _with_transform(head, tx, leaves)
             local_leaves = {name: LocalLeaf.of(leaf) for name, leaf in leaves.items()}
         if copy:  # training may change the originals
             local_leaves = {name: leaf.copied() for name, leaf in local_leaves.items()}
@@ -252,13 +256,11 @@ def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
     return group
 
 
-def require_valid(path: Path, tx: object, step: int | None, keep: int | None) -> None:
-    """Raise unless ``tx``, ``step`` and ``keep`` are arguments that a save to ``path`` can have.
+def require_valid(path: Path, step: int | None, keep: int | None) -> None:
+    """Raise unless ``step`` and ``keep`` are arguments that a save to ``path`` can have.
 
     ``keep=`` requires a path with a step, such as "runs/step-000000100": it keeps those with the highest steps.
     """
-    if tx is not None and not isinstance(tx, Transform):
-        raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
     if step is not None:
         check_step(step)
     if keep is not None:
@@ -324,16 +326,11 @@ def _objects_of(optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {name: from_json(to_json(value, name)) for name, value in objects.items()}
 
 
-def head_of(
-    tx: Transform | None, leaves: Mapping[str, Any], step: int | None, extra: Mapping[str, Any] | None
-) -> Index:
-    """Return the part of the index that is known before the leaves are written: transform, step, extra, versions."""
-    index = Index()
-    if tx is not None:
-        index = _index_of_transform(tx, leaves)
+def head_of(step: int | None, extra: Mapping[str, Any] | None) -> Index:
+    """Return an index with the step, the ``extra`` values and the versions, to which a save adds all other fields."""
     package = sys.modules["muonfx"]  # modules inside the package must not import it
     versions = {"muonfx": package.__version__, "torch": str(torch.__version__)}
-    return replace(index, step=step, extra=_as_json(dict(extra or {})), versions=versions)
+    return Index(step=step, extra=_as_json(dict(extra or {})), versions=versions)
 
 
 def _as_json(extra: dict[str, object]) -> dict[str, object]:
@@ -356,8 +353,8 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
     return copied
 
 
-def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
-    """Return an `Index` with the fields that describe a transform, such as ``chain="momentum()"``, and defaults.
+def _with_transform(head: Index, tx: Transform, leaves: Mapping[str, Any]) -> Index:
+    """Return an index with the description of a transform, such as ``chain="momentum()"``.
 
     ``leaves`` are the tensors to save by name. The dtypes of matrix products depend on the dtypes and the device of the
     parameters among them.
@@ -368,7 +365,7 @@ def _index_of_transform(tx: Transform, leaves: Mapping[str, Any]) -> Index:
     if params:
         dtypes = frozenset(leaf.dtype for leaf in params)
         products = product_dtypes(plain_tx, dtypes, torch.device(params[0].device))
-    return Index(fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
+    return replace(head, fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
 
 
 def _params_or_floats(leaves: Mapping[str, Any]) -> list[Any]:

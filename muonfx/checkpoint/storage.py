@@ -147,8 +147,8 @@ class Writer(_InFolder, StorageWriter):
         keep: int | None = None,
     ) -> None:
         folder = folder_named(path)
-        require_valid(folder, tx=None, step=step, keep=keep)
-        head = head_of(tx=None, leaves={}, step=step, extra=extra)
+        require_valid(folder, step, keep)
+        head = head_of(step, extra)
         self._request = SaveRequest(folder, head, keep=keep)
         self._held_items: list[WriteItem] = []
         """The values that this rank holds, before the planner divides them among the ranks."""
@@ -179,7 +179,7 @@ class Writer(_InFolder, StorageWriter):
         self._abandon()  # remove the files of an earlier save, if that has failed
         if checkpoint_id is not None:
             folder = folder_named(checkpoint_id)
-            require_valid(folder, tx=None, step=self._request.head.step, keep=self._request.keep)
+            require_valid(folder, self._request.head.step, self._request.keep)
             self._request = replace(self._request, path=folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -267,9 +267,7 @@ def merged(
     for file, chunks in written:
         file_number = len(files)  # the number of files so far
         for name, chunk in chunks:
-            if file_number > 0:  # 0 is set already; a save in one process makes no copies
-                chunk = chunk._replace(file=file_number)
-            chunks_of_leaf[name].append(chunk)
+            chunks_of_leaf[name].append(chunk._replace(file=file_number))
         if file is not None:  # a rank without shards writes no file
             files.append(file)
     # 2. Sort the chunks of each leaf by their place in the tensor.
