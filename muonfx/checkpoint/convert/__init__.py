@@ -129,7 +129,7 @@ def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, nam
     """
     form = _format(format)
     leaves = gathered(state)
-    saved = target.state_dict() if isinstance(target, torch.optim.Optimizer) else target
+    saved = _state_dict_of(form, target)
     states: dict[int | str, dict[str, Any]] = {}  # by the number of the parameter, or by its name
     for entry in _entries(form, target, flat(params), names):
         leaf = _leaf_for(entry, leaves, form)
