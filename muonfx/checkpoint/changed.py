@@ -319,13 +319,12 @@ class ChangedTarget(Target):
     compared_counts: dict[str, Tensor]
     """The step counts of the saved state of which several become one. They are read when `filled` is called."""
 
-    def match(self, index: Index) -> dict[str, str | None]:
-        """Find the leaf of the checkpoint that each leaf continues, and return its name, None for new leaves.
+    def match(self, index: Index) -> dict[str, SavedLeaf]:
+        """Return the leaf of the checkpoint that each leaf of the tree continues, by its name in the tree.
 
-        Raise if nothing can be carried over, or if the values do not fit. If "up" was saved with a wrapper and "out" is
-        new, the result is ``{"new/trace/up": "trace/_orig_mod.up", "new/trace/out": None}``.
+        New leaves are left out. Raise if nothing can be carried over, or if the values do not fit.
         """
-        # 1. Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
+        # Search by names and shapes. Dtypes are checked afterwards, because an error about them names the leaf.
         saved, mistakes = saved_leaves(index, self.rules.rename, section="")
         if mistakes:
             raise mismatch(self.where, mistakes, [ADVICE_ON_RENAMING])
@@ -336,11 +335,7 @@ class ChangedTarget(Target):
         self._require_common_params(shapes, saved_shapes)
         self._require_common_leaves(shapes, saved_shapes, index)
         self._require_fitting()
-        # 2. The names as they are in the checkpoint, with the prefixes.
-        stored_names: dict[str, str | None] = dict.fromkeys(self.like)  # None: new
-        for name, source in self.sources.source_of.items():
-            stored_names[name] = self.saved[source].stored_name
-        return stored_names
+        return {name: self.saved[source] for name, source in self.sources.source_of.items()}
 
     def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
         """Allocate the tensors into which the checkpoint is read. A load calls this before it reads.

@@ -27,7 +27,7 @@ from muonfx.checkpoint.leaves import (
     require_whole,
     spec_of_named,
 )
-from muonfx.checkpoint.match import Allow, Rules, match, patterns_of
+from muonfx.checkpoint.match import Allow, Rules, SavedLeaf, match, patterns_of
 from muonfx.checkpoint.reader import DataReader, Transfer
 from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.state_dicts import as_saved_optimizer
@@ -541,15 +541,15 @@ class Target:
             return index
         return as_saved_optimizer(index, self.like, self.where)
 
-    def match(self, index: Index) -> dict[str, str | None]:
-        """Compare a checkpoint with the requested tree: return the name of each leaf in the checkpoint, or None.
+    def match(self, index: Index) -> dict[str, SavedLeaf]:
+        """Compare a checkpoint with the requested tree: return the leaves of the checkpoint by their names in the tree.
 
-        For example ``{"trace/w": "trace/_orig_mod.w", "trace/b": None}`` if "w" was saved with a wrapper such as
-        ``torch.compile``, and "b" is missing. Raise for differences that the caller does not allow. Warn of those that
-        may be meant, such as another momentum.
+        "trace/w" is the leaf "trace/_orig_mod.w" of the checkpoint if "w" was saved with a wrapper such as
+        ``torch.compile``. Missing leaves are left out. Raise for differences that the caller does not allow. Warn of
+        those that may be meant, such as another momentum.
         """
         # Raises one error with all leaves that do not fit.
-        stored_name_of = match(
+        saved = match(
             index,
             self.expected,
             self.rules,
@@ -563,7 +563,7 @@ class Target:
         # purpose. In all other cases the numbers of the code are used.
         if self.request.objects is None or GROUPS not in index.objects:
             self._warn_of_numbers(index)
-        return stored_name_of
+        return saved
 
     def allocate(self, index: Index) -> tuple[dict[str, Any], dict[str, Any]]:
         """Allocate the tensors of the tree to load, after a check that the checkpoint fits.
@@ -573,20 +573,20 @@ class Target:
         read into the second dict fills the first.
         """
         is_optimizer = self.request.objects is not None
-        stored_name_of = self.match(index)  # raises if it does not fit
+        saved = self.match(index)  # raises if it does not fit
         leaves: dict[str, Any] = {}
         destinations: dict[str, Any] = {}
         for name, leaf in self.like.items():
-            stored_name = stored_name_of[name]
-            if stored_name is None:  # missing, and the caller allows it
+            if name not in saved:  # missing, and the caller allows it
                 # An optimizer keeps its tensor, which the first step initializes again if weights are loaded later.
                 leaves[name] = leaf
                 if not is_optimizer:  # a change of the result must not change the caller's tree
                     leaves[name] = self._copy(name, leaf)
                 continue
+            stored_name, _, spec = saved[name]
             # A step count may be read once for several leaves: a state that is divided into two labels has two counts.
             if stored_name not in destinations:
-                destinations[stored_name] = self._empty(leaf, index.leaves[stored_name].spec.shape)
+                destinations[stored_name] = self._empty(leaf, spec.shape)
             leaves[name] = destinations[stored_name]
         return leaves, destinations
 

@@ -113,10 +113,10 @@ def match(
     section: str | None,
     where: str,
     objects: Collection[str] | None = None,
-) -> dict[str, str | None]:
-    """Return a dict from leaf name in ``expected``, the requested state, to the leaf's name in the checkpoint.
+) -> dict[str, SavedLeaf]:
+    """Return a dict from leaf name in ``expected``, the requested state, to the leaf of the checkpoint.
 
-    A leaf that is missing has None. Raise `MismatchError` with all differences that ``rules`` does not allow.
+    Missing leaves are left out. Raise `MismatchError` with all differences that ``rules`` does not allow.
 
     Args:
         index: the index of the checkpoint.
@@ -146,11 +146,7 @@ def match(
         raise mismatch(where, comparison.problems, comparison.advice)
     if loads_moved:
         warn_caller(f"{where}: found other names than in `like`, loaded {_moved_text(moved)}")
-    stored_names: dict[str, str | None] = dict.fromkeys(expected.leaves)  # None: missing
-    for name in stored_names:
-        if name in saved:
-            stored_names[name] = saved[name].stored_name
-    return stored_names
+    return {name: saved[name] for name in expected.leaves if name in saved}
 
 
 # ------------------------------------------------------------------------------------------------------------ renaming

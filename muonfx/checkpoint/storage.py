@@ -574,7 +574,7 @@ class Reader(_InFolder, StorageReader):
             name = self._name_of_key[item.storage_index.fqn]  # "model/fc.weight" for the key "model.fc.weight"
             shape = self._index.leaves[name].spec.shape
             specs[plain_name_of[name]] = Spec(shape, destination.dtype)
-        # `match` raises the error. The names that it returns are known here.
+        # `match` raises the error. The leaves that it returns are known here.
         match(self._index, StateSpec(specs), self._rules, section=None, where=str(self._path))
 
     def _bytes_of(self, item: ReadItem) -> io.BytesIO:
@@ -626,13 +626,13 @@ def _metadata_of(index: Index, name_of_key: Mapping[str, str]) -> Metadata:
     for key, name in name_of_key.items():
         paths[key] = path_of(name)
         if name in index.leaves:
-            described[key] = _described(index.leaves[name])
+            described[key] = _tensor_metadata(index.leaves[name])
         else:  # a value that is no tensor
             described[key] = BytesStorageMetadata()
     return Metadata(described, planner_data=paths)
 
 
-def _described(leaf: Leaf) -> TensorStorageMetadata:
+def _tensor_metadata(leaf: Leaf) -> TensorStorageMetadata:
     """Return the shape, dtype and chunks of a leaf in the form of DCP."""
     chunks: list[ChunkStorageMetadata] = []
     for chunk in leaf.chunks:
