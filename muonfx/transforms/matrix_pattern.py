@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 _DOTS = "..."
 _TOKEN = re.compile(r"\s*([A-Za-z_]\w*(?:\s*=\s*\d+)?|\.\.\.|[()+])")
@@ -55,62 +57,18 @@ class Units(NamedTuple):
     """True if each unit is one matrix, and leading dims of the tensor count the units, as in a stack of experts."""
 
 
-class _SizedAxis(NamedTuple):
-    """An axis of a tensor of known shape."""
+class _Sized(NamedTuple):
+    """A pattern that is applied to a tensor of known shape, with ``dim_0``, ``dim_1`` and so on in place of ``...``.
 
-    dim: int
-    """The dim of the tensor to which the axis belongs."""
-    part_sizes: dict[str, int]
-    """The size of each part by name: {"k": 128, "v": 64}. A plain axis has one part, such as {"heads": 8}."""
-
-    @property
-    def size(self) -> int:
-        """The length of the axis."""
-        return sum(self.part_sizes.values())
-
-
-class _Axes:
-    """The axes of a tensor of known shape, outermost first. At most one of them is divided into parts.
-
-    For ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4), the axes are ``{"q": 2, "k": 3}`` and ``{"in": 4}``.
+    The comments show ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4).
     """
 
-    def __init__(self, axes: list[_SizedAxis]) -> None:
-        """Look up the axes of names and their sizes.
-
-        The comments show the values for ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4).
-        """
-        self.sizes = [axis.size for axis in axes]  # [5, 4]
-        self.divided = 0  # the index of the axis with several parts, q and k; without one, an axis with one part
-        self._index_of: dict[str, int] = {}  # from a name to the index of its axis: {"q": 0, "k": 0, "in": 1}
-        self._size_of: dict[str, int] = {}  # {"q": 2, "k": 3, "in": 4}
-        for index, axis in enumerate(axes):
-            if len(axis.part_sizes) > 1:
-                self.divided = index
-            for name, size in axis.part_sizes.items():
-                self._index_of[name] = index
-                self._size_of[name] = size
-        self.part_sizes = axes[self.divided].part_sizes  # {"q": 2, "k": 3}
-
-    def part_of(self, result: list[Group]) -> str:
-        """Return the part of the divided axis that a result contains: "k" for ``in k``."""
-        (part,) = self.part_sizes.keys() & set(_names(result))
-        return part
-
-    def order_of(self, result: list[Group]) -> list[int]:
-        """Return the permutation of the axes from their order in the tensor to their order in a result."""
-        return [self._index_of[name] for name in _names(result)]
-
-    def shape_of(self, result: list[Group]) -> list[int]:
-        """Return the shape of a result: the product of the sizes of the names in each dim."""
-        shape: list[int] = []
-        for group in result:
-            shape.append(prod([self._size_of[name] for name in group]))
-        return shape
-
-    def sizes_of(self, result: list[Group]) -> list[int]:
-        """Return the size of each name in a result."""
-        return [self._size_of[name] for name in _names(result)]
+    dims: list[list[Group]]
+    """For each dim of the tensor, its axes, of which each is a tuple of its parts: [[("q", "k")], [("in",)]]."""
+    results: list[list[Group]]
+    """The dims of each result: [[("q",), ("in",)], [("in",), ("k",)]]."""
+    size_of: dict[str, int]
+    """The size of each name: {"q": 2, "k": 3, "in": 4}."""
 
 
 @dataclass(frozen=True)
@@ -133,19 +91,20 @@ class Pattern:
         >>> [tuple(stack.shape) for stack in stacks]
         [(2, 4), (4, 3)]
         """
-        sized_axes, results = self._sized(tensor.shape)
-        axes = _Axes(sized_axes)
+        dims, results, size_of = self._sized(tensor.shape)
+        axes = _joined(dims)  # [("q", "k"), ("in",)]
         # 1. Give each axis a dim of its own, and cut the axis that is divided by "+" into its parts, here q and k.
-        lengths_of_parts = list(axes.part_sizes.values())
-        tensor = tensor.reshape(axes.sizes)
-        parts = tensor.split(lengths_of_parts, dim=axes.divided)
-        part_of_name = dict(zip(axes.part_sizes, parts, strict=True))  # {"q": rows 0 to 1, "k": rows 2 to 4}
+        tensor = tensor.reshape(_lengths(axes, size_of))  # [5, 4]
+        divided = _divided_axis(axes)
+        part_sizes = [size_of[name] for name in axes[divided]]
+        parts = tensor.split(part_sizes, dim=divided)
+        part_of = dict(zip(axes[divided], parts, strict=True))  # {"q": rows 0 to 1, "k": rows 2 to 4}
         # 2. Bring the axes of each part into the order of its result, and merge those in parentheses, as in "(h d)".
         stacks: list[Tensor] = []
         for result in results:
-            part = part_of_name[axes.part_of(result)]  # the result ``in k`` needs the part k
-            part = part.permute(axes.order_of(result))
-            stacks.append(part.reshape(axes.shape_of(result)))
+            (part_name,) = part_of.keys() & set(_joined(result))  # the result ``in k`` needs the part k
+            part = part_of[part_name].permute(_order(result, axes))
+            stacks.append(part.reshape(_shape(result, size_of)))
         return stacks
 
     def join(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
@@ -155,21 +114,25 @@ class Pattern:
         >>> pattern.join([torch.zeros(2, 4), torch.ones(4, 3)], (5, 4))[:, 0]
         tensor([0., 0., 1., 1., 1.])
         """
-        sized_axes, results = self._sized(shape)
-        axes = _Axes(sized_axes)
+        dims, results, size_of = self._sized(shape)
+        axes = _joined(dims)
         # 1. Give each axis of a stack a dim of its own, and bring these dims into their order in the tensor.
-        part_of_name: dict[str, Tensor] = {}
+        part_of: dict[str, Tensor] = {}  # by each name in it; a part of the divided axis is in one result only
         for result, stack in zip(results, matrices, strict=True):
-            order = axes.order_of(result)  # [1, 0] for ``in k``: dim 0 of the stack is the axis 1 of the tensor
+            names = _joined(result)
+            order = _order(result, axes)  # [1, 0] for ``in k``: dim 0 of the stack is the axis 1 of the tensor
             # The permutation that undoes it: for each axis of the tensor, the dim of the stack that holds it.
             inverse_order = sorted(range(len(order)), key=order.__getitem__)
-            part = stack.reshape(axes.sizes_of(result))
-            part_of_name[axes.part_of(result)] = part.permute(inverse_order)
+            sizes = [size_of[name] for name in names]
+            part = stack.reshape(sizes).permute(inverse_order)
+            for name in names:
+                part_of[name] = part
         # 2. Concatenate the parts in their order left of the arrow, here q and k.
-        parts = [part_of_name[name] for name in axes.part_sizes]
+        divided = _divided_axis(axes)
+        parts = [part_of[name] for name in axes[divided]]
         if len(parts) == 1:  # the whole tensor, which is not copied
             return parts[0].reshape(shape)
-        return torch.cat(parts, dim=axes.divided).reshape(shape)
+        return torch.cat(parts, dim=divided).reshape(shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return True if this pattern can divide a tensor of this shape into matrices."""
@@ -195,7 +158,7 @@ class Pattern:
                 return False
             leading_names.update(names)
         for result in self.results:
-            batch_names = _names(result[:-2])  # the names before the rows and the columns
+            batch_names = _joined(result[:-2])  # the names before the rows and the columns
             if not leading_names.issubset(batch_names):  # as in ``e out in -> (e out) in``: one matrix, not a stack
                 return False
         return len(leading_names) > 0  # without such a dim, the tensor is one matrix
@@ -214,19 +177,10 @@ class Pattern:
         It is True for ``"in out -> out in"``.
         """
         rows, columns = self.results[0][-2:]  # the names ("out",) and ("in",)
-        dim_of_rows = self._first_dim_of(rows)  # 1
-        dim_of_columns = self._first_dim_of(columns)  # 0
+        names_of_dims = list(map(_names_of_dim, self.dims))
+        dim_of_rows = _first_with(set(rows), names_of_dims)  # 1
+        dim_of_columns = _first_with(set(columns), names_of_dims)  # 0
         return dim_of_rows > dim_of_columns
-
-    def _first_dim_of(self, group: Group) -> int:
-        """Return the index of the first dim left of the arrow that contains one of these names.
-
-        For ("out",) in ``in out -> out in``, it is 1.
-        """
-        index = 0
-        while set(group).isdisjoint(_names_of_dim(self.dims[index])):
-            index += 1
-        return index
 
     def independent(self, shape: Sequence[int]) -> Units | None:
         """Divide a tensor of this shape into units: equal, contiguous parts that contain whole matrices.
@@ -241,45 +195,45 @@ class Pattern:
         """
         if 0 in shape or not self.fits(shape):
             return None
-        axes, results = self._sized(shape)
+        dims, results, size_of = self._sized(shape)
 
         # A unit begins with the first axis that belongs to rows or columns of a matrix, here (k + v). The axes before
         # it, here heads, count the units.
-        first = _first_axis_with(_names_in_matrices(results), axes)
-        counting_axes = axes[:first]
-        unit_axes = axes[first:]
-        is_one_unit = not counting_axes
-        row_dim = unit_axes[0].dim  # in which the unit begins
+        matrix_names = _names_in_matrices(results)
+        row_dim = _first_with(matrix_names, list(map(_joined, dims)))  # the dim in which the unit begins
+        first = _first_with(matrix_names, dims[row_dim])
+        counting_axes = [*_joined(dims[:row_dim]), *dims[row_dim][:first]]
         has_no_columns = row_dim == len(shape) - 1
-        if is_one_unit or has_no_columns:
+        if not counting_axes or has_no_columns:
             return None
 
         # The rows of a unit are what remains of the dim in which it begins, here (k + v). Its columns are all later
         # dims, here in.
-        row_axes = [axis for axis in unit_axes if axis.dim == row_dim]
-        column_axes = [axis for axis in unit_axes if axis.dim > row_dim]
+        row_axes = dims[row_dim][first:]
+        column_axes = _joined(dims[row_dim + 1 :])
 
         # The matrices of a unit are the results without the names that count units, here k in and v in.
-        unit_results = _without_names(results, _names_of_axes(counting_axes))
-        has_parts = any(len(axis.part_sizes) > 1 for axis in unit_axes)
+        unit_results = _without_names(results, set(_joined(counting_axes)))
+        has_parts = any(len(axis) > 1 for axis in (*row_axes, *column_axes))
         is_divided_in_several_ways = len(unit_results) > 1 and not has_parts
         if is_divided_in_several_ways:  # as in "(q=2 + k=2) a b -> q a b, k b a"
             return None
 
         is_one_matrix = len(unit_results) == 1 and len(unit_results[0]) == 2  # one result, without batch dims
-        begins_a_dim = counting_axes[-1].dim < row_dim  # not here: heads and (k + v) are in one dim
-        rows = _size(row_axes)
-        columns = _size(column_axes)
+        begins_a_dim = first == 0  # not here: heads and (k + v) are in one dim
+        row_text = _axes_text(row_axes, size_of)
+        column_text = _axes_text(column_axes, size_of)
+        result_texts = [f"units {' '.join(map(_group_text, result))}" for result in unit_results]
         return Units(
-            shape=(rows, columns),
-            pattern=_pattern_of_units(row_axes, column_axes, unit_results),
+            shape=(prod(_lengths(row_axes, size_of)), prod(_lengths(column_axes, size_of))),
+            pattern=f"units {row_text} {column_text} -> {', '.join(result_texts)}",
             are_matrices=is_one_matrix and begins_a_dim,
         )
 
-    def _sized(self, shape: Sequence[int]) -> tuple[list[_SizedAxis], list[list[Group]]]:
-        """Apply the pattern to a shape: return the axes with their sizes, and the results with ``...`` written out.
+    def _sized(self, shape: Sequence[int]) -> _Sized:
+        """Apply the pattern to a shape: write ``...`` out, and find the size of each name.
 
-        For ``"... out in -> ... out in"`` and the shape (8, 3, 4), the axes are ``dim_0``, ``out`` and ``in`` with the
+        For ``"... out in -> ... out in"`` and the shape (8, 3, 4), the names are ``dim_0``, ``out`` and ``in`` with the
         sizes 8, 3 and 4. The only result is ``dim_0 out in``.
 
         Raises:
@@ -298,30 +252,37 @@ class Pattern:
                 f"found {len(shape)} dims, expected {len(dims)} for the pattern {self.text!r}: write one name or "
                 "parentheses for each dim left of the arrow, or '...' for any number of dims"
             )
-        # 2. Find the size of each axis: (heads=8 d) of size 32 has the axes heads of size 8 and d of size 4.
-        axes: list[_SizedAxis] = []
-        for index, dim in enumerate(dims):
-            axes += self._sized_axes(dim, index, shape[index])
         results = [_with_dots(result, dot_names) for result in self.results]
-        return axes, results
+        # 2. Find the size of each name: (heads=8 d) of size 32 has heads of size 8 and d of size 4.
+        size_of: dict[str, int] = {}
+        axes_of_dims: list[list[Group]] = []
+        for dim, size in zip(dims, shape, strict=True):
+            size_of.update(self._sizes_in(dim, size))
+            axes_of_dims.append([_names_of_axis(axis) for axis in dim])
+        return _Sized(axes_of_dims, results, size_of)
 
-    def _sized_axes(self, dim: Dim, index: int, size: int) -> list[_SizedAxis]:
-        """Divide a dim of this size and index into its axes: return the sizes of their parts.
+    def _sizes_in(self, dim: Dim, size: int) -> dict[str, int]:
+        """Return the size of each name in a dim of this size.
 
-        The pattern may leave out one size. For the dim ``(heads=2 (k + v=5))`` of size 16, the parts are ``{"heads":
-        2}`` and ``{"k": 3, "v": 5}``: the axis ``(k + v=5)`` has the size 16 / 2 = 8, and k the size 8 - 5 = 3.
+        The pattern may leave out one size. The dim ``(heads=2 (k + v=5))`` of size 16 gives ``{"heads": 2, "k": 3,
+        "v": 5}``: the axis ``(k + v=5)`` has the length 16 / 2 = 8, and k the size 8 - 5 = 3.
         """
-        size_left = size  # for the axis that has the part without a size: 16 / 2
+        length = size  # of the axis that has the part without a size: 16 / 2
         for axis in dim:
             if all(part.size is not None for part in axis):
-                size_left //= _known_size(axis)  # rounded if it does not divide; a check below raises then
-        sized_axes = [_SizedAxis(index, _part_sizes(axis, size_left)) for axis in dim]
-        for axis in sized_axes:
-            if any(part_size < 0 for part_size in axis.part_sizes.values()):  # as in ``(k + v=5)`` of size 4
-                raise self._wrong_size(dim, size)
-        if _size(sized_axes) != size:  # the sizes in the pattern do not divide the size of the dim
+                length //= _known_length(axis)  # rounded if it does not divide; a check below raises then
+        size_of: dict[str, int] = {}
+        for axis in dim:
+            for part in axis:
+                if part.size is None:
+                    size_of[part.name] = length - _known_length(axis)  # what the other parts leave: 8 - 5
+                else:
+                    size_of[part.name] = part.size
+        lengths = _lengths([_names_of_axis(axis) for axis in dim], size_of)
+        is_too_small = any(part_size < 0 for part_size in size_of.values())  # as in ``(k + v=5)`` of size 4
+        if is_too_small or prod(lengths) != size:  # or the sizes in the pattern do not divide the size of the dim
             raise self._wrong_size(dim, size)
-        return sized_axes
+        return size_of
 
     def _wrong_size(self, dim: Dim, size: int) -> ValueError:
         """Return an error for a dim of a tensor whose size does not fit the pattern."""
@@ -331,39 +292,51 @@ class Pattern:
         )
 
 
-def _part_sizes(axis: Axis, size: int) -> dict[str, int]:
-    """Return the sizes of the parts of an axis of this size: ``{"k": 3, "v": 5}`` for ``(k + v=5)`` of size 8."""
-    part_sizes: dict[str, int] = {}
-    for part in axis:
-        if part.size is None:
-            part_sizes[part.name] = size - _known_size(axis)  # what the other parts leave
-        else:
-            part_sizes[part.name] = part.size
-    return part_sizes
-
-
-def _known_size(axis: Axis) -> int:
+def _known_length(axis: Axis) -> int:
     """Return the sum of the sizes that a pattern states for the parts of an axis."""
     return sum([part.size for part in axis if part.size is not None])
 
 
-def _size(axes: Sequence[_SizedAxis]) -> int:
-    """Return the product of the sizes of some axes."""
-    return prod([axis.size for axis in axes])
-
-
-def _names_of_axes(axes: Sequence[_SizedAxis]) -> set[str]:
-    """Return the names of some axes: {"heads"} for ``heads``, and {"k", "v"} for ``(k + v)``."""
-    names: set[str] = set()
+def _lengths(axes: Sequence[Group], size_of: Mapping[str, int]) -> list[int]:
+    """Return the length of each axis, the sum of the sizes of its parts: [5, 4] for the axes q + k and in."""
+    lengths: list[int] = []
     for axis in axes:
-        names.update(axis.part_sizes)
-    return names
+        lengths.append(sum([size_of[name] for name in axis]))
+    return lengths
 
 
-def _first_axis_with(names: set[str], axes: Sequence[_SizedAxis]) -> int:
-    """Return the index of the first axis that has one of these names: 1 for {"v", "in"} and ``heads (k + v) in``."""
+def _shape(result: Sequence[Group], size_of: Mapping[str, int]) -> list[int]:
+    """Return the shape of a result: the product of the sizes of the names in each dim."""
+    shape: list[int] = []
+    for group in result:
+        shape.append(prod([size_of[name] for name in group]))
+    return shape
+
+
+def _divided_axis(axes: Sequence[Group]) -> int:
+    """Return the index of the axis that has several parts; without one, 0, whose only part is the whole tensor."""
+    for index, axis in enumerate(axes):
+        if len(axis) > 1:
+            return index
+    return 0
+
+
+def _order(result: Sequence[Group], axes: Sequence[Group]) -> list[int]:
+    """Return the permutation of the axes from their order in the tensor to their order in a result.
+
+    For ``in k`` and the axes q + k and in, it is [1, 0].
+    """
+    axis_of: dict[str, int] = {}  # from a name to the index of its axis: {"q": 0, "k": 0, "in": 1}
+    for index, axis in enumerate(axes):
+        for name in axis:
+            axis_of[name] = index
+    return [axis_of[name] for name in _joined(result)]
+
+
+def _first_with(names: set[str], groups: Sequence[Sequence[object]]) -> int:
+    """Return the index of the first group that has one of these names: 1 for {"v", "in"} and ``heads (k + v) in``."""
     index = 0
-    while names.isdisjoint(axes[index].part_sizes):
+    while names.isdisjoint(groups[index]):
         index += 1
     return index
 
@@ -372,7 +345,7 @@ def _names_in_matrices(results: Sequence[Sequence[Group]]) -> set[str]:
     """Return the names that belong to the rows or columns of a matrix: the last two dims of a result."""
     names: set[str] = set()
     for result in results:
-        names.update(_names(result[-2:]))
+        names.update(_joined(result[-2:]))
     return names
 
 
@@ -391,16 +364,6 @@ def _without_names(results: list[list[Group]], names: set[str]) -> list[list[Gro
         if groups not in unique_results:  # ``q h in, k h in`` without q and k is ``h in``, once
             unique_results.append(groups)
     return unique_results
-
-
-def _pattern_of_units(rows: list[_SizedAxis], columns: list[_SizedAxis], results: list[list[Group]]) -> str:
-    """Return the pattern for units of these axes: ``"units (k=3 + v=5) in=16 -> units k in, units v in"``."""
-    row_text = _text_of_axes(rows)
-    column_text = _text_of_axes(columns)
-    result_texts: list[str] = []
-    for result in results:
-        result_texts.append(" ".join(["units", *map(_group_text, result)]))
-    return f"units {row_text} {column_text} -> {', '.join(result_texts)}"
 
 
 def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
@@ -587,7 +550,7 @@ def _check_dims(dims: Sequence[Dim]) -> None:
             names.add(name)
     # Then the sizes within each dim: None for a name without a size, so [8, None] for ``(heads=8 d)``.
     for dim in dims:
-        sizes = [part.size for part in _parts(dim)]
+        sizes = [part.size for part in _joined(dim)]
         if 0 in sizes:
             raise _Malformed("a size is 0; sizes are at least 1")
         if sizes.count(None) > 1:
@@ -611,7 +574,7 @@ def _check_results(dims: Sequence[Dim], results: Sequence[Sequence[Group]]) -> N
         expected_names.append(sorted([*plain_names, part]))
     if not part_names:  # no axis is divided
         expected_names.append(sorted(plain_names))
-    names_of_results = [sorted(_names(result)) for result in results]
+    names_of_results = [sorted(_joined(result)) for result in results]
     if sorted(names_of_results) != sorted(expected_names):  # results may have another order than the parts
         texts = [f"one result with each of {', '.join(names)} once" for names in expected_names]
         raise _Malformed(f"right of the arrow, write {' and '.join(texts)}, separated by commas")
@@ -636,27 +599,27 @@ def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
     return plain_names, part_names
 
 
-def _names(groups: Iterable[Sequence[str]]) -> list[str]:
+def _joined(groups: Iterable[Iterable[T]]) -> list[T]:
     return list(chain.from_iterable(groups))
 
 
-def _parts(dim: Dim) -> list[Part]:
-    return list(chain.from_iterable(dim))
+def _names_of_axis(axis: Axis) -> Group:
+    return tuple([part.name for part in axis])
 
 
 def _names_of_dim(dim: Dim) -> list[str]:
-    return [part.name for part in _parts(dim)]
+    return [part.name for part in _joined(dim)]
 
 
 def _group_text(group: Group) -> str:
     return group[0] if len(group) == 1 else f"({' '.join(group)})"
 
 
-def _text_of_axes(axes: list[_SizedAxis]) -> str:
+def _axes_text(axes: Sequence[Group], size_of: Mapping[str, int]) -> str:
     """Return one dim with these axes as text, such as ``(heads=8 d=4)``."""
     dim: list[Axis] = []
     for axis in axes:
-        dim.append(tuple([Part(name, size) for name, size in axis.part_sizes.items()]))
+        dim.append(tuple([Part(name, size_of[name]) for name in axis]))
     return _dim_text(dim)
 
 
