@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from muonfx import tree
 from muonfx.core import Donation, Locality, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
@@ -31,15 +29,6 @@ class FactoredRmsState(NamedTuple):
     """Running mean squares over the second largest dim, without this dim; shape (0,) if not factored."""
     v: PyTree
     """Running squares of all elements, like the parameters; shape (0,) if factored."""
-
-
-class _Result(NamedTuple):
-    """The update of one leaf and its new mean squares. An unused mean square has the shape (0,)."""
-
-    update: Tensor
-    v_row: Tensor
-    v_col: Tensor
-    v: Tensor
 
 
 # LEAF even if nothing is factored, because this choice depends on the shape of the whole leaf.
@@ -88,16 +77,21 @@ def scale_by_factored_rms(
 
     def init(params: PyTree) -> FactoredRmsState:
         """Return mean squares of zero: of rows and columns for a factored parameter, else of all elements."""
-
-        def zeros(param: Tensor, *, field: int) -> Tensor:
-            shape = _shapes(param.shape, min_dim_size_to_factor)[field]
-            return param.new_zeros(shape, dtype=state_dtype(dtype, param.dtype))
-
+        present = Present(params)
+        v_row: list[Tensor] = []
+        v_col: list[Tensor] = []
+        v: list[Tensor] = []
+        for param in present.pick(params):
+            stored_dtype = state_dtype(dtype, param.dtype)
+            row_shape, column_shape, element_shape = _shapes(param.shape, min_dim_size_to_factor)
+            v_row.append(param.new_zeros(row_shape, dtype=stored_dtype))
+            v_col.append(param.new_zeros(column_shape, dtype=stored_dtype))
+            v.append(param.new_zeros(element_shape, dtype=stored_dtype))
         return FactoredRmsState(
             count=ew.new_count(device_of(params)),
-            v_row=tree.map(functools.partial(zeros, field=0), params),
-            v_col=tree.map(functools.partial(zeros, field=1), params),
-            v=tree.map(functools.partial(zeros, field=2), params),
+            v_row=present.fill(v_row),
+            v_col=present.fill(v_col),
+            v=present.fill(v),
         )
 
     def update(updates: PyTree, state: FactoredRmsState, params: PyTree = None, *, donate: Donation = NOTHING):
@@ -105,21 +99,21 @@ def scale_by_factored_rms(
         count = state.count + 1
         t = ew.new_number(count, count.device)
         beta = 1.0 - torch.pow(t, -decay_rate)
-        step = functools.partial(_step, beta=beta, eps=eps, min_size=min_dim_size_to_factor)
+
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
-        old_rows = present.pick(state.v_row)
-        old_columns = present.pick(state.v_col)
-        old_v = present.pick(state.v)
-        results = list(map(step, present.pick(updates), old_rows, old_columns, old_v))
-        new_updates = [result.update for result in results]
-        new_rows = [result.v_row for result in results]
-        new_columns = [result.v_col for result in results]
-        new_v = [result.v for result in results]
-        return present.fill(new_updates), FactoredRmsState(
+        u = present.pick(updates)
+        v_row = present.pick(state.v_row)
+        v_col = present.pick(state.v_col)
+        v = present.pick(state.v)
+        for index, g in enumerate(u):
+            u[index], v_row[index], v_col[index], v[index] = _step(
+                g, v_row[index], v_col[index], v[index], beta, eps, min_dim_size_to_factor
+            )
+        return present.fill(u), FactoredRmsState(
             count=count,
-            v_row=present.fill(new_rows, state.v_row),
-            v_col=present.fill(new_columns, state.v_col),
-            v=present.fill(new_v, state.v),
+            v_row=present.fill(v_row, state.v_row),
+            v_col=present.fill(v_col, state.v_col),
+            v=present.fill(v, state.v),
         )
 
     return init, update
@@ -161,9 +155,9 @@ def _shapes(shape: Sequence[int], min_size: int) -> tuple[Sequence[int], Sequenc
 
 
 def _step(
-    leaf: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor, *, beta: Tensor, eps: Scalar, min_size: int
-) -> _Result:
-    """Return the update of one leaf, ``g / sqrt(v)``, and its new mean squares.
+    leaf: Tensor, v_row: Tensor, v_col: Tensor, v: Tensor, beta: Tensor, eps: Scalar, min_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the update of one leaf, ``g / sqrt(v)``, and its new mean squares: of rows, of columns, of elements.
 
     v is the running average of the squares of the gradient g. For a matrix with two long dims, only the means r of its
     rows and c of its columns are stored, and v is about ``r_i c_j / mean(r)`` at element (i, j).
@@ -185,24 +179,14 @@ def _step(
     if dims is None:  # not factored: as in RMSProp
         new_v = _average(v, square, beta)
         u = g * new_v.rsqrt()
-        return _Result(
-            update=u.to(leaf.dtype),
-            v_row=v_row.clone(),
-            v_col=v_col.clone(),
-            v=new_v.to(v.dtype),
-        )
+        return u.to(leaf.dtype), v_row.clone(), v_col.clone(), new_v.to(v.dtype)
 
     # r has all dims of the leaf except the largest, and c all except the second largest.
     second, largest = dims
     r = _average(v_row, square.mean(largest), beta)
     c = _average(v_col, square.mean(second), beta)
     u = _divided_by_root(g, r, c, second, largest)
-    return _Result(
-        update=u.to(leaf.dtype),
-        v_row=r.to(v_row.dtype),
-        v_col=c.to(v_col.dtype),
-        v=v.clone(),
-    )
+    return u.to(leaf.dtype), r.to(v_row.dtype), c.to(v_col.dtype), v.clone()
 
 
 def _divided_by_root(g: Tensor, r: Tensor, c: Tensor, second: int, largest: int) -> Tensor:
