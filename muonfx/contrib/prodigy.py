@@ -143,9 +143,7 @@ def scale_by_prodigy(
         # r = sqrt(b2) r + d / d0 * step_size * <g, x0 - x>
         inner_products = present.fill(list(map(_inner_product, g, x0, x)))
         inner_product = sum_over_leaves(inner_products).to(d)
-        weight_in_r = d / d0 * step_size
-        decayed_r = sqrt_b2 * state.numerator
-        r = decayed_r + weight_in_r * inner_product
+        r = sqrt_b2 * state.numerator + d / d0 * step_size * inner_product
 
         # s = sqrt(b2) s + d / d0 * step_size * g
         weight_in_s = d * step_size / d0
@@ -154,23 +152,25 @@ def scale_by_prodigy(
         s = _decayed_sum(s, sqrt_b2, g, weight_in_s, reuse)
 
         # m = b1 m + (1 - b1) d g
-        weight_in_m = (1.0 - b1) * d
-        m = _decayed_sum(m, b1, g, weight_in_m, reuse)
+        m = _decayed_sum(m, b1, g, (1.0 - b1) * d, reuse)
 
         # v = b2 v + (1 - b2) d^2 g^2
-        weight_in_v = (1.0 - b2) * d * d
         v = ew.mul(v, b2, reuse=reuse)
-        v = ew.addcmul(v, g, g, weight_in_v, reuse=True)
+        v = ew.addcmul(v, g, g, (1.0 - b2) * d * d, reuse=True)
 
         # d = max(d, estim_lr_coef r / |s|_1). The norm is over all leaves, also those without a gradient in this step:
         # they have contributed to r.
         grad_sum = write(present, s, state.grad_sum, reuse=reuse)
-        norms = tree.map(_norm, grad_sum)
-        s_norm = sum_over_leaves(norms).to(d)
-        new_d = _largest_estimate(d, estim_lr_coef * r, s_norm)
+        s_norm = sum_over_leaves(tree.map(_norm, grad_sum)).to(d)
+        estimate = divide_unless(~(s_norm > 0), estim_lr_coef * r, s_norm, otherwise=d)
+        new_d = torch.maximum(d, estimate)
 
         # u = step_size * (m / (sqrt(v) + new_d eps) + weight_decay x)
-        u = _directions(m, v, x, new_d * eps, weight_decay)
+        u = ew.apply("sqrt", v)
+        u = ew.shift(u, new_d * eps, reuse=True)
+        u = ew.div(m, u, reuse=True)
+        if isinstance(weight_decay, Tensor) or weight_decay != 0.0:  # a tensor is not read here
+            u = ew.add(u, x, weight_decay, reuse=True)
         u = ew.mul(u, step_size, reuse=True)
 
         new_state = ProdigyState(
@@ -196,23 +196,6 @@ def _step_size(d: Tensor, learning_rate: Scalar, b1: Scalar, b2: Scalar, t: Tens
     c1 = bias_correction(b1, t)
     step_size = d * learning_rate * (root_c2 / c1)
     return ew.new_number(step_size, d.device)
-
-
-def _largest_estimate(d: Tensor, numerator: Tensor, s_norm: Tensor) -> Tensor:
-    """Return the larger of d, the estimate so far, and ``numerator / s_norm``; d if the norm is not positive."""
-    is_undefined = ~(s_norm > 0)
-    estimate = divide_unless(is_undefined, numerator, s_norm, otherwise=d)
-    return torch.maximum(d, estimate)
-
-
-def _directions(m: list[Tensor], v: list[Tensor], x: list[Tensor], eps: Scalar, weight_decay: Scalar) -> list[Tensor]:
-    """Return ``m / (sqrt(v) + eps) + weight_decay x`` for each leaf: the update of AdamW before the learning rate."""
-    divisor = ew.apply("sqrt", v)
-    divisor = ew.shift(divisor, eps, reuse=True)
-    u = ew.div(m, divisor, reuse=True)
-    if isinstance(weight_decay, Tensor) or weight_decay != 0.0:  # a tensor is not read here
-        u = ew.add(u, x, weight_decay, reuse=True)
-    return u
 
 
 def _decayed_sum(sums: list[Tensor], decay: Scalar, terms: list[Tensor], weight: Scalar, reuse: bool) -> list[Tensor]:
