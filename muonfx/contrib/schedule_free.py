@@ -140,12 +140,16 @@ def schedule_free(
         """
         params = params_for("schedule_free", params)
 
+        # The weight of the new iterate is r^p for the largest learning rate r so far; c is its share of all weights.
         count = state.count + 1
         rate = learning_rate
         if callable(rate):
             rate = rate(count)
-        max_lr, weight_sum, c = _weights(state, rate, weight_lr_power)
-        new_b1 = ew.new_number(b1, max_lr.device)
+        r = torch.maximum(state.max_lr, ew.new_number(rate, state.max_lr.device))
+        weight = r**weight_lr_power
+        weight_sum = state.weight_sum + weight
+        is_undefined = ~(weight_sum > 0)
+        c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
 
         inner_updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **extras)
         present = Present(inner_updates)  # the leaves that the inner transform updates
@@ -155,13 +159,14 @@ def schedule_free(
         # z = z + u,  x = (1 - c) x + c z,  y = (1 - b1) z + b1 x. With `reuse`, a result overwrites the first list.
         new_z = ew.add(z, u)
         new_x = ew.lerp(x, new_z, c, reuse=True)
+        new_b1 = ew.new_number(b1, r.device)
         new_y = ew.lerp(new_z, new_x, new_b1)
         step_of_y = ew.add(new_y, y, -1.0, reuse=True)
 
         new_state = ScheduleFreeState(
             count=count,
             b1=new_b1,
-            max_lr=max_lr,
+            max_lr=r,
             weight_sum=weight_sum,
             z=write(present, new_z, state.z, reuse=donate.state),
             inner=inner_state,
@@ -169,20 +174,6 @@ def schedule_free(
         return write(present, step_of_y, inner_updates), new_state
 
     return init, update
-
-
-def _weights(state: ScheduleFreeState, rate: Scalar, power: Scalar) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest learning rate r so far, the sum of the weights of all iterates, and the share c of the next.
-
-    The weight of the next iterate is ``r**power``, and c is this weight divided by the new sum of all weights.
-    """
-    lr = ew.new_number(rate, state.max_lr.device)
-    max_lr = torch.maximum(state.max_lr, lr)
-    weight = max_lr**power
-    weight_sum = state.weight_sum + weight
-    is_undefined = ~(weight_sum > 0)
-    c = divide_unless(is_undefined, weight, weight_sum, otherwise=0.0)
-    return max_lr, weight_sum, c
 
 
 def _warn_of_another_rate(inner: Transform, learning_rate: Rate) -> None:
