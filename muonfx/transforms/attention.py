@@ -96,23 +96,32 @@ def max_logits(
         return largest
     queries_at_once = max(1, chunk // (batch * keys))
     for start in range(0, queries, queries_at_once):
-        end = min(start + queries_at_once, queries)
-        visible_keys = keys
-        if is_causal:
-            visible_keys = min(end, keys)  # all later keys are masked for these queries
-        scaled_query = query[..., start:end, :] * scale
-        visible_key = key[..., :visible_keys, :]
-        with torch.autocast(query.device.type, enabled=False):
-            logits = scaled_query @ visible_key.mT
-        if is_causal:
-            logits = _without_later_keys(logits, start)
-        if mask is not None:
-            is_visible = mask[..., start:end, :visible_keys]
-            logits = torch.where(is_visible, logits, -math.inf)
+        chunk_of_queries = query[..., start : start + queries_at_once, :] * scale
+        logits = _masked_logits(chunk_of_queries, key, mask, start, is_causal)
         logits_of_heads = logits.movedim(-3, 0).flatten(1)
         largest_of_chunk = logits_of_heads.amax(dim=1).to(wide)
         largest = torch.maximum(largest, largest_of_chunk)
     return largest
+
+
+def _masked_logits(query: Tensor, key: Tensor, mask: Tensor | None, start: int, is_causal: bool) -> Tensor:
+    """Return the logits (..., queries, keys) of some queries, with -inf for masked pairs.
+
+    The queries are those from position ``start`` of the sequence on. ``mask`` is True for all pairs of the sequence
+    that are not masked. With ``is_causal``, the keys after the last of these queries are left out.
+    """
+    queries = query.shape[-2]
+    keys = key.shape[-2]
+    if is_causal:
+        keys = min(start + queries, keys)
+    with torch.autocast(query.device.type, enabled=False):
+        logits = query @ key[..., :keys, :].mT
+    if is_causal:
+        logits = _without_later_keys(logits, start)
+    if mask is not None:
+        is_visible = mask[..., start : start + queries, :keys]
+        logits = torch.where(is_visible, logits, -math.inf)
+    return logits
 
 
 def _without_later_keys(logits: Tensor, first_query: int) -> Tensor:
