@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +73,7 @@ def skip_nonfinite(inner: Transform):
         """
         is_finite = _are_finite(updates, sum_over_leaves)
         is_finite = is_finite.to(state.skipped.device)
-        zero_unless_finite = functools.partial(_zero_unless, is_finite)
-        finite_gradients = tree.map(zero_unless_finite, updates)
+        finite_gradients = tree.map(functools.partial(_zero_unless, is_finite), updates)
 
         extras["sum_over_leaves"] = sum_over_leaves  # the inner transform may need it too, as `clip_by_global_norm`
         # An offloaded transform has the argument ``only_if``. For a skipped step it loads nothing from the CPU and
@@ -91,15 +89,18 @@ def skip_nonfinite(inner: Transform):
             state_leaves, treedef = tree.flatten(inner_state)
             old_leaves = tree.subtrees(treedef, state.inner)
             del inner_state  # only the list has its leaves now, so that each is freed when it is replaced
-            select = functools.partial(_select, is_finite)
-            _replace_each(select, state_leaves, old_leaves)
+            for index in range(len(state_leaves)):
+                state_leaves[index] = _select(is_finite, state_leaves[index], old_leaves[index])
             inner_state = tree.unflatten(treedef, state_leaves)
 
-        is_skipped = (~is_finite).to(torch.int64)  # 1 or 0; times 0, the count of skipped steps in a row starts again
         # Weight decay, for example, also returns updates for gradients of zero.
         out_leaves, treedef = tree.flatten(out)
         del out
-        _replace_each(zero_unless_finite, out_leaves)
+        for index in range(len(out_leaves)):
+            if out_leaves[index] is not None:
+                out_leaves[index] = _zero_unless(is_finite, out_leaves[index])
+
+        is_skipped = (~is_finite).to(torch.int64)  # 1 or 0; times 0, the count of skipped steps in a row starts again
         return tree.unflatten(treedef, out_leaves), SkipNonfiniteState(
             skipped=state.skipped + is_skipped,
             in_a_row=(state.in_a_row + 1) * is_skipped,
@@ -138,18 +139,6 @@ def _select(is_finite: Tensor, new: Any, old: Any) -> Any:
         return new
     # A selection, because zero times NaN is NaN. It also keeps derivatives finite.
     return torch.where(is_finite.to(new.device), new, old)
-
-
-def _replace_each(function: Callable[..., Any], leaves: list[Any], *others: list[Any]) -> None:
-    """Replace each leaf of a list, except None, by the function of it and of the leaves with its index in ``others``.
-
-    Unlike with `tree.map`, a leaf is freed before the result for the next one exists.
-    """
-    for index in range(len(leaves)):
-        if leaves[index] is None:
-            continue
-        other_leaves = [other[index] for other in others]
-        leaves[index] = function(leaves[index], *other_leaves)
 
 
 def _zero_unless(is_finite: Tensor, leaf: Tensor) -> Tensor:
