@@ -171,36 +171,29 @@ class AttentionHeads:
         first_key = self.heads
         first_rotary = first_key + self.keys
         unchanged = first_rotary + self.heads
+        # In one weight for all, a head has a block each for its query, key and value: with 2 query heads and 1 key head
+        # the blocks are q0, q1, k0 and v0. If dims are given, there is a block for each head that contains these dims.
+        is_fused = self.query == self.key
+        number_if_fused = self.heads + 2 * self.keys
 
         positions = torch.full((size,), unchanged, device=device)  # first of all, no row changes
         if "query" in roles:
-            query_blocks = self._query_blocks(name, positions)  # a view, into which `_fill_rows` writes
-            _fill_rows(query_blocks, self.query_dims, first_factor=0)
+            spans = [self.query_dims, self.rotary_dims]
+            if is_fused and self.query_dims is None:
+                query_blocks = self._blocks(name, positions, number_if_fused, spans)[: self.heads]
+            else:
+                query_blocks = self._blocks(name, positions, self.heads, spans)
+            _fill_rows(query_blocks, self.query_dims, first_factor=0)  # writes into `positions`, of which it is a view
             # Afterwards, because the rotary rows are a part of the rows above if ``query_dims`` is None.
             if self.rotary_dims is not None:
                 _fill_rows(query_blocks, self.rotary_dims, first_factor=first_rotary)
         if "key" in roles:
-            key_blocks = self._key_blocks(name, positions)
+            if is_fused and self.key_dims is None:
+                key_blocks = self._blocks(name, positions, number_if_fused, [])[self.heads : self.heads + self.keys]
+            else:
+                key_blocks = self._blocks(name, positions, self.keys, [self.key_dims])
             _fill_rows(key_blocks, self.key_dims, first_factor=first_key)
         return positions
-
-    def _query_blocks(self, name: str, rows: Tensor) -> Tensor:
-        """Return the items of a vector for the rows of queries, as a view of shape (heads, rows of a head).
-
-        The vector ``rows`` has an item for each row of the weight ``name``. In one weight for all, these rows are equal
-        blocks: with 2 query heads and 1 key head, they are q0, q1, k0 and v0.
-        """
-        spans = [self.query_dims, self.rotary_dims]
-        if self.query == self.key and self.query_dims is None:  # q0, q1, k0, v0
-            return self._blocks(name, rows, self.heads + 2 * self.keys, spans)[: self.heads]
-        return self._blocks(name, rows, self.heads, spans)
-
-    def _key_blocks(self, name: str, rows: Tensor) -> Tensor:
-        """Return the items of a vector for the rows of keys, as `_query_blocks` does for queries."""
-        spans = [self.key_dims]
-        if self.query == self.key and self.key_dims is None:  # q0, q1, k0, v0
-            return self._blocks(name, rows, self.heads + 2 * self.keys, spans)[self.heads : self.heads + self.keys]
-        return self._blocks(name, rows, self.keys, spans)
 
     def _blocks(self, name: str, rows: Tensor, number: int, spans: list[Span | None]) -> Tensor:
         """Return a vector as a view of shape (number of blocks, rows of a block).
@@ -277,16 +270,6 @@ class _Member(NamedTuple):
         broadcast_shape[axis] = shape[axis]
         return indices.reshape(broadcast_shape)
 
-    def one_minus_factor(self, factors: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor in the parameter's full shape: 1 minus the factor that multiplies each element.
-
-        ``factors`` is the vector that `_factors` returns for the module.
-        """
-        indices = self.factor_indices(device)
-        factors_of_rows = factors.to(device)[indices]
-        one_minus_factors = 1.0 - factors_of_rows
-        return one_minus_factors.expand(self.shape)
-
 
 def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
     """Return the argument ``heads`` of `qk_clip` as a tuple: ``(heads,)`` for a single item. Raise for other types.
@@ -326,11 +309,12 @@ def _find_members(attentions: list[AttentionHeads], params: PyTree) -> list[_Mem
     for name, plain_name in plain_names.items():
         if leaves[name] is None:  # it is not updated, as a frozen quantized weight
             continue
-        # None for a parameter that holds neither queries nor keys, such as "attn.o_proj.weight".
         shape = tuple(leaves[name].shape)
-        member = _first_member(attentions, name, plain_name, shape)
-        if member is not None:
-            members.append(member)
+        for attention in attentions:
+            module, roles = attention.module_of(plain_name)  # "attn" and ("query",) for "attn.q_proj.weight"
+            if roles:  # the parameter holds queries, keys or both
+                members.append(_Member(name, module, attention, roles, shape))
+                break
     _require_biases(members, plain_names)
     return members
 
@@ -361,21 +345,6 @@ def _require_biases(members: list[_Member], plain_names: Mapping[str, str]) -> N
                 f"qk_clip: found {key_bias!r}, a further key that no weight projects, expected attention without it: "
                 "create the module with add_bias_kv=False"
             )
-
-
-def _first_member(
-    attentions: list[AttentionHeads], name: str, plain_name: str, shape: tuple[int, ...]
-) -> _Member | None:
-    """Return a parameter with the first `AttentionHeads` that matches its plain name; None if it has no query or key.
-
-    For "attn.q_proj.weight", the module is "attn", and the roles are ("query",). A plain name has no prefixes of
-    wrappers, such as "module." of DDP.
-    """
-    for attention in attentions:
-        module, roles = attention.module_of(plain_name)
-        if roles:  # the parameter holds queries, keys or both
-            return _Member(name, module, attention, roles, shape)
-    return None
 
 
 def _resolve(tx: Transform, params: PyTree) -> Transform:
@@ -505,49 +474,24 @@ def qk_clip(
         # 2. For each weight, the factors of its rows. A head may lie on several ranks, so these are computed for whole
         # weights, and then sharded like the weights.
         factors = _factors_by_module(members, gamma, alpha)
-        one_minus_factors = _one_minus_factors(members, factors, weights)
-        new_updates = _scaled_updates(updates, weights, shard(one_minus_factors))
-        return new_updates, state
+        one_minus_factors: dict[str, Tensor] = {}
+        for member in members:
+            weight = weights[member.name]
+            indices = member.factor_indices(weight.device)
+            factor_of_rows = factors[member.module].to(weight.device)[indices]
+            one_minus_factor = 1.0 - factor_of_rows  # in which no digits of a factor near 1 are lost
+            one_minus_factors[member.name] = one_minus_factor.expand(member.shape)
+        # 3. The updates of these weights.
+        leaves, treedef = tree.flatten(updates)
+        new_updates = dict(zip(weights, leaves, strict=True))  # by name
+        for name, one_minus_factor in shard(one_minus_factors).items():
+            if new_updates[name] is not None:
+                new_updates[name] = _scaled(new_updates[name], weights[name], one_minus_factor)
+        return tree.unflatten(treedef, new_updates.values()), state
 
     if not all_heads:
         return init, functools.partial(update, max_logits=None)  # the logits are no longer required
     return init, update
-
-
-def _one_minus_factors(
-    members: list[_Member], factors: Mapping[str, Tensor], weights: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return for each query or key weight a tensor in its full shape: 1 minus the factor that multiplies each element.
-
-    A head whose rows are multiplied by 0.5 has 0.5 in these rows, and an unchanged head has 0. In 1 - f, no digits of
-    a factor f near 1 are lost.
-
-    Args:
-        members: the query and key weights.
-        factors: for each attention module, the vector that `_factors` returns.
-        weights: the parameters by name, which may be shards. Only their devices are read.
-    """
-    one_minus_factors: dict[str, Tensor] = {}
-    for member in members:
-        device = weights[member.name].device
-        factors_of_module = factors[member.module]
-        one_minus_factors[member.name] = member.one_minus_factor(factors_of_module, device)
-    return one_minus_factors
-
-
-def _scaled_updates(updates: PyTree, weights: Mapping[str, Tensor], one_minus_factors: Mapping[str, Tensor]) -> PyTree:
-    """Return a tree of updates in which `_scaled` changes the updates of query and key weights.
-
-    ``weights`` are all parameters by name, in the order of the leaves of the updates. ``one_minus_factors`` has the
-    weights that are scaled, as `_one_minus_factors` returns them.
-    """
-    leaves, treedef = tree.flatten(updates)
-    for index, (name, weight) in enumerate(weights.items()):
-        update = leaves[index]
-        one_minus_factor = one_minus_factors.get(name)
-        if update is not None and one_minus_factor is not None:
-            leaves[index] = _scaled(update, weight, one_minus_factor)
-    return tree.unflatten(treedef, leaves)
 
 
 def _check_pairs(members: list[_Member]) -> None:
@@ -635,12 +579,10 @@ def _factors_by_module(members: list[_Member], gamma: Tensor, alpha: float | Ten
     another. For two modules with 2 heads each, its first two items belong to the first module.
     """
     heads_of_module = {member.module: member.heads for member in members}
+    sizes = [heads.heads for heads in heads_of_module.values()]
     factors: dict[str, Tensor] = {}
-    first_head = 0
-    for module, heads in heads_of_module.items():
-        gamma_of_module = gamma.narrow(0, first_head, heads.heads)  # gamma[first_head : first_head + number of heads]
+    for (module, heads), gamma_of_module in zip(heads_of_module.items(), gamma.split(sizes), strict=True):
         factors[module] = _factors(gamma_of_module, heads.keys, alpha)
-        first_head += heads.heads
     return factors
 
 
