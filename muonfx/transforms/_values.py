@@ -32,8 +32,8 @@ class Values:
         """For each value, True if nothing else needs its storage, so that it may be overwritten after its last use."""
         self._remaining_uses: dict[int, int] = {}
         """For each value, how many operations and outputs still read it; empty before `run`, when nothing is known."""
-        self._dtypes: torch.dtype | list[torch.dtype] | None = None
-        """The compute dtype of each leaf, or one dtype for all; None until it is needed."""
+        self._dtypes: list[torch.dtype] | None = None
+        """The compute dtype of each leaf; None until it is needed."""
 
     def add_operand(self, tensors: list[Tensor], *, may_write: bool) -> None:
         """Add an operand of the step, whose number is the number of operands before it."""
@@ -87,7 +87,7 @@ class Values:
         if number in self._computed:  # a result, or an operand that has been read before
             return self._computed[number]
         if self._dtypes is None:
-            self._dtypes = _compute_dtypes(self.operands)
+            self._dtypes = ew.wide_dtypes(self.operands)
         self._computed[number] = ew.cast(self.operands[number], self._dtypes)
         if self.was_cast(leaf):
             self._may_write[number] = True  # these are copies, not the caller's tensors
@@ -172,34 +172,6 @@ class Values:
             self._may_write[operand.number] = False
             return ew.copy(tensors, into=self.read(operand))  # without new memory
         return ew.clone(tensors)
-
-
-def _compute_dtypes(lists: Sequence[list[Tensor]]) -> torch.dtype | list[torch.dtype]:
-    """Return the dtype in which each leaf is computed: the widest dtype of its operands, at least fp32.
-
-    ``lists`` has a list for each operand, such as the update, with its tensors of all leaves. If every list has a
-    single dtype, the result is one dtype for all leaves, and else a list.
-
-    >>> narrow, wide = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
-    >>> _compute_dtypes([[narrow, narrow]]), _compute_dtypes([[narrow, wide]])
-    (torch.float32, [torch.float32, torch.float64])
-    """
-    all_dtypes: set[torch.dtype] = set()
-    for tensors in lists:  # the tensors of one operand
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) > 1:  # such as updates in bf16 for some leaves and in fp32 for others
-            return _compute_dtype_of_each(lists)
-        all_dtypes |= dtypes
-    return ew.wide_dtype(*all_dtypes)  # the usual case, which takes no call for each leaf
-
-
-def _compute_dtype_of_each(lists: Sequence[list[Tensor]]) -> list[torch.dtype]:
-    """Return a list with the widest dtype of each leaf's operands; ``lists`` has a list of tensors for each operand."""
-    compute_dtypes: list[torch.dtype] = []
-    for operands_of_leaf in zip(*lists, strict=True):
-        dtypes = [operand.dtype for operand in operands_of_leaf]
-        compute_dtypes.append(ew.wide_dtype(*dtypes))
-    return compute_dtypes
 
 
 def _require_one_shape(leaf: object) -> None:

@@ -494,7 +494,8 @@ class _MatrixFormula:
             return ew.clone(old_values)
         # The step receives all operands in one dtype: the widest of them, at least fp32.
         dtypes = [operand.dtype for operand in operands]
-        wide_operands = ew.cast(operands, ew.wide_dtype(*dtypes))
+        wide_dtypes = [ew.wide_dtype(*dtypes)] * len(operands)
+        wide_operands = ew.cast(operands, wide_dtypes)
         outputs = self._call_step(containers, wide_operands)
         for output, old_value in zip(outputs, old_values, strict=True):
             if output.shape != old_value.shape:

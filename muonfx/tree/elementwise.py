@@ -183,11 +183,9 @@ def _rounds_numbers(xs: Sequence[Tensor]) -> bool:
     return bool([x for x in xs if x.dtype in _NARROW and x.is_cpu])
 
 
-def cast(xs: Sequence[Tensor], dtype: torch.dtype | Sequence[torch.dtype]) -> Tensors:
-    """Convert all tensors to one dtype, or each to its own dtype, given as a list. Equal dtypes are not copied."""
-    if isinstance(dtype, torch.dtype):
-        dtype = [dtype] * len(xs)
-    return [x if x.dtype == new_dtype else x.to(new_dtype) for x, new_dtype in zip(xs, dtype, strict=True)]
+def cast(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Tensors:
+    """Convert each tensor to the dtype at its position. A tensor that has this dtype is not copied."""
+    return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
 
 
 def cast_like(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
@@ -204,16 +202,35 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return widest
 
 
+def wide_dtypes(lists: Sequence[Sequence[Tensor]]) -> list[torch.dtype]:
+    """Return for each position of the lists the dtype in which to compute with its tensors, as `wide_dtype` does.
+
+    >>> narrow, wide = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float64)
+    >>> wide_dtypes([[narrow, narrow], [narrow, wide]])
+    [torch.float32, torch.float64]
+    """
+    all_dtypes: set[torch.dtype] = set()
+    is_mixed = False
+    for xs in lists:
+        dtypes = _dtypes(xs)
+        all_dtypes |= dtypes
+        is_mixed = is_mixed or len(dtypes) > 1
+    if not is_mixed:  # the usual case, which takes no call for each position
+        return [wide_dtype(*all_dtypes)] * len(lists[0])
+    dtypes_of_positions: list[torch.dtype] = []
+    for tensors in zip(*lists, strict=True):
+        dtypes_of_tensors = [tensor.dtype for tensor in tensors]
+        dtypes_of_positions.append(wide_dtype(*dtypes_of_tensors))
+    return dtypes_of_positions
+
+
 def widest(*lists: Sequence[Tensor]) -> list[Tensors]:
     """Convert the tensors at each position of the lists to one dtype of fp32 or more, to compute with them.
 
     For the lists ``[bf16, fp32]`` and ``[bf16, fp64]``, the first position becomes fp32 and the second fp64.
     """
-    wide_dtypes: list[torch.dtype] = []  # for each position
-    for tensors in zip(*lists, strict=True):
-        dtypes = [tensor.dtype for tensor in tensors]
-        wide_dtypes.append(wide_dtype(*dtypes))
-    return [cast(xs, wide_dtypes) for xs in lists]
+    dtypes = wide_dtypes(lists)
+    return [cast(xs, dtypes) for xs in lists]
 
 
 def new_count(device: torch.device) -> Tensor:
