@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -192,15 +192,6 @@ def _add_bucket_state(state: PyTree, bucket_state: PyTree) -> PyTree:
     return tree.unflatten(treedef, leaves)
 
 
-class _Bucket(NamedTuple):
-    """The leaves of the state that belong to the parameters of one bucket, by their indices among all leaves."""
-
-    staying: list[int]
-    """The leaves that are used where they are, such as 0-d tensors."""
-    target_of: dict[int, Tensor]
-    """For each leaf that is loaded from the store, the tensor in the store to which its new value is written."""
-
-
 class BucketedState:
     """A context manager for a step with offloaded state: it loads, updates and writes back one bucket at a time.
 
@@ -236,24 +227,24 @@ class BucketedState:
         self._new_leaves = list(self._leaves)  # a leaf whose parameter is in no bucket stays as it is
         # The indices of the leaves without a parameter, which every bucket updates.
         self._counters = [index for index, parameter in enumerate(parameters) if parameter is None]
-        indices_of_buckets = _leaves_of_buckets(parameters, buckets)
-        # 1. The tensors in the store to which new values are written. Without loads, there are none.
-        target_of: dict[int, Tensor] = {}
+        self._indices_of_buckets = _leaves_of_buckets(parameters, buckets)
+        # For each leaf that moves, the tensor in the store to which its new value is written; empty without loads.
+        self._target_of: dict[int, Tensor] = {}
         if store != IN_MEMORY and not store.is_direct(device):
-            indices = sorted(itertools.chain.from_iterable(indices_of_buckets))
+            indices = sorted(itertools.chain.from_iterable(self._indices_of_buckets))
             moving = [index for index in indices if moves(self._leaves[index], parameters[index])]
-            target_of = self._allocate_targets(store, device, moving)
-        # 2. The leaves of each bucket.
-        self._buckets: list[_Bucket] = []
-        for indices in indices_of_buckets:
-            staying = [index for index in indices if index not in target_of]
-            targets = {index: target_of[index] for index in indices if index in target_of}
-            self._buckets.append(_Bucket(staying, targets))
-        # 3. The first load.
+            self._target_of = self._allocate_targets(store, device, moving)
+        # The first load starts now.
         self._transfer: BucketTransfer | None = None
-        if target_of:
-            stored_buckets = [_take(self._leaves, bucket.target_of) for bucket in self._buckets]
+        if self._target_of:
+            stored_buckets: list[list[Tensor]] = []
+            for bucket_index in range(len(buckets)):
+                stored_buckets.append([self._leaves[index] for index in self._moving(bucket_index)])
             self._transfer = BucketTransfer(device, stored_buckets, on_disk=store.on_disk)
+
+    def _moving(self, bucket_index: int) -> list[int]:
+        """Return the indices of the leaves of a bucket that are loaded from the store; others stay on the device."""
+        return [index for index in self._indices_of_buckets[bucket_index] if index in self._target_of]
 
     def _allocate_targets(self, store: Store, device: torch.device, indices: Sequence[int]) -> dict[int, Tensor]:
         """Return, by index, the tensor in the store to which the new value of each of these leaves is written.
@@ -284,19 +275,19 @@ class BucketedState:
 
         The update may overwrite it if `may_write_state`. Leaves that are needed afterwards are then copies.
         """
-        bucket = self._buckets[bucket_index]
         leaves = list(self._leaves)
         # 1. Copies of the leaves that the update may overwrite, and that the caller or a later bucket reads.
         caller_keeps_state = not self._donate.state
-        is_last_bucket = bucket_index == len(self._buckets) - 1
+        is_last_bucket = bucket_index == len(self._indices_of_buckets) - 1
         if self.may_write_state and caller_keeps_state:
-            _copy_tensors(leaves, bucket.staying)
+            staying = [index for index in self._indices_of_buckets[bucket_index] if index not in self._target_of]
+            _copy_tensors(leaves, staying)
         if self.may_write_state and (caller_keeps_state or not is_last_bucket):
             _copy_tensors(leaves, self._counters)  # such as the step count: each bucket advances it from the same value
         # 2. The leaves that move are loaded, so they are copies already.
         if self._transfer is not None:
             loaded = self._transfer.fetch(bucket_index)
-            for index, leaf in zip(bucket.target_of, loaded, strict=True):
+            for index, leaf in zip(self._moving(bucket_index), loaded, strict=True):
                 leaves[index] = leaf
         return tree.unflatten(self._treedef, leaves)
 
@@ -305,16 +296,16 @@ class BucketedState:
 
         The store is host memory or a disk. `end` waits for the copies.
         """
-        bucket = self._buckets[bucket_index]
         new_leaves = tree.leaves(new_state)
-        for index in (*bucket.staying, *self._counters):  # a counter has the same new value in every bucket
-            self._new_leaves[index] = new_leaves[index]
-        # The next state has the tensors of the store in place of those on the device.
-        for index, target in bucket.target_of.items():
-            self._new_leaves[index] = target
+        # A counter has the same new value in every bucket.
+        for index in (*self._indices_of_buckets[bucket_index], *self._counters):
+            # The next state has the tensors of the store in place of those on the device.
+            self._new_leaves[index] = self._target_of.get(index, new_leaves[index])
         if self._transfer is not None:
-            targets = list(bucket.target_of.values())
-            self._transfer.put(bucket_index, _take(new_leaves, bucket.target_of), targets)
+            moving = self._moving(bucket_index)
+            new_values = [new_leaves[index] for index in moving]
+            targets = [self._target_of[index] for index in moving]
+            self._transfer.put(bucket_index, new_values, targets)
 
     def copied_from_buffers(self, updates: PyTree) -> PyTree:
         """Return updates, with copies of those in a transfer buffer, which the next bucket overwrites."""
@@ -355,11 +346,6 @@ class BucketedState:
     def __exit__(self, error: object, *_: object) -> None:
         if error is not None and self._transfer is not None:
             self._transfer.abandon()
-
-
-def _take(leaves: Sequence[Any], indices: Iterable[int]) -> list[Any]:
-    """Return the leaves with the given indices, in the order of the indices."""
-    return [leaves[index] for index in indices]
 
 
 def _copy_tensors(leaves: list[Any], indices: Sequence[int]) -> None:
