@@ -514,34 +514,22 @@ class PlacedTransforms:
         It is made by `placed`, which is slow, and then cached. ``momentum(0.9)`` and a later ``momentum(0.8)`` use one
         entry of the cache, in which the number is replaced. ``visited`` is the first `Visit` of ``tx``, if known.
         """
-        key = tx.treedef, tree.flatten(params)[1]  # the structures of both, without numbers and tensors
-        entry = self._find(key, params)
-        if entry is None:
-            entry = self._add(key, tx, params, visited)
-        return entry.with_numbers_of(tx)
-
-    def _find(self, key: Hashable, params: PyTree) -> _Entry | None:
-        """Return the entry of a transform that was placed for these structures and the shapes of the parameters."""
+        # 1. An entry for these structures, without numbers and tensors, and for these shapes.
+        key = tx.treedef, tree.flatten(params)[1]
         for entry in self._entries.get(key, ()):
             # One layout always gives the same global shapes.
             if self._global_like is not None or entry.fits(params):
-                return entry
-        return None
-
-    def _add(self, key: Hashable, tx: Transform, params: PyTree, visited: Visit | None) -> _Entry:
-        """Add an entry for a transform to the cache, and return it. ``params`` may be the shards of one rank.
-
-        A full cache is cleared. ``key`` has the structures of the transform and of the parameters, without shapes.
-        """
+                return entry.with_numbers_of(tx)
+        # 2. A new entry. A full cache is cleared.
         number_of_entries = sum(map(len, self._entries.values()))
         if number_of_entries >= self.LIMIT:
             self._entries.clear()
         # Meta tensors with the shapes of the whole parameters; in one process, ``params`` are whole.
         global_like = self._global_like or meta_like
         meta_params = global_like(params)
-        entry = _Entry(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
-        self._entries.setdefault(key, []).append(entry)
-        return entry
+        rewritten = placed(tx, meta_params, self.where, visited=visited)
+        self._entries.setdefault(key, []).append(_Entry(meta_params, tx, rewritten))
+        return rewritten
 
 
 @dataclass(eq=False)
