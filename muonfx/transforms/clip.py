@@ -141,11 +141,6 @@ def norm_of_sum(total: Tensor) -> Tensor:
     """
     if total.ndim == 0:  # there are no leaves, and their sum is 0
         return total
-    return norm_of_squares(total)
-
-
-def norm_of_squares(total: Tensor) -> Tensor:
-    """Return the 2-norm of which ``total``, of shape (2,), is the sum of the `squares_of_leaves`."""
     # The two items are the sum of n^2 and the sum of (small n)^2 over the norms n of all leaves. The first root is the
     # norm. If a square overflows, the second root divided by small is the norm.
     norm, small_norm = ew.safe_sqrt(total).unbind()
@@ -157,7 +152,7 @@ def squares_of_leaves(updates: PyTree) -> PyTree:
     """Return for each leaf a tensor of shape (2,): the square of its norm, and the square of a small part of the norm.
 
     For the leaf [3.0, 4.0], the items are 25 and ``(5 * 2^-65)^2``, or ``(5 * 2^-513)^2`` in fp64. Sums of the first
-    squares give the norm of the tree. If they overflow, sums of the second squares give it: see `norm_of_squares`.
+    squares give the norm of the tree. If they overflow, sums of the second squares give it: see `norm_of_sum`.
     """
     present = Present(updates)  # the leaves that have a gradient
     norms = ew.norms(present.pick(updates))

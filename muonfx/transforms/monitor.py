@@ -13,7 +13,7 @@ from muonfx.core import Donation, Locality, extras, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.extras import InitAndUpdate
 from muonfx.internal.wrappers import unwrapped_optimizer
-from muonfx.transforms.clip import Sum, norm_of_squares, squares_of_leaves
+from muonfx.transforms.clip import Sum, norm_of_sum, squares_of_leaves
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 
@@ -211,7 +211,7 @@ def _measured(metric: Metric, updates: PyTree, sums: Tensor) -> Tensor:
         return _orthogonality_error(updates)
     if sums.ndim == 0:  # the sum over no leaves, which is 0
         return sums
-    norm = norm_of_squares(sums[:2])
+    norm = norm_of_sum(sums[:2])
     if metric == "norm":
         return norm
     number_of_elements = sums[2].float()
