@@ -377,22 +377,16 @@ def _with_dots(result: Sequence[Group], dot_names: list[str]) -> list[Group]:
     [('out',), ('dim_0', 'dim_1')]
     """
     groups: list[Group] = []  # the names in each dim of the result
-    for group in result[:-2]:
-        if group == (_DOTS,):  # each name is a batch dim of its own
+    first_of_matrix = len(result) - 2  # rows and columns stay one dim each, so all names are put into that dim
+    for index, group in enumerate(result):
+        if _DOTS not in group:
+            groups.append(group)
+        elif group == (_DOTS,) and index < first_of_matrix:  # each name is a batch dim of its own
             groups += [(name,) for name in dot_names]
-        else:
-            groups.append(_group_with_dots(group, dot_names))
-    for group in result[-2:]:  # rows and columns stay one dim each, so all names are put into that dim
-        groups.append(_group_with_dots(group, dot_names))
+        else:  # such as ``(in ...)``, which becomes ("in", "dim_0", "dim_1")
+            position = group.index(_DOTS)
+            groups.append((*group[:position], *dot_names, *group[position + 1 :]))
     return groups
-
-
-def _group_with_dots(group: Group, dot_names: list[str]) -> Group:
-    """Return one dim of a result with ``...`` replaced by names: ("in", "dim_0", "dim_1") for ``(in ...)``."""
-    if _DOTS not in group:
-        return group
-    position = group.index(_DOTS)
-    return (*group[:position], *dot_names, *group[position + 1 :])
 
 
 @functools.lru_cache(maxsize=1024)
