@@ -212,6 +212,10 @@ def check_transform(
     check_extras(tx, dict.fromkeys(extras, torch.ones(())))  # the names, with some number as their values
     if extras:
         tx = with_extras(tx, {name: _as_number(extra) for name, extra in extras.items()})
+    number = hypothesis.settings().max_examples
+    if max_examples is not None:
+        positive_int("max_examples", max_examples)
+        number = max_examples
     selected, left_out = select(LAWS, laws, skip)
     checked: list[Law] = []
     for law in selected:
@@ -223,10 +227,6 @@ def check_transform(
     if not checked:
         return LawReport(repr(tx), {}, left_out)
 
-    number = hypothesis.settings().max_examples
-    if max_examples is not None:
-        positive_int("max_examples", max_examples)
-        number = max_examples
     standard: list[Example] = []
     if params is None:
         ranks = _suitable_ranks(tx)

@@ -234,9 +234,10 @@ def test_a_report_is_returned_if_all_laws_hold():
     assert list(report.held) == ["identity_is_neutral"]
 
 
-def test_a_check_on_no_example_is_an_error():
+@pytest.mark.parametrize("laws", [None, ["element_transforms_see_one_element"]], ids=["all", "none that applies"])
+def test_a_check_on_no_example_is_an_error(laws: list[str] | None):
     with pytest.raises(ValueError, match="max_examples must be"):
-        kit.check_transform(mfx.scale(2.0), max_examples=0)
+        kit.check_transform(mfx.clip_by_global_norm(1.0), laws=laws, max_examples=0)
 
 
 def test_an_unknown_law_is_an_error_that_lists_those_known():
