@@ -8,6 +8,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, TypeGuard
 
+import torch
+from torch import Tensor
+
 from muonfx.core.transform import unused_name
 
 CHAINS = "chain_code"
@@ -18,6 +21,9 @@ ArgumentPath = tuple[str, ...]
 
 _NUMBER = re.compile(r"-?\d+\.\d*(e[+-]?\d+)?|-?\d+e[+-]?\d+|float\(.*\)|torch\.tensor\(.*\)", re.DOTALL)
 """The code of a float or a tensor."""
+
+_TENSOR_OF_ONE_NUMBER = re.compile(r"torch\.tensor\(\[?([^\[\],]+)\]?, dtype=torch\.(\w+)\)")
+"""The code of a tensor of one element, with groups for its number and its dtype."""
 
 _OBJECT = re.compile(r"<[^<>]*(<[^<>]*>)?[^<>]*>")
 """The ``repr`` of an object without code, such as "<function <lambda> at 0x7f00>". It differs in every process."""
@@ -86,9 +92,12 @@ def _differences_of_values(
         is_same = saved_value.head == value.head
         if is_same or _is_within_difference(path, saved_values, values):  # the larger difference is shown
             continue
+        is_number = _is_number(path, saved_value) and _is_number(path, value)
+        if is_number and _are_same_number(saved_value.code, value.code):  # one is a float, the other a tensor
+            continue
         shown_path = "".join(path).removeprefix(".") or "the chain"
         text = f"{shown_path}: {saved_value.code:.{_LONGEST}} in the checkpoint, {value.code:.{_LONGEST}} here"
-        if _is_number(path, saved_value) and _is_number(path, value):
+        if is_number:
             differences.numbers.append(text)
         else:
             differences.structure.append(text)
@@ -110,6 +119,37 @@ def _is_number(path: ArgumentPath, value: _Value) -> bool:
     if path and path[-1].endswith("]"):  # an item of a dict
         return False
     return value == _NOT_SET or _NUMBER.fullmatch(value.code) is not None
+
+
+def _are_same_number(saved_code: str, code: str) -> bool:
+    """Return True for the code of two floats or tensors that have one number, rounded to the narrower of their dtypes.
+
+    >>> _are_same_number("0.1", "torch.tensor(0.10000000149011612, dtype=torch.float32)")
+    True
+    """
+    saved_number = _number_in(saved_code)
+    number = _number_in(code)
+    if saved_number is None or number is None:
+        return False
+    narrower = min(saved_number.dtype, number.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(saved_number.to(narrower), number.to(narrower))
+
+
+def _number_in(code: str) -> Tensor | None:
+    """Return the number in the code of a float or a tensor of one element: a float in float64. None for other code."""
+    text = code
+    dtype = torch.float64
+    match = _TENSOR_OF_ONE_NUMBER.fullmatch(code)
+    if match is not None:
+        text = match[1]
+        dtype = getattr(torch, match[2])
+    try:
+        number = float(text)
+    except ValueError:  # "float('inf')", "not set", or a tensor of several elements
+        return None
+    if not dtype.is_floating_point:
+        return None
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def _values_in(chain: str) -> dict[ArgumentPath, _Value]:

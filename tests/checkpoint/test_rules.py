@@ -666,6 +666,21 @@ def test_a_fingerprint_is_compared_where_both_sides_have_one(saved, tmp_path: Pa
     assert_same_tree(ck.load(tmp_path / "unsigned", like=state, tx=other), state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_number_in_a_tensor_is_the_number_of_a_float(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]):
+    params = {W: torch.ones(2, 3)}
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+    with_tensor = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(torch.full(shape, 0.1, dtype=dtype)))
+    ck.save(tmp_path / "float", tx.init(params), tx=tx)
+    ck.save(tmp_path / "tensor", with_tensor.init(params), tx=with_tensor)
+    ck.load(tmp_path / "float", like=tx.init(params), tx=with_tensor)  # a warning would be an error
+    ck.load(tmp_path / "tensor", like=tx.init(params), tx=tx)
+    other = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.11))
+    with pytest.warns(UserWarning, match="learning_rate: torch.tensor.* in the checkpoint, 0.11 here"):
+        ck.load(tmp_path / "tensor", like=tx.init(params), tx=other)
+
+
 def test_an_absent_leaf_is_no_leaf(tmp_path: Path):
     state = {"a": torch.ones(2), "b": None}
     ck.save(tmp_path, state)
