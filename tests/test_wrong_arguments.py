@@ -108,6 +108,8 @@ WRONG = {
     "momentum(lambda count: 0.9)": r"pass muonfx\.schedule\(lambda: f\)\(\)",
     "muon(MODEL)": r"learning_rate .*found Linear.*muonfx\.Muon\(model\)",
     "adamw(MODEL.parameters())": r"learning_rate .*muonfx\.Muon\(model\)",
+    "adamw('1e-3')": "learning_rate .*found '1e-3': YAML reads 1e-3 as a text, and 1.0e-3 as a number",
+    "Muon(MODEL, adamw_lr='1E-3')": "adamw_lr .*found '1E-3': YAML reads 1e-3 as a text",
     "adamw(torch.float32)": "learning_rate .*found torch.float32",
     "adamw(torch.optim.AdamW)": "learning_rate .*found <class",
     "adamw(torch.optim.lr_scheduler.ConstantLR(SGD))": "learning_rate .*a torch scheduler acts on an optimizer",

@@ -158,13 +158,31 @@ def _advice_for(value: Any, type_names: frozenset[str]) -> str:
         return advice
     if isinstance(value, str):  # perhaps a misspelt choice
         choices = sorted(filter(_is_literal, type_names))
-        return did_you_mean(value, [choice.strip("'\"") for choice in choices])
+        advice = did_you_mean(value, [choice.strip("'\"") for choice in choices])
+        if not advice and "float" in type_names:
+            advice = advice_for_text(value)
+        return advice
     # A factory is a function that returns a schedule or a dtype. It was passed without a call.
     if _is_factory(value) and not type_names.isdisjoint({"float", "QuantizedDtype"}):  # such as int8 without ()
         return f": call it, as in {value.__name__}()"
     if "float" in type_names:
         return _advice_for_number(value)
     return ""
+
+
+def advice_for_text(value: object) -> str:
+    """Return advice for the error about a text in place of a number, if it is one such as "1e-3"; else "".
+
+    >>> advice_for_text("1e-3"), advice_for_text("fast")
+    (': YAML reads 1e-3 as a text, and 1.0e-3 as a number', '')
+    """
+    if not isinstance(value, str) or "e" not in value.lower():
+        return ""
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    return ": YAML reads 1e-3 as a text, and 1.0e-3 as a number"
 
 
 def _is_factory(value: Any) -> bool:

@@ -14,6 +14,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.value import prepared
+from muonfx.internal.arguments import advice_for_text
 
 Number = float | Tensor
 """The value of one hyperparameter."""
@@ -50,12 +51,13 @@ class Hyperparam(NamedTuple):
         # "betas" must be a pair, and "lr" a single number, not a tuple of one.
         if is_sequence != self.is_tuple or len(values) != len(self.names):
             expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"
-            raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}")
+            raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}{advice_for_text(value)}")
         for number in values:
             # `Real` includes numpy.float32. True and False are ints in Python, but no hyperparameters.
             if not isinstance(number, int | float | Tensor | Real) or isinstance(number, bool):
                 raise TypeError(
                     f"{self.key!r} in a group must be a number or a tensor of one element, found {number!r}"
+                    f"{advice_for_text(number)}"
                 )
         return values
 
