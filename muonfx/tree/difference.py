@@ -43,7 +43,13 @@ def _differing_container(tree: PyTree, expected: PyTree) -> str:
         for child, expected_child in zip(children, expected_children, strict=True):
             if not same_structure(child, expected_child):
                 return _differing_container(child, expected_child)
-    return f"found {_described(node)}, expected {_described(expected_node)}"
+    found = _described(node)
+    expected_text = _described(expected_node)
+    text = f"found {found}, expected {expected_text}"
+    are_two_classes = node is not None and expected_node is not None and node.kind is not expected_node.kind
+    if are_two_classes and found == expected_text:
+        text += " of another class with this name: was its module reloaded?"
+    return text
 
 
 def _described(node: Any) -> str:

@@ -460,6 +460,12 @@ def test_a_list_in_place_of_a_tuple_is_described_by_its_length():
     assert difference([], ()) == "found list of length 0, expected tuple of length 0"
 
 
+def test_two_classes_of_one_name_are_named_as_such():
+    before, after = (NamedTuple("State", [("trace", torch.Tensor)]) for _ in range(2))  # as by importlib.reload
+    text = "found State of 'trace', expected State of 'trace' of another class with this name: was its module reloaded?"
+    assert difference(before(torch.ones(1)), after(torch.ones(1))) == text
+
+
 def test_a_structure_under_a_compiler_names_the_container_that_differs():
     _, structure = _traced_flatten({"a": 1})
     with pytest.raises(ValueError, match=r"^expected dict of \('a',\), found list$"):
