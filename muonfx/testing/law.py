@@ -79,6 +79,8 @@ def select(
 
 
 def _names(laws: Iterable[str | LawFunction]) -> list[str]:
+    if isinstance(laws, str):  # its letters would be taken for names
+        raise TypeError(f"found {laws!r}, expected a list of laws: [{laws!r}]")
     # The name of a function, or the string itself. Another value, such as a `Law`, is then reported as unknown.
     return [str(getattr(law, "__name__", law)) for law in laws]
 
