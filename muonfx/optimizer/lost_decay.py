@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,27 +52,40 @@ _CURE = (
 )
 
 
-def warn_of_rounding(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> None:
-    """Warn if rounding removes the weight decay of parameters in bfloat16 or float16, or else most of their updates.
+class RoundingCheck:
+    """Warns if rounding removes the weight decay of parameters in bfloat16 or float16, or else most of their updates.
 
     Args:
-        stepping: has the transform of the optimizer.
-        groups: the param groups, which have the rates and decays.
-        params: the parameters to check by name. Others in the groups are not checked.
+        checked: the names of parameters that are not checked, as in a copy of an optimizer that has warned.
     """
-    narrow_params = _narrow_params(stepping, params)
-    if not narrow_params:
-        return
-    # The warning of lost decay says that other updates of this size are lost, too, so that one warning suffices.
-    lost_changes = _lost_decays(stepping, groups, narrow_params)
-    if lost_changes:
-        warn_caller(_no_effect(lost_changes, params))
-        return
-    lost_updates = _lost_updates(stepping, groups, narrow_params)
-    lost_size = sum([params[name].numel() for name in lost_updates])
-    size = sum([param.numel() for param in narrow_params.values()])
-    if lost_updates and lost_size >= size / 2:  # not norms alone, whose weights are large
-        warn_caller(_updates_lost(lost_updates, params))
+
+    def __init__(self, checked: Iterable[str] = ()) -> None:
+        """Record the names. `check` adds those that it has checked."""
+        self._checked = set(checked)
+
+    def check(self, stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> None:
+        """Warn of parameters that are in bfloat16 or float16, and were not when an earlier call checked them.
+
+        Args:
+            stepping: has the transform of the optimizer.
+            groups: the param groups, which have the rates and decays.
+            params: the parameters to check by name. Others in the groups are not checked.
+        """
+        narrow_params = _narrow_params(stepping, params)
+        unchecked = {name: param for name, param in narrow_params.items() if name not in self._checked}
+        if not unchecked:
+            return
+        self._checked.update(unchecked)
+        # The warning of lost decay says that other updates of this size are lost, too, so that one warning suffices.
+        lost_changes = _lost_decays(stepping, groups, unchecked)
+        if lost_changes:
+            warn_caller(_no_effect(lost_changes, params))
+            return
+        lost_updates = _lost_updates(stepping, groups, unchecked)
+        lost_size = sum([params[name].numel() for name in lost_updates])
+        size = sum([param.numel() for param in unchecked.values()])
+        if lost_updates and lost_size >= size / 2:  # not norms alone, whose weights are large
+            warn_caller(_updates_lost(lost_updates, params))
 
 
 def _narrow_params(stepping: Stepping, params: NamedTensors) -> NamedTensors:

@@ -34,7 +34,7 @@ from muonfx.optimizer.gradient_check import GradientCheck, require_dense_and_rea
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, with_python_numbers
 from muonfx.optimizer.initial_state import InitialState, Path, with_new_leaves
 from muonfx.optimizer.local_values import Load
-from muonfx.optimizer.lost_decay import warn_of_rounding
+from muonfx.optimizer.lost_decay import RoundingCheck
 from muonfx.optimizer.named_parameters import (
     Gradients,
     NamedPairs,
@@ -190,6 +190,7 @@ class TransformOptimizer(Optimizer):
     _tracked_groups: TrackedGroups  # the param groups, from which each step reads the hyperparameters
     _gradient_check: GradientCheck
     _rate_check: OneRateCheck  # warns if a scheduler has given all groups one rate
+    _rounding_check: RoundingCheck  # warns if rounding to bfloat16 or float16 removes updates
     _callers_tensors: CallersTensors  # the tensors that were hyperparameters in arguments
     _groups: list[Group]  # the list that the property `param_groups` returns
 
@@ -237,7 +238,8 @@ class TransformOptimizer(Optimizer):
         super().__init__(groups, {})
         self._create_state(None)
         self._rate_check = OneRateCheck(self._tracked_groups.rates())
-        warn_of_rounding(self._stepping, self._tracked_groups.groups, named)
+        self._rounding_check = RoundingCheck()
+        self._rounding_check.check(self._stepping, self._tracked_groups.groups, named)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         own_groups(self)
 
@@ -317,6 +319,7 @@ class TransformOptimizer(Optimizer):
         self._track(TrackedParameters([], None, trained=named, frozen={}, left_out={}))
         self._tracked_groups.record(self._groups, self._stepping.rules)
         self._rate_check = OneRateCheck(self._tracked_groups.rates())
+        self._rounding_check = RoundingCheck(checked=named)
         # A step does this, too, but torch.compile may trace the first one.
         self._stepping.refresh(named, self._tracked_groups.groups)
 
@@ -383,7 +386,7 @@ class TransformOptimizer(Optimizer):
             self._parameters.add_models(models_of([param_group]))
             self._parameters.track(trained)
             self._parameters.leave_out(frozen)
-        warn_of_rounding(self._stepping, self._tracked_groups.groups, trained)
+        self._rounding_check.check(self._stepping, self._tracked_groups.groups, trained)
 
     def _extend_stepping(self, added: NamedTensors, earlier: NamedTensors) -> None:
         """Replace `_stepping`, which is for fixed parameters, by one that also updates ``added`` parameters.
@@ -905,6 +908,7 @@ class TransformOptimizer(Optimizer):
         if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters and groups only
             self._use_replacements_at_step()
             self._read_group_keys()
+            self._warn_of_rounding_at_first_step()
         params = self._named_params()
         gradients = _gradients_of(params)
         self._check_tensors(params, gradients)
@@ -916,6 +920,11 @@ class TransformOptimizer(Optimizer):
         self._tracked_groups.adopt_new_keys(self._stepping.rules)
         self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
         self._rate_check.check(self._tracked_groups)
+
+    def _warn_of_rounding_at_first_step(self) -> None:
+        """Warn of parameters that were converted or loaded after construction, as by ``model.to(torch.bfloat16)``."""
+        if self._current["initial"] is not None:  # no step was made
+            self._rounding_check.check(self._stepping, self._tracked_groups.groups, self._named_params())
 
     def _check_tensors(self, params: NamedTensors, gradients: Gradients) -> None:
         """Raise if a step cannot update the parameters with these gradients, and warn of tensors without effect."""

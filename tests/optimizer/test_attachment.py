@@ -317,6 +317,7 @@ def test_a_lora_model_of_which_nothing_of_old_is_trained_is_an_error():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.filterwarnings("ignore:weight decay has no effect")  # in bfloat16
 def test_a_model_may_be_converted_in_place_and_the_state_keeps_its_dtypes(dtype):
     model = made()
     optimizer = mfx.Muon(model)

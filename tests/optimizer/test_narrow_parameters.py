@@ -108,6 +108,32 @@ def test_a_decay_that_rounding_removes_is_warned_of(name: str, dtype: torch.dtyp
         LOST[name](nn.Linear(4, 4, dtype=dtype))
 
 
+def _assigned(model: nn.Linear) -> None:
+    model.load_state_dict({name: leaf.to(BF16) for name, leaf in model.state_dict().items()}, assign=True)
+
+
+CONVERTED: dict[str, tuple[str, Callable[[nn.Linear], Any]]] = {
+    "to(torch.bfloat16)": ("cpu", lambda model: model.to(BF16)),
+    "half()": ("cpu", lambda model: model.half()),
+    "load_state_dict(assign=True)": ("cpu", _assigned),
+    "to_empty()": ("meta", lambda model: model.to(BF16).to_empty(device="cpu")),
+}
+
+
+@pytest.mark.parametrize("how", CONVERTED)
+def test_a_model_that_is_converted_after_construction_is_warned_of_once(how: str):
+    device, convert = CONVERTED[how]
+    model = nn.Linear(4, 4, device=device)
+    optimizer = LOST["adamw"](model)
+    convert(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.warns(UserWarning, match="weight decay has no effect on 2 of 2") as warned:
+        optimizer.step()
+    assert len(warned) == 1
+    optimizer.step()
+
+
 KEPT: dict[str, Callable[[], Any]] = {
     "float32": lambda: mfx.TransformOptimizer(nn.Linear(4, 4), mfx.adamw(1e-3, weight_decay=0.1)),
     "master_params": lambda: made(mfx.master_params(mfx.adamw(1e-3, weight_decay=0.1))),
