@@ -69,7 +69,7 @@ from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.optimizer.tracked_groups import OneRateCheck, TrackedGroups
 from muonfx.optimizer.tracked_parameters import TrackedParameters, check_real, check_usable, models_of
 from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, warn_of_ascent
-from muonfx.optimizer.whole_state import checked_state, copy_state
+from muonfx.optimizer.whole_state import checked_state, copy_state, require_tensors
 from muonfx.placement.arguments import Arguments
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
@@ -157,8 +157,8 @@ class TransformOptimizer(Optimizer):
             that are given without names. If its parameters are replaced, the optimizer uses the new ones.
 
     Raises:
-        TypeError: a parameter has no name and ``model`` is not given, a tensor cannot be optimized, or ``layout`` is
-            given for DTensors.
+        TypeError: a parameter has no name and ``model`` is not given, a tensor cannot be optimized, ``layout`` is
+            given for DTensors, or the state of the transform has a leaf that is no tensor.
         ShardingError: the ranks have different parameters, transforms, layouts or hyperparameters.
         ValueError: two parameters have the same name, a group has a value out of range, or FullyShardedDataParallel
             (FSDP1) has flattened the parameters.
@@ -580,6 +580,7 @@ class TransformOptimizer(Optimizer):
         # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             state = self._stepping.init(named, self._tracked_groups.groups, former)
+        require_tensors(state)
         if former is None:
             self._current["initial"] = InitialState(named, state)
         else:

@@ -14,6 +14,16 @@ from muonfx.sharding.shards.dtensors import is_dtensor, local_of
 from muonfx.tree import PyTree
 
 
+def require_tensors(state: PyTree) -> None:
+    """Raise TypeError if a leaf of a new state is no tensor: a state dict would have it, but it could not be loaded."""
+    for name, leaf in tree.named_leaves(state):
+        if leaf is not None and not isinstance(leaf, Tensor):  # None: only another rank has it
+            raise TypeError(
+                f"state: {name!r} is of type {type(leaf).__name__}, expected a tensor, so that it can be saved and "
+                "loaded: use torch.tensor(0) for a count, and a dict or a NamedTuple for a group of tensors"
+            )
+
+
 def checked_state(state: PyTree, current_state: PyTree) -> PyTree:
     """Return a state with the structure of an optimizer's state. Raise if it cannot be copied into that state."""
     expected = ExpectedState.of(current_state)

@@ -5,6 +5,7 @@ import io
 import itertools
 import re
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -471,6 +472,29 @@ def test_a_compiled_step_whose_graph_breaks_follows_groups_with_other_rates_and_
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
+
+
+@mfx.transform
+def _keeps(leaf: Any):
+    def init(params: Any) -> Any:
+        return {"count": leaf}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, state
+
+    return init, update
+
+
+@dataclass
+class _Moments:
+    first: Tensor
+
+
+@pytest.mark.parametrize("leaf", [0, 0.5, "text", _Moments(torch.zeros(2))])
+def test_a_state_that_could_not_be_loaded_is_refused_at_construction(leaf: Any):
+    message = f"state: '_keeps.count' is of type {type(leaf).__name__}, expected a tensor"
+    with pytest.raises(TypeError, match=message):
+        mfx.TransformOptimizer(nn.Linear(2, 2), mfx.chain(_keeps(leaf), mfx.scale(-1.0)))
 
 
 def test_bad_parameters_and_groups_are_named():
