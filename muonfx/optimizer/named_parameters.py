@@ -156,10 +156,22 @@ def named_pairs(params: Any, known: Mapping[Tensor, str] | None = None) -> Named
     if isinstance(params, nn.Module):
         return list(params.named_parameters())
     if isinstance(params, Mapping):
+        _require_tensors(params)
         return list(params.items())
     if isinstance(params, Tensor):
         return [_named_pair(params, known)]
     return [_named_pair(item, known) for item in params]
+
+
+def _require_tensors(params: Mapping[str, object]) -> None:
+    """Raise TypeError if a value of a dict of parameters is no tensor, as in a single group, ``{"params": [...]}``."""
+    for name, value in params.items():
+        if isinstance(value, Tensor):
+            continue
+        advice = ""
+        if "params" in params:
+            advice = ": give a group in a list, as in [{'params': model}]"
+        raise TypeError(f"params: {name!r} must be a tensor, found {type(value).__name__}{advice}")
 
 
 def with_known_names(pairs: NamedPairs, known: Mapping[Tensor, str]) -> NamedPairs:

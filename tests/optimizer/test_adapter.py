@@ -510,6 +510,10 @@ def test_bad_parameters_and_groups_are_named():
         mfx.Muon({"x": param, "y": param})
     with pytest.raises(TypeError, match=r"'z' must be dense and real floating point .* found torch\.complex64"):
         mfx.TransformOptimizer({"z": torch.zeros(2, dtype=torch.complex64)}, mfx.adamw())
+    with pytest.raises(TypeError, match=r"'params' must be a tensor, found list: give a group in a list"):
+        mfx.Muon({"params": list(model.named_parameters()), "lr": 0.1})
+    with pytest.raises(TypeError, match="'layer' must be a tensor, found dict"):
+        mfx.Muon({"layer": {"weight": param}})
 
 
 def test_adding_a_group_is_all_or_nothing():
