@@ -99,9 +99,9 @@ class Position(NamedTuple):
     def current(self) -> Tensor | None:
         """Return the parameter that the module has under this name now, or None if the module was deleted."""
         module = self.module()
-        if module is None:
+        if module is None or self.attribute not in module._parameters:
             return None
-        return module._parameters.get(self.attribute)
+        return module._parameters[self.attribute]  # TorchScript's mapping of parameters has no method `get`
 
     def in_copy(self, copies: Mapping[int, Any]) -> Position | None:
         """Return the position in the copy of the module, or None if there is none. ``copies`` is by ``id``."""

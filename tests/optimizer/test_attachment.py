@@ -351,6 +351,21 @@ def test_what_leaves_parameters_in_place_is_no_fault(change):
         optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_model_of_torchscript_is_trained():
+    model = made()
+    twin = copy.deepcopy(model)
+    for trained in (torch.jit.script(model), twin):  # the script has the parameters of the model
+        optimizer = mfx.Muon(trained)
+        torch.manual_seed(1)  # the inputs of `backward`
+        for _ in range(2):
+            backward(trained)
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(param, expected)
+
+
 def test_tied_weights_are_trained_by_the_one_that_is_left():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = mfx.Muon(model)
