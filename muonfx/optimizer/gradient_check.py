@@ -107,7 +107,7 @@ class _OutsideParameters:
         self._parameters = parameters
         self._result: NamedTensors = {}
         """The parameters that the last search has found, by name."""
-        self._length_of: dict[weakref.ref[nn.Module], int] = {}
+        self._lengths: list[tuple[weakref.ref[nn.Module], int]] = []
         """The lists of modules that the last search has found in the models, with their lengths."""
         self._last_changes: object = None
         """The signs of a change, as `find` compares them, at this search; None before the first one."""
@@ -124,27 +124,27 @@ class _OutsideParameters:
         changes = (without_gradient, self._parameters.version, assignments)
         if changes != self._last_changes or self._has_other_length():
             self._result = self._parameters.outside(named)
-            self._length_of = _lengths_of_lists(self._parameters.models)
+            self._lengths = _lengths_of_lists(self._parameters.models)
             self._last_changes = changes
         return self._result
 
     def _has_other_length(self) -> bool:
         """Return True if a list has more modules now: `ModuleList.insert` adds one without an assignment to count."""
-        for ref, length in self._length_of.items():
+        for ref, length in self._lengths:
             module = ref()
             if module is not None and len(module._modules) != length:
                 return True
         return False
 
 
-def _lengths_of_lists(models: Iterable[nn.Module]) -> dict[weakref.ref[nn.Module], int]:
-    """Return the number of modules in each ``ModuleList`` and ``Sequential`` of the models, by weak references."""
-    length_of: dict[weakref.ref[nn.Module], int] = {}
+def _lengths_of_lists(models: Iterable[nn.Module]) -> list[tuple[weakref.ref[nn.Module], int]]:
+    """Return a weak reference to each ``ModuleList`` and ``Sequential`` of the models, with its number of modules."""
+    lengths: list[tuple[weakref.ref[nn.Module], int]] = []
     for model in models:
         for module in model.modules():
             if isinstance(module, nn.ModuleList | nn.Sequential):
-                length_of[weakref.ref(module)] = len(module._modules)
-    return length_of
+                lengths.append((weakref.ref(module), len(module._modules)))
+    return lengths
 
 
 def _only_outside(outside_with_gradient: NamedTensors, number: int) -> ValueError:
