@@ -206,25 +206,13 @@ def check_transform(
     ['update_remembers_nothing', 'identity_is_neutral']
     """
     _require_transform(tx)
-    extras = dict(extras or {})
-    if tx.extras.required - extras.keys():
-        raise _requires_extras(tx)
-    check_extras(tx, dict.fromkeys(extras, torch.ones(())))  # the names, with some number as their values
-    if extras:
-        tx = with_extras(tx, {name: _as_number(extra) for name, extra in extras.items()})
+    tx = _with_extras(tx, extras or {})
     number = hypothesis.settings().max_examples
     if max_examples is not None:
         positive_int("max_examples", max_examples)
         number = max_examples
-    selected, left_out = select(LAWS, laws, skip)
-    checked: list[Law] = []
-    for law in selected:
-        why_not = law.why_not(tx)
-        if why_not is None:
-            checked.append(law)
-        else:
-            left_out[law.name] = why_not
-    if not checked:
+    applicable, left_out = _applicable_laws(tx, laws, skip)
+    if not applicable:
         return LawReport(repr(tx), {}, left_out)
 
     standard: list[Example] = []
@@ -233,30 +221,53 @@ def check_transform(
         params = _strategy(ranks)
         standard = standard_examples(ranks)[: number - number // 4]  # the others are drawn
     drawn = _drawn(params, number - len(standard), seed)
+
     held: dict[str, int] = {}
     violations: list[LawViolation] = []
     with reporting(progress) as report:
-        for index, law in enumerate(checked, start=1):
-            report(f"{tx.name}: law {index} of {len(checked)}, {law.name}")
+        for index, law in enumerate(applicable, start=1):
+            report(f"{tx.name}: law {index} of {len(applicable)}, {law.name}")
             check = _check_of_example(law, tx, updates_dtype)
-            examples_of_law = _share(law.share, standard, drawn)
-            try:
-                for example in examples_of_law:
-                    check(example)
-            except LawViolation as violation:
-                smaller = None
-                if law.share >= SLOW:
-                    smaller = _shrunk(check, params, number, seed)
-                smallest = smaller or _on_one_leaf(check, violation)
-                if stop_at_first:
-                    # The cause is the error within the law, if it raised one.
-                    raise smallest from violation.__cause__
-                violations.append(smallest)
-            else:
-                held[law.name] = len(examples_of_law)
+            examples = _share(law.share, standard, drawn)
+            violation = _first_violation(check, examples)
+            if violation is None:
+                held[law.name] = len(examples)
+                continue
+            smaller = None
+            if law.share >= SLOW:
+                smaller = _shrunk(check, params, number, seed)
+            smallest = smaller or _on_one_leaf(check, violation)
+            if stop_at_first:
+                raise smallest from violation.__cause__  # the error within the law, if it raised one
+            violations.append(smallest)
     if violations:
         raise LawViolations(violations)
     return LawReport(repr(tx), held, left_out)
+
+
+def _applicable_laws(
+    tx: Transform, laws: Iterable[str | LawFunction] | None, skip: Iterable[str | LawFunction]
+) -> tuple[list[Law], dict[str, str]]:
+    """Return the selected laws that apply to a transform, and a dict from the name of each other law to the reason."""
+    selected, left_out = select(LAWS, laws, skip)
+    applicable: list[Law] = []
+    for law in selected:
+        why_not = law.why_not(tx)
+        if why_not is None:
+            applicable.append(law)
+        else:
+            left_out[law.name] = why_not
+    return applicable, left_out
+
+
+def _with_extras(tx: Transform, extras: Mapping[str, Extra]) -> Transform:
+    """Return a transform that passes extra arguments to every update of ``tx``; without any, return ``tx`` itself."""
+    if tx.extras.required - extras.keys():
+        raise _requires_extras(tx)
+    check_extras(tx, dict.fromkeys(extras, torch.ones(())))  # the names, with some number as their values
+    if not extras:
+        return tx
+    return with_extras(tx, {name: _as_number(extra) for name, extra in extras.items()})
 
 
 def _as_number(extra: Any) -> Any:
@@ -288,6 +299,16 @@ def _check_of_example(law: Law, tx: Transform, updates_dtype: Any) -> Check:
     if law.name == "updates_look_like_the_gradients":  # the only law with an option
         return lambda example: law.check(tx, *example, updates_dtype=updates_dtype)
     return lambda example: law.check(tx, *example)
+
+
+def _first_violation(check: Check, examples: list[Example]) -> LawViolation | None:
+    """Return the violation of the first example on which a law does not hold, or None if it holds on all."""
+    try:
+        for example in examples:
+            check(example)
+    except LawViolation as violation:
+        return violation
+    return None
 
 
 def _share(share: float, standard: list[Example], drawn: list[Example]) -> list[Example]:
