@@ -50,10 +50,9 @@ def params_are_not_read_where_declared_so(tx: Transform, params: PyTree, steps: 
     require_same("state at init, for other values of the parameters", tx.init(other_params), state, "for these")
     for step, grads in enumerate(steps):
         expected = tx.run(grads, state, params)
-        results = tx.run(grads, state, None)
-        require_same(f"step {step}, with no parameters, (updates, state)", results, expected, "with these")
-        results = tx.run(grads, state, other_params)
-        require_same(f"step {step}, with other parameters, (updates, state)", results, expected, "with these")
+        for which, values in {"no": None, "other": other_params}.items():
+            results = tx.run(grads, state, values)
+            require_same(f"step {step}, with {which} parameters, (updates, state)", results, expected, "with these")
         _, state = expected
 
 
@@ -91,9 +90,9 @@ def _check_order(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     expected = list(map(_leaves_by_name, history(tx, params, steps)))
     tolerance = tolerance_of(tx, expected, params)  # sums over leaves may be taken in another order
     for which, results_of_steps in histories.items():
-        for step, results in enumerate(results_of_steps):
-            what = f"step {step}, with the dicts of {which} in the other order, (updates, state)"
-            require_close(what, _leaves_by_name(results), expected[step], "in this order", tolerance)
+        what = f"with the dicts of {which} in the other order, (updates, state) by step"
+        results = list(map(_leaves_by_name, results_of_steps))
+        require_close(what, results, expected, "in this order", tolerance)
 
 
 def _leaves_by_name(values: PyTree) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
     >>> strides_change_nothing(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     expected = history(tx, params, steps)
+    tolerance = tolerance_of(tx, expected, params)
     for how, store in STORED.items():  # the name of a layout in memory, and a function that copies a tensor into it
         histories = {
             "parameters are": history(tx, _mapped(store, params), steps),
@@ -77,12 +78,13 @@ def strides_change_nothing(tx: Transform, params: PyTree, steps: list[PyTree]) -
             "the state is": history(tx, params, steps, change_state=partial(_mapped, store)),
         }
         for which, results in histories.items():  # as in "gradients are stored transposed"
-            _require_contiguous_results(f"{which} stored {how}", tx, params, results, expected)
+            what = f"if {which} stored {how}, (updates, state) by step"
+            require_close(what, results, expected, "contiguous", tolerance)
     # Strides of zero: one element in memory is all elements of the tensor, as in the gradient of a sum.
     expanded_steps = tree.map(_first_repeated, steps)
     results = history(tx, params, expanded_steps)
     expected = history(tx, params, _mapped(torch.Tensor.contiguous, expanded_steps))
-    _require_contiguous_results("gradients are expanded", tx, params, results, expected)
+    require_close("if gradients are expanded, (updates, state) by step", results, expected, "contiguous", tolerance)
 
 
 def _first_repeated(leaf: Tensor) -> Tensor:
@@ -90,17 +92,6 @@ def _first_repeated(leaf: Tensor) -> Tensor:
     if not leaf.numel():
         return leaf
     return leaf.reshape(-1)[0].expand(leaf.shape)
-
-
-def _require_contiguous_results(when: str, tx: Transform, params: PyTree, results: History, expected: History) -> None:
-    """Raise `Breach` (a failed law) unless all steps have the updates and states of contiguous tensors.
-
-    ``when`` is a condition for the message, such as "gradients are stored transposed".
-    """
-    for step, expected_of_step in enumerate(expected):
-        what = f"step {step}, if {when}, (updates, state)"
-        tolerance = tolerance_of(tx, expected_of_step, params)
-        require_close(what, results[step], expected_of_step, "contiguous", tolerance)
 
 
 @law(on=lambda example: example.dense().shortened(), share=0.15)
