@@ -63,12 +63,8 @@ def _as_tree(vector: Tensor, like: PyTree) -> PyTree:
     {'a': tensor([[1., 2.]]), 'b': tensor(3.)}
     """
     leaves, treedef = tree.flatten(like)
-    start = 0
-    for number, leaf in enumerate(leaves):
-        end = start + leaf.numel()
-        leaves[number] = vector[start:end].reshape(leaf.shape)
-        start = end
-    return tree.unflatten(treedef, leaves)
+    parts = vector.split([leaf.numel() for leaf in leaves])
+    return tree.unflatten(treedef, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
 
 
 def _numbers_as_tensors(tx: Transform) -> list[Tensor]:
@@ -99,13 +95,21 @@ def _with_changed_numbers(tx: Transform, changes: Tensor) -> Transform:
     return tree.unflatten(treedef, _as_tree(vector + units * changes, like=numbers))
 
 
-def _updates_of_vectors(tx: Transform, example: Example, gradients: Tensor, parameters: Tensor) -> Tensor:
+def _updates_of_vectors(
+    tx: Transform, example: Example, gradients: Tensor, parameters: Tensor, changes: Tensor | None = None
+) -> Tensor:
     """Run all steps, and return the elements of all updates as one vector, which torch can differentiate.
 
-    ``gradients`` has the elements of the gradients of all steps, and ``parameters`` the elements of the initial
-    parameters: 12 and 6 elements for two steps of a parameter of shape (2, 3).
+    Args:
+        tx: the transform.
+        example: the structure and shapes of the trees, and the usual values of the parameters.
+        gradients: the elements of the gradients of all steps: 12 for two steps of a parameter of shape (2, 3).
+        parameters: the elements of the initial parameters: 6 for this parameter.
+        changes: the changes of the numbers of the transform, relative to their sizes. None: it is used as it is.
     """
     params, steps = example
+    if changes is not None:
+        tx = _with_changed_numbers(tx, changes)
     # In training, gradients depend on the parameters through the loss. Let them here too: by 0.1 times each change.
     dependent_part = 0.1 * (parameters - _as_vector(params))
     dependent_gradients = gradients + dependent_part.repeat(len(steps))
@@ -137,14 +141,17 @@ def derivatives_by_gradients_are_right(tx: Transform, params: PyTree, steps: lis
     >>> import muonfx as mfx
     >>> derivatives_by_gradients_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    function = _updates_by_gradients(tx, Example(params, steps))
-    _check_derivatives(gradcheck, function, _as_vector(steps))
+    _check_derivatives_by_gradients(gradcheck, tx, Example(params, steps))
 
 
-def _updates_by_gradients(tx: Transform, example: Example) -> Callable[[Tensor], Tensor]:
-    """Return a function from the elements of all gradients to the elements of all updates, in float64."""
+def _check_derivatives_by_gradients(
+    check: Callable[..., bool], tx: Transform, example: Example, **options: float
+) -> None:
+    """Compare derivatives of all updates with respect to all gradients with finite differences, in float64."""
+    parameters = _as_vector(example.params)
     # One transform for all calls: what it keeps between them must not change the derivatives.
-    return functools.partial(_updates_of_vectors, widened(tx), example, parameters=_as_vector(example.params))
+    updates_by_gradients = functools.partial(_updates_of_vectors, widened(tx), example, parameters=parameters)
+    _check_derivatives(check, updates_by_gradients, _as_vector(example.steps), **options)
 
 
 @law(on=Example.smooth, unless=_state_is_narrow, share=0.1)
@@ -157,9 +164,8 @@ def derivatives_by_parameters_are_right(tx: Transform, params: PyTree, steps: li
     >>> import muonfx as mfx
     >>> derivatives_by_parameters_are_right(mfx.add_decayed_weights(0.1), *mfx.testing.Example.of({"w": (2, 3)}))
     """
-    example = Example(params, steps)
-    # A function of the elements of the parameters, with the gradients fixed, that returns the elements of all updates.
-    updates_by_parameters = functools.partial(_updates_of_vectors, widened(tx), example, _as_vector(steps))
+    gradients = _as_vector(steps)
+    updates_by_parameters = functools.partial(_updates_of_vectors, widened(tx), Example(params, steps), gradients)
     _check_derivatives(gradcheck, updates_by_parameters, _as_vector(params))
 
 
@@ -171,12 +177,10 @@ def derivatives_by_hyperparameters_are_right(tx: Transform, params: PyTree, step
     >>> derivatives_by_hyperparameters_are_right(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     tx = widened(tx)
-
-    def updates_by_changes(changes: Tensor) -> Tensor:
-        """Return the elements of all updates, for relative changes of all numbers: 0.1 for a decay times 1.1."""
-        changed_tx = _with_changed_numbers(tx, changes)
-        return _updates_of_vectors(changed_tx, Example(params, steps), _as_vector(steps), _as_vector(params))
-
+    gradients = _as_vector(steps)
+    parameters = _as_vector(params)
+    # A function of the relative changes of all numbers: 0.1 for a decay times 1.1.
+    updates_by_changes = functools.partial(_updates_of_vectors, tx, Example(params, steps), gradients, parameters)
     _check_derivatives(gradcheck, updates_by_changes, _no_changes(tx))
 
 
@@ -191,11 +195,8 @@ def forward_mode_agrees_with_reverse_mode(tx: Transform, params: PyTree, steps: 
     >>> forward_mode_agrees_with_reverse_mode(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     tx = widened(tx)
-
-    def run(gradients: Tensor, parameters: Tensor, changes: Tensor) -> Tensor:
-        changed_tx = _with_changed_numbers(tx, changes)
-        return _updates_of_vectors(changed_tx, Example(params, steps), gradients, parameters)
-
+    # A function of the gradients, the initial parameters and the changes of numbers, each as one vector.
+    run = functools.partial(_updates_of_vectors, tx, Example(params, steps))
     point = (_as_vector(steps), _as_vector(params), _no_changes(tx))
     if not torch.cat(point).numel():
         return
@@ -225,5 +226,4 @@ def second_derivatives_are_right(tx: Transform, params: PyTree, steps: list[PyTr
     >>> import muonfx as mfx
     >>> second_derivatives_are_right(mfx.scale_by_adam(), *mfx.testing.Example.of({"w": (2, 2)}))
     """
-    function = _updates_by_gradients(tx, Example(params, steps))
-    _check_derivatives(gradgradcheck, function, _as_vector(steps), atol=1e-4)
+    _check_derivatives_by_gradients(gradgradcheck, tx, Example(params, steps), atol=1e-4)
