@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 
 import torch
@@ -96,38 +96,21 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     >>> a_nonfinite_gradient_changes_no_other_leaf(mfx.momentum(), params, steps)
     """
     usual_updates = updates_of(tx, params, steps)
+    tolerance = tolerance_of(tx, usual_updates, params)
     all_leaves = set(range(len(tree.leaves(params))))  # by their numbers in the tree
     # With a fault in every leaf: other elements and matrices of a leaf keep their updates, as far as declared.
-    _check_fault_stays(tx, params, steps, usual_updates, faulty_leaves=all_leaves)
-    # With a fault in every leaf but one, which keeps its updates.
-    for number in all_leaves:
-        _check_fault_stays(tx, params, steps, usual_updates, faulty_leaves=all_leaves - {number})
-
-
-def _check_fault_stays(
-    tx: Transform, params: PyTree, steps: list[PyTree], usual_updates: list[PyTree], faulty_leaves: set[int]
-) -> None:
-    """Raise `Breach` (a failed law) if NaN or infinity in the first gradients of some leaves changes other updates.
-
-    Args:
-        tx: the transform.
-        params: the parameters.
-        steps: the gradients of each step.
-        usual_updates: the updates of each step from these gradients, without NaN or infinity.
-        faulty_leaves: the numbers of the leaves that get one.
-    """
-
-    def independent_parts(updates: PyTree) -> PyTree:
-        """Return the updates with only those parts of faulty leaves that must not depend on the replaced elements."""
-        return map_some(lambda update: _independent_part(tx.locality, update), faulty_leaves, updates)
-
-    expected = list(map(independent_parts, usual_updates))
-    tolerance = tolerance_of(tx, usual_updates, params)
-    for element in (math.nan, math.inf):
-        updates_of_steps = _updates_after(element, faulty_leaves, tx, params, steps)
-        results = list(map(independent_parts, updates_of_steps))
-        what = f"after {element} in the gradients of {_names_of(faulty_leaves, params)}, updates by step"
-        require_close(what, results, expected, "without it", tolerance)
+    # With a fault in every leaf but one: this leaf keeps all its updates.
+    cases = [all_leaves, *[all_leaves - {number} for number in all_leaves]]
+    independent_part = functools.partial(_independent_part, tx.locality)
+    for faulty_leaves in cases:
+        # A function of the updates of a step, which keeps the parts that must not depend on the replaced elements.
+        independent_parts = functools.partial(map_some, independent_part, faulty_leaves)
+        expected = list(map(independent_parts, usual_updates))
+        for fault in ("nan", "inf"):
+            updates_of_steps = _updates_after(fault, faulty_leaves, tx, params, steps)
+            results = list(map(independent_parts, updates_of_steps))
+            what = f"after {fault} in the gradients of {_names_of(faulty_leaves, params)}, updates by step"
+            require_close(what, results, expected, "without it", tolerance)
 
 
 def _names_of(numbers: Collection[int], params: PyTree) -> list[str]:
@@ -136,14 +119,49 @@ def _names_of(numbers: Collection[int], params: PyTree) -> list[str]:
     return [names[number] for number in sorted(numbers)]
 
 
+_LARGE_ELEMENTS = {torch.float32: 1e30, torch.float64: 1e300}
+"""Large elements, by the dtype of the computation: sums of a few are finite, their squares are infinite."""
+
+
+def _with_large_element(grad: Tensor, param: Tensor) -> Tensor:
+    """Return a gradient in which one element is 1e30, or 1e300 in float64.
+
+    No number of float16 is large enough. So the gradient is converted to the dtype in which its update is computed,
+    which is at least float32 and no narrower than the dtype of the parameter.
+
+    >>> _with_large_element(torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16))
+    tensor([1.0000e+30])
+    """
+    dtype = wide_dtype(grad.dtype, param.dtype)
+    return _with_element(_LARGE_ELEMENTS[dtype], grad.to(dtype))
+
+
+def _with_another_element(grad: Tensor, param: Tensor) -> Tensor:
+    """Return a gradient in which one element has the other sign and a larger magnitude."""
+    old_element = float(grad.view(-1)[_index_to_replace(grad)])
+    return _with_element(-2.0 * old_element - 1.0, grad)
+
+
+_FAULTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nan": lambda grad, param: _with_element(math.nan, grad),
+    "inf": lambda grad, param: _with_element(math.inf, grad),
+    "a large element": _with_large_element,
+    "another element": _with_another_element,
+}
+"""Functions of a gradient and its parameter that replace one element of the gradient, by a text for it."""
+
+
 def _updates_after(
-    element: float, faulty_leaves: Collection[int], tx: Transform, params: PyTree, steps: list[PyTree]
+    fault: str, faulty_leaves: Collection[int], tx: Transform, params: PyTree, steps: list[PyTree]
 ) -> list[PyTree]:
-    """Return the updates of each step if an element is replaced in the first gradients of leaves, by their numbers."""
+    """Return the updates of each step with one of the `_FAULTS` in the first gradients of leaves, by their numbers."""
+    param_leaves = tree.leaves(params)
+    faulty_grads, treedef = tree.flatten(steps[0])
+    for number in faulty_leaves:
+        faulty_grads[number] = _FAULTS[fault](faulty_grads[number], param_leaves[number])
     names = _names_of(faulty_leaves, params)
-    faulty_grads = map_some(functools.partial(_with_element, element), faulty_leaves, steps[0])
-    with _add_note_to_errors(f"after {element} in the gradients of {names} at step 0, which the law puts in"):
-        return updates_of(tx, params, [faulty_grads, *steps[1:]])
+    with _add_note_to_errors(f"after {fault} in the gradients of {names} at step 0, which the law puts in"):
+        return updates_of(tx, params, [tree.unflatten(treedef, faulty_grads), *steps[1:]])
 
 
 @contextmanager
@@ -191,60 +209,24 @@ def _check_faults(
 
     ``faulty_leaves`` are the numbers of these leaves in the tree; ``usual_updates`` are the updates without a fault.
     """
-    first_grads = steps[0]
-    later_steps = steps[1:]
-    names = _names_of(faulty_leaves, params)
-    # 1. The updates of each step, if one element of each leaf is another number, NaN, infinity or a large number.
-    grads_with_another = map_some(_with_another_element, faulty_leaves, first_grads)
-    updates_with_another = updates_of(tx, params, [grads_with_another, *later_steps])
-    updates_with_nan = _updates_after(math.nan, faulty_leaves, tx, params, steps)
-    updates_with_infinity = _updates_after(math.inf, faulty_leaves, tx, params, steps)
-    with _add_note_to_errors(f"after a large element in the gradients of {names} at step 0, which the law puts in"):
-        grads_with_large = _with_large_elements(faulty_leaves, first_grads, params)
-        updates_with_large = updates_of(tx, params, [grads_with_large, *later_steps])
+    # 1. The updates of each step, if one element of each leaf is NaN, infinity, a large number or another number.
+    updates_after: dict[str, list[PyTree]] = {}
+    for fault in _FAULTS:
+        updates_after[fault] = _updates_after(fault, faulty_leaves, tx, params, steps)
     # 2. The updates of one leaf after the other.
     tolerance = tolerance_of(tx, usual_updates, params)
-    for number, name in zip(faulty_leaves, names, strict=True):
+    for number, name in zip(faulty_leaves, _names_of(faulty_leaves, params), strict=True):
         usual = _of_leaf(number, usual_updates)
-        if _all_close(_of_leaf(number, updates_with_another), usual, tolerance):
+        if _all_close(_of_leaf(number, updates_after["another element"]), usual, tolerance):
             continue  # they do not depend on this gradient
-        _require_visible(f"NaN in the gradient of {name!r}", _of_leaf(number, updates_with_nan), [usual], tolerance)
-        infinite = _of_leaf(number, updates_with_infinity)
+        _require_visible(f"NaN in the gradient of {name!r}", _of_leaf(number, updates_after["nan"]), [usual], tolerance)
+        infinite = _of_leaf(number, updates_after["inf"])
         large: list[Tensor] = []
-        for update, infinite_update in zip(_of_leaf(number, updates_with_large), infinite, strict=True):
+        for update, infinite_update in zip(_of_leaf(number, updates_after["a large element"]), infinite, strict=True):
             large.append(update.to(infinite_update.dtype))  # its gradient may have had a wider dtype
         acts_as_large_number = _all_close(infinite, large, tolerance)
         if not acts_as_large_number:
             _require_visible(f"infinity in the gradient of {name!r}", infinite, [usual, large], tolerance)
-
-
-def _with_another_element(grad: Tensor) -> Tensor:
-    """Return a gradient in which one element has the other sign and a larger magnitude."""
-    old_element = float(grad.view(-1)[_index_to_replace(grad)])
-    return _with_element(-2.0 * old_element - 1.0, grad)
-
-
-_LARGE_ELEMENTS = {torch.float32: 1e30, torch.float64: 1e300}
-"""Large elements, by the dtype of the computation: sums of a few are finite, their squares are infinite."""
-
-
-def _with_large_elements(faulty_leaves: Sequence[int], grads: PyTree, params: PyTree) -> PyTree:
-    """Return gradients in which 1e30 replaces an element of some leaves, given by their numbers; 1e300 in float64.
-
-    No number of float16 is large enough. So these gradients are converted to the dtype in which their updates are
-    computed, which is at least float32 and no narrower than the dtype of the parameter.
-
-    >>> grads = {"a": torch.ones(1, dtype=torch.bfloat16), "b": torch.ones(1)}
-    >>> _with_large_elements([0], grads, params=grads)
-    {'a': tensor([1.0000e+30]), 'b': tensor([1.])}
-    """
-    param_leaves = tree.leaves(params)
-    leaves, treedef = tree.flatten(grads)
-    for number in faulty_leaves:
-        dtype = wide_dtype(leaves[number].dtype, param_leaves[number].dtype)
-        wide_grad = leaves[number].to(dtype)
-        leaves[number] = _with_element(_LARGE_ELEMENTS[dtype], wide_grad)
-    return tree.unflatten(treedef, leaves)
 
 
 def _of_leaf(number: int, steps: list[PyTree]) -> list[Tensor]:
@@ -295,16 +277,21 @@ def zero_gradients_give_finite_updates(tx: Transform, params: PyTree, steps: lis
         "zero gradients for every other leaf": (params, [map_some(torch.zeros_like, odd, grads) for grads in steps]),
     }
     for when, (case_params, case_steps) in cases.items():
-        with _add_note_to_errors(f"for {when}"):
-            results = history(tx, case_params, case_steps)
-        _require_finite(when, results)
+        _finite_history(when, tx, case_params, case_steps)
 
 
-def _require_finite(when: str, results: History) -> None:
+def _finite_history(when: str, tx: Transform, params: PyTree, steps: list[PyTree]) -> History:
+    """Return the updates and the state of each step. Raise `Breach` (a failed law) if one of them is not finite.
+
+    ``when`` names the gradients in the message and in errors of the transform: "zero gradients".
+    """
+    with _add_note_to_errors(f"for {when}"):
+        results = history(tx, params, steps)
     for step, result in enumerate(results):
         for name, leaf in tree.named_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.double().isfinite().all():
                 raise Breach(f"step {step}, (updates, state) {name!r}", f"found {shown(leaf)} for {when}")
+    return results
 
 
 def _in_single(example: Example) -> Example:
@@ -330,14 +317,10 @@ def large_and_small_gradients_give_finite_updates(tx: Transform, params: PyTree,
         when = f"gradients of {magnitude:g}"
         param_magnitude = min(1.0, magnitude)  # never large: adding a normalized update would round it away
         scaled_steps = [_of_magnitude(grads, magnitude) for grads in steps]
-        # With the usual parameters, and then with scaled ones too.
-        with _add_note_to_errors(f"for {when}"):
-            results = history(tx, params, scaled_steps)
-        _require_finite(when, results)
-        scaled_params = _of_magnitude(params, param_magnitude)
-        with _add_note_to_errors(f"for {when}, and parameters of {param_magnitude:g}"):
-            results = history(tx, scaled_params, scaled_steps)
-        _require_finite(when, results)
+        _finite_history(when, tx, params, scaled_steps)
+        # The same with scaled parameters, to which small updates can be added.
+        when = f"{when}, and parameters of {param_magnitude:g}"
+        results = _finite_history(when, tx, _of_magnitude(params, param_magnitude), scaled_steps)
         _require_nonzero(when, [updates for updates, _ in results], usual_updates)
 
 
