@@ -6,7 +6,6 @@ This holds for ``torch.func.vmap`` over gradients and states, or over the transf
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,13 +52,7 @@ def _stacked(trees: list[PyTree]) -> PyTree:
     {'w': tensor([[1., 2.],
             [3., 4.]])}
     """
-
-    def stacked(*leaves: Any) -> Any:
-        if isinstance(leaves[0], Tensor):
-            return torch.stack(leaves)
-        return leaves[0]  # None, in all trees
-
-    return tree.map(stacked, *trees)
+    return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
 
 def _has_no_numbers(tx: Transform) -> str | None:
@@ -135,14 +128,14 @@ def a_leaf_has_the_same_bits_in_any_company(tx: Transform, params: PyTree, steps
 
 def _check_among_others(tx: Transform, example: Example, usual_updates: list[PyTree]) -> None:
     """Raise `Breach` (a failed law) if leaves have other updates before or after one or two others of their shapes."""
-    for others in (1, 2):
-        params, steps = example.map_trees(functools.partial(_with_others, others))
+    for count in (1, 2):
+        params, steps = example.map_trees(functools.partial(_with_others, count))
         if not accepts_names(tx, params):  # the longer names, such as "copy0.w"
             return
         updates_by_step = updates_of(tx, params, steps)
-        for place, key in {"before": "copy0", "after": f"copy{others + 1}"}.items():
+        for place, key in {"before": "copy0", "after": f"copy{count + 1}"}.items():
             updates_of_copy = [updates[key] for updates in updates_by_step]
-            what = f"updates {place} {others} others of each shape"
+            what = f"updates {place} {count} others of each shape"
             require_same(what, updates_of_copy, usual_updates, "without them")
 
 
@@ -151,8 +144,8 @@ def _rounds_at_random(tx: Transform) -> bool:
     return any(dtype.resolved.seed is not None for dtype in quantized_dtypes)
 
 
-def _with_others(others: int, values: PyTree) -> PyTree:
-    """Return a dict with a tree at its first and last place, and between them ``others`` trees with other values.
+def _with_others(count: int, values: PyTree) -> PyTree:
+    """Return a dict with a tree at its first and last place, and between them ``count`` trees with other values.
 
     These have leaves of the same shapes, each with its elements moved on by one more place.
 
@@ -160,7 +153,7 @@ def _with_others(others: int, values: PyTree) -> PyTree:
     {'copy0': {'b': tensor([1, 2, 3])}, 'copy1': {'b': tensor([3, 1, 2])}, 'copy2': {'b': tensor([1, 2, 3])}}
     """
     trees: dict[str, PyTree] = {"copy0": values}  # with its strides, on which the order of a sum may depend
-    for number in range(1, others + 1):
+    for number in range(1, count + 1):
         trees[f"copy{number}"] = tree.map(lambda leaf, by=number: leaf.roll(by), values)
-    trees[f"copy{others + 1}"] = tree.map(torch.clone, values)
+    trees[f"copy{count + 1}"] = tree.map(torch.clone, values)
     return trees

@@ -118,13 +118,12 @@ def _one_leaf_per_ndim(example: Example) -> Example:
     """
     example = example.precise()
     leaves = tree.leaves(example.params)
-    numbers_by_size = sorted(range(len(leaves)), key=lambda number: leaves[number].numel(), reverse=True)
-    omitted: list[int] = []
-    seen_ndims: set[int] = set()
-    for number in numbers_by_size:
-        if leaves[number].ndim in seen_ndims:  # by a leaf that is as large or larger
-            omitted.append(number)
-        seen_ndims.add(leaves[number].ndim)
+    largest_of_ndim: dict[int, int] = {}  # the number of the largest leaf with each number of dims
+    for number, leaf in enumerate(leaves):
+        largest = largest_of_ndim.setdefault(leaf.ndim, number)
+        if leaf.numel() > leaves[largest].numel():
+            largest_of_ndim[leaf.ndim] = number
+    omitted = set(range(len(leaves))) - set(largest_of_ndim.values())
     return example.map_trees(lambda values: without_leaves(omitted, values))
 
 
