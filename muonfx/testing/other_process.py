@@ -43,10 +43,10 @@ def _other_process() -> subprocess.Popen[bytes]:
     return process
 
 
-def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
-    """Run a transform on examples in another process, and return for each the updates and the state of every step.
+def histories_elsewhere(runs: list[tuple[Any, Example]]) -> list[Any]:
+    """Run transforms on examples in another process, and return for each run the updates and the state of every step.
 
-    The process starts at the first call, runs `serve`, and is used again, since starting takes seconds.
+    ``runs`` are pairs of a transform and an example, which run in this order.
 
     Raises:
         RuntimeError: the other process raised an error, which the message contains, or has ended.
@@ -55,7 +55,7 @@ def histories_elsewhere(tx: Any, examples: list[Example]) -> list[Any]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        _send(process.stdin, (tx, examples))
+        _send(process.stdin, runs)
         histories, error_text = _receive(process.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
         _other_process.cache_clear()  # the next law starts another
@@ -84,15 +84,15 @@ def _receive(stream: IO[bytes]) -> Any:
 def serve() -> None:
     """Run the examples that arrive on stdin, and write their results to stdout, until stdin is closed.
 
-    A message on stdin is a pair of a transform and a list of examples. The answer is a pair too: a list with the
-    updates and states of each example, and the text of an error such as "ValueError: found a vector", or "".
+    A message on stdin is a list of pairs of a transform and an example. The answer is a pair of a list with the
+    updates and states of each run, and the text of an error such as "ValueError: found a vector", or "".
     """
     stdout = sys.stdout.buffer
     sys.stdout = sys.stderr  # a transform may print, which must not come between the answers
     while True:
         try:
-            tx, examples = _receive(sys.stdin.buffer)
-            histories = [history(tx, *example) for example in examples]
+            runs = _receive(sys.stdin.buffer)
+            histories = [history(tx, *example) for tx, example in runs]
             _send(stdout, (histories, ""))
         except EOFError:  # the first process has closed stdin
             return
