@@ -22,7 +22,7 @@ from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
 from muonfx.testing.examples import Example, params_and_grads, standard_examples
 from muonfx.testing.extras import Extra, with_extras
 from muonfx.testing.law import LAWS, Law, LawFunction, select
-from muonfx.testing.violation import LawViolation, LawViolations
+from muonfx.testing.violation import LawViolation, LawViolations, counted
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,14 @@ class LawReport:
 
     def __str__(self) -> str:
         """Return the report as text, with a line for each law."""
-        lines = [f"{self.tx}: {_counted(len(self.held), 'law holds', 'laws hold')}"]
+        lines = [f"{self.tx}: {counted(len(self.held), 'law holds', 'laws hold')}"]
         for name, count in self.held.items():
-            lines.append(f"  {name} ({_counted(count, 'example', 'examples')})")
+            lines.append(f"  {name} ({counted(count, 'example', 'examples')})")
         if self.left_out:
             lines.append("left out")
         for name, reason in self.left_out.items():
             lines.append(f"  {name}: {reason}")
         return "\n".join(lines)
-
-
-def _counted(number: int, singular: str, plural: str) -> str:
-    return f"{number} {singular if number == 1 else plural}"
 
 
 def laws_for(tx: Transform) -> dict[str, str | None]:

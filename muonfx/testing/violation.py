@@ -70,9 +70,17 @@ class LawViolations(AssertionError):
 
     def __str__(self) -> str:
         """Return the message."""
-        number = len(self.violations)
-        title = "1 law does not hold:" if number == 1 else f"{number} laws do not hold:"
-        return "\n".join([title, *map(str, self.violations)])
+        title = counted(len(self.violations), "law does not hold", "laws do not hold")
+        return "\n".join([f"{title}:", *map(str, self.violations)])
+
+
+def counted(number: int, singular: str, plural: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "example", "examples"), counted(2, "example", "examples")
+    ('1 example', '2 examples')
+    """
+    return f"{number} {singular if number == 1 else plural}"
 
 
 class Breach(Exception):
