@@ -101,7 +101,8 @@ def check_optimizer(
     with reporting(progress) as report:
         for number, law in enumerate(checked, start=1):
             report(f"{optimizer}: law {number} of {len(checked)}, {law.name}")
-            outcome = outcome_on_ranks(law, build) if law.needs_ranks else outcome_of(law, build)
+            check = outcome_on_ranks if law.needs_ranks else outcome_of
+            outcome = check(law, build)
             if outcome.failure is not None:
                 failures[law.name] = outcome.failure
             elif outcome.reason_left_out is not None:
