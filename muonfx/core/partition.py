@@ -180,28 +180,18 @@ class _Chooser:
         missing = [name for name in names if name not in key_of]
         if missing:
             raise self._missing_values(missing)
-        value_of = {name: values[key] for name, key in key_of.items()}
-        if callable(self.source):
-            self._replace_none(value_of, params)
-        self._check_kinds(value_of)
+        value_of: dict[str, Any] = {}
+        for name, param in tree.named_leaves(params):
+            value = values[key_of[name]]
+            # A function that calls `muonfx.tree.map`, for example, returns None for a parameter that is None.
+            if value is None and param is None and callable(self.source):
+                value = self.value_of_none
+            if not isinstance(value, self.kinds):
+                raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
+            value_of[name] = value
         if isinstance(chosen, RoutedLabels):  # labels with reasons, which are kept
             return _Choice(value_of, chosen.for_names(key_of))
         return _Choice(value_of)
-
-    def _replace_none(self, value_of: dict[str, Any], params: PyTree) -> None:
-        """Replace the value None of parameters that are None, in a dict of values by name.
-
-        A function that calls `muonfx.tree.map`, for example, returns None for them.
-        """
-        for name, param in tree.named_leaves(params):
-            if param is None and value_of[name] is None:
-                value_of[name] = self.value_of_none
-
-    def _check_kinds(self, value_of: Mapping[str, Any]) -> None:
-        """Raise TypeError unless each value has the right type: a label, or True or False."""
-        for name, value in value_of.items():
-            if not isinstance(value, self.kinds):
-                raise TypeError(f"{self.argument}: the value for {name!r} is {value!r}, expected {self.expected}")
 
     def _missing_values(self, names: list[str]) -> ValueError:
         """Return the error for parameters without a value, with a pattern in it that the user may write instead.
