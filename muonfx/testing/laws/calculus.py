@@ -63,8 +63,10 @@ def _as_tree(vector: Tensor, like: PyTree) -> PyTree:
     {'a': tensor([[1., 2.]]), 'b': tensor(3.)}
     """
     leaves, treedef = tree.flatten(like)
-    parts = vector.split([leaf.numel() for leaf in leaves])
-    return tree.unflatten(treedef, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+    sizes = [leaf.numel() for leaf in leaves]
+    for number, elements in enumerate(vector.split(sizes)):
+        leaves[number] = elements.reshape(leaves[number].shape)
+    return tree.unflatten(treedef, leaves)
 
 
 def _numbers_as_tensors(tx: Transform) -> list[Tensor]:
