@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
@@ -191,9 +190,7 @@ class SteppingOverRanks(Stepping):
         self._device = tree.device_of(local_params)
         # All parameters in full, as tensors without values on the meta device.
         meta_params = self.binding.global_like(local_params)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `init_sharded` has given the warnings of `init`
-            self._placements = describe_state(self.binding, self.inner, meta_params)
+        self._placements = describe_state(self.binding, self.inner, meta_params)
         # The tensors that one rank alone has, by index. A state dict must gather them.
         self._on_one_rank = {}
         for index, placement in enumerate(self._placements):

@@ -3,7 +3,6 @@
 import copy
 import gc
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -531,17 +530,6 @@ def test_groups_that_are_edited_wrongly_on_one_rank_are_an_error_of_the_first_st
         optimizer.param_groups[0]["params"].pop()
     with pytest.raises(ValueError if here.rank == 1 else ShardingError, match="parameters were removed, such as"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("size", [None, 1], ids=["one process", "a layout of one rank"])
-def test_a_constructor_warns_of_a_fused_weight_once(size: int | None):
-    model = nn.Sequential(OrderedDict(embed=nn.Embedding(8, 8), qkv=nn.Linear(8, 24), head=nn.Linear(24, 8)))
-    layout = None
-    if size is not None:
-        layout = sharding.replicated(dict(model.named_parameters()), size)
-    with pytest.warns(UserWarning, match=r"qkv\.weight") as warned:
-        mfx.Muon(model, layout=layout)
-    assert len(warned) == 1
 
 
 @on_ranks(2)
