@@ -131,6 +131,7 @@ class SteppingOverRanks(Stepping):
     is_over_ranks = True
 
     # `init` sets the following attributes, because they depend on the parameters.
+    _meta_params: dict[str, Tensor | None]  # all parameters in full, as meta tensors
     _device: torch.device  # of this rank's parameters
     _placements: Sequence[LeafPlacement | None]  # of each leaf of the state: its shape, and the ranks that hold it
     _on_one_rank: dict[int, LeafPlacement]  # by index, the leaves that `optimizer.state` shows on one rank only
@@ -189,8 +190,8 @@ class SteppingOverRanks(Stepping):
         """
         self._device = tree.device_of(local_params)
         # All parameters in full, as tensors without values on the meta device.
-        meta_params = self.binding.global_like(local_params)
-        self._placements = describe_state(self.binding, self.inner, meta_params)
+        self._meta_params = self.binding.global_like(local_params)
+        self._placements = describe_state(self.binding, self.inner, self._meta_params)
         # The tensors that one rank alone has, by index. A state dict must gather them.
         self._on_one_rank = {}
         for index, placement in enumerate(self._placements):

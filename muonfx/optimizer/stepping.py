@@ -39,10 +39,10 @@ from muonfx.optimizer.group_numbers import (
 from muonfx.optimizer.local_values import Load, apart_from, on_this_rank
 from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.update_rules import update_rules_of
-from muonfx.placement.arguments import Arguments, meta_like
+from muonfx.placement.arguments import Arguments
 from muonfx.placement.bucketed import require_room
 from muonfx.placement.offload import inner_of, store_of
-from muonfx.placement.placed import Where, placed
+from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import IN_MEMORY
 from muonfx.transforms.accumulate import accumulate
 from muonfx.tree import PyTree
@@ -172,8 +172,8 @@ class Stepping:
         """For each parameter name, its label and the transforms that update it."""
         self.defaults = hyperparams(tx)
         """The numbers in ``tx`` by dotted name, such as ``{"momentum.decay": 0.95}``."""
-        self._where = Where(None, store_of(tx), bucket_bytes)
-        """The memory of the state, such as host memory under `offload`, and the bytes of a bucket."""
+        self._placed_transforms = PlacedTransforms(Where(None, store_of(tx), bucket_bytes))
+        """Places transforms in buckets and in the memory of the state, such as host memory under `offload`."""
         self._callers_tensors = callers_tensors
         # `refresh` replaces the following attributes if the numbers in the param groups have changed.
         self._last_read: _LastRead | None = None
@@ -185,7 +185,7 @@ class Stepping:
         self._placed_structure: object = None
         """The structure of the transform from which `_current` was made: the transform without its numbers.
 
-        It changes when groups begin or cease to have different numbers, which need `by_groups`.
+        It is another object for each result of `by_groups`, which is needed if groups have different numbers.
         """
 
     def sharded_if_over_ranks(self, tx: Transform) -> Transform:
@@ -201,8 +201,7 @@ class Stepping:
         check_params(params)
         warn_of_unmatched(patterns_in(self.tx), params)  # patterns of views, such as "*.qkv", without a parameter
         # The state does not depend on the numbers in the groups, so the transform from construction creates it.
-        self._place(self.inner, params, self.root)
-        state = self._current.functions.init(params)
+        state = self._placed_transforms(self.inner, params, self.root).functions.init(params)
         self.refresh(params, groups)  # also raises if a number in the groups is out of range
         return self._with_former_values(state, former)
 
@@ -377,21 +376,15 @@ class Stepping:
     def _set_current(self, tx: Transform, params: NamedTensors) -> None:
         """Run ``tx``, which has the current hyperparameters, in the following steps.
 
-        To place a transform takes long. So if only numbers have changed since the last call, such as the learning rate,
-        they are put into the transform that is placed.
+        First it is *placed*: divided into buckets of parameters, and connected with the memory of the state. This takes
+        long, so if only numbers have changed since the last call, they are put into the transform that is placed.
         """
-        if tx.structure is not self._placed_structure:  # `by_groups` has replaced a part, or the optimizer is a copy
-            self._place(tx, params, None)
-        current = with_numbers(self._current, iter(numbers_of(tx)))
+        if tx.structure is self._placed_structure:  # only numbers have changed, such as the learning rate
+            current = with_numbers(self._current, iter(numbers_of(tx)))
+        else:  # the first time, or `by_groups` has replaced a part
+            current = self._placed_transforms(tx, params)
+            self._placed_structure = tx.structure
         self._current = prepared(current)  # a bad number raises now, not in the step
-
-    def _place(self, tx: Transform, params: NamedTensors, visited: Visit | None) -> None:
-        """Divide ``tx`` into buckets of parameters, and connect it with the memory of the state.
-
-        ``visited`` is the first visit of ``tx``; None to visit it.
-        """
-        self._current = placed(tx, meta_like(params), self._where, visited=visited)
-        self._placed_structure = tx.structure
 
     def step(self, call: Arguments) -> PyTree:
         """Run one step and return the next state. The parameters in ``call`` are updated in place."""
@@ -400,8 +393,9 @@ class Stepping:
         if call.extras:
             check_values_of_extras([visited.tx for visited in self.visits], call.extras)
         call = _with_separate_memory(call)
-        if self._where.store != IN_MEMORY:
-            require_room(self._where.store, call.state, call.params, call.donate)
+        store = self._placed_transforms.where.store
+        if store != IN_MEMORY:
+            require_room(store, call.state, call.params, call.donate)
         # The placed transform calls `add_in_place` as soon as the updates of a bucket of parameters are computed. This
         # saves memory.
         extras = {**call.extras, "apply_to_params": add_in_place}
