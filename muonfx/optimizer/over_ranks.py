@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -344,19 +344,19 @@ class SteppingOverRanks(Stepping):
         return on_this_rank(leaf, value)  # saved in the form of `optimizer.state`
 
     def errors_on_all_ranks(self) -> AbstractContextManager[None]:
-        """Return a context for the checks before a step, whose errors are raised on all ranks."""
+        """Return a context for the checks before a step, whose errors are raised on all ranks.
+
+        The next message of the ranks must be a call of `agree`, as in `is_true_on_any_rank` and `step`.
+        """
         return errors_on_all_ranks(self.layout.group)
 
-    @contextmanager
-    def loading(self) -> Generator[None]:
+    def loading(self) -> AbstractContextManager[None]:
         """Return a context to read a state dict in. If parameters are sharded, its errors are raised on all ranks."""
         if self._may_load_alone:
-            yield
-            return
+            return nullcontext()
         assert self.layout.group is not None
         wait_for_all(self.layout.group, "load_state_dict()")
-        with errors_on_all_ranks(self.layout.group):
-            yield
+        return errors_on_all_ranks(self.layout.group)
 
     def require_same_on_all_ranks(self, without_state: Sequence[str]) -> None:
         """If parameters are sharded, raise on all ranks if they found different parameters without saved state."""
@@ -425,7 +425,7 @@ class SteppingOverRanks(Stepping):
         local_params = {name: local_of(param) for name, param in params.items()}
         with self.errors_on_all_ranks():
             state = self.binding.init(self._current, local_params)
-        self.is_true_on_any_rank(False)  # raises an error of another rank
+        self.is_true_on_any_rank(False)  # receives the error of a rank that failed in the block
         return state
 
     def snapshot(

@@ -246,7 +246,8 @@ def step_sharded(
         progress: counts the steps of this transform or optimizer alone.
         tx: the transform for whole tensors, with its current hyperparameters.
         call: the arguments of `update`. Their leaves may be DTensors.
-        check: True to compare the trees of the arguments, and to return no tensor of a state that is not donated.
+        check: True to compare the trees of the arguments, and to copy tensors that the new state shares with a kept old
+            state.
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
     layout = binding.layout

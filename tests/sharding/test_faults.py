@@ -233,6 +233,18 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_all(here: Here, tmp_pa
         sharding.broadcast(layout.shard(layout.gather(local)), layout)
 
 
+@on_ranks(2)
+def test_an_error_of_one_rank_is_sent_once_if_the_others_warn_together(here: Here):
+    layout, local = flat(here, {"a": some(4, 5), "b": some(3)})
+    if here.rank == 1:
+        local["a"] = torch.ones(99)
+    with pytest.raises(ShardingError, match=r"'a' has shape \(99,\)"):
+        sharding.sharded(mfx.stateless(halve), layout).init(local)  # of the whole tree, of which `init` warns
+    ranks = torch.ones(())
+    dist.all_reduce(ranks, group=here.group)
+    assert ranks.item() == 2
+
+
 def placed(here: Here, tensor: Tensor, *placements: Any) -> DTensor:
     return distribute_tensor(tensor, here.mesh, list(placements), src_data_rank=None)
 

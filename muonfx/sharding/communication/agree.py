@@ -66,24 +66,34 @@ class Agreement(NamedTuple):
 
 
 @contextmanager
-def errors_on_all_ranks(group: dist.ProcessGroup | None, num_compared: int = 1) -> Generator[None]:
+def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Generator[None]:
     """Raise an error of the ``with`` block on all ranks. The ranks without an error raise one that shows it.
 
-    All ranks run such a block for the checks that each makes alone, and call `agree` next. If a rank raised alone, the
-    others would wait for it there, so it first sends its error in their message. Without an error, the block sends
-    nothing.
+    All ranks run such a block for the checks that each makes alone. The next message of the group must be a call of
+    `agree` with one value to compare, in the block or after it: there, the others would wait for a rank that raised
+    alone, so a rank with an error first sends it in their message. Without an error, the block sends nothing.
 
     Args:
         group: the ranks that run the block together; None for a single rank, which waits for no other.
-        num_compared: the number of values in the argument ``compared`` of `agree`, on which the message depends.
     """
     try:
         yield
     except Exception as error:
-        if group is not None and dist.get_world_size(group) > 1:
+        if group is not None and dist.get_world_size(group) > 1 and not _is_shared(error, group):
             with without_transforms():  # the message is a plain tensor, also for an error inside `torch.func.grad`
-                _send_error(error, group, num_compared)
+                _send_error(error, group)
+            _note_shared(error, group)
         raise
+
+
+def _note_shared(error: Exception, group: dist.ProcessGroup) -> None:
+    """Record in an error that all ranks of a group raise it, or one that shows it, so that no block sends it again."""
+    vars(error)["_shared_in_group"] = group.group_name
+
+
+def _is_shared(error: Exception, group: dist.ProcessGroup) -> bool:
+    """Return True if all ranks of a group raise an error, or one that shows it, as recorded by `_note_shared`."""
+    return vars(error).get("_shared_in_group") == group.group_name
 
 
 def agree(
@@ -109,7 +119,7 @@ def agree(
         group: all ranks of this process group make the call together.
         same: facts that must be equal on all ranks, by the subject that the error names.
         compared: values that may differ between ranks. `NO_VALUE` equals any value.
-        explain: returns the facts for the error if `same` has hashes of them. None: they are `same`.
+        explain: returns the facts for the error, if `same` only has hashes of them. None: `same` itself.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
     # 1. One all-reduce of this rank's urgency (1 with a request, else 0; a rank with an error sends 2), a hash of the
@@ -122,21 +132,25 @@ def agree(
     # 2. The maxima are equal on all ranks. So if one rank has an error, or makes another call, all ranks raise.
     if largest_urgency == _ERROR:
         error_of_rank = all_objects(None, group, operation)  # this rank has no error
-        raise ShardingError(f"nothing was changed on any rank:\n{errors_by_rank(error_of_rank)}")
+        error = ShardingError(f"nothing was changed on any rank:\n{errors_by_rank(error_of_rank)}")
+        _note_shared(error, group)
+        raise error
     if not _are_equal(call_maxima):
         facts = same
         if explain is not None:
             facts = explain()
-        _raise_difference({"calls": operation, **facts}, group)
+        error = _difference({"calls": operation, **facts}, group)
+        _note_shared(error, group)
+        raise error
     are_equal = all(map(_are_equal, value_maxima))
     return Agreement(are_equal, is_requested=largest_urgency == _REQUEST)
 
 
-def _send_error(error: Exception, group: dist.ProcessGroup, num_compared: int) -> None:
+def _send_error(error: Exception, group: dist.ProcessGroup) -> None:
     """Send this rank's error to the other ranks, which receive it in `agree`."""
     operation = "reporting an error"
-    # In place of the hashes of the call and of the compared values, which the other ranks ignore after an error.
-    numbers = [0] * (2 * _CALL_WORDS + 2 * _VALUE_WORDS * num_compared)
+    # In place of the hashes of the call and of one compared value, which the other ranks ignore after an error.
+    numbers = [0] * (2 * _CALL_WORDS + 2 * _VALUE_WORDS)
     _maxima_over_ranks([[_ERROR], numbers], group, operation)
     all_objects(f"{type(error).__name__}: {error}", group, operation)
 
@@ -186,8 +200,8 @@ def _are_equal(maxima: list[int]) -> bool:
     return largest_words == least_words
 
 
-def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
-    """Raise a ShardingError that names the first difference between the facts of the ranks. All ranks call this.
+def _difference(facts: Facts, group: dist.ProcessGroup) -> ShardingError:
+    """Return an error that names the first difference between the facts of the ranks. All ranks call this.
 
     Facts are values by subject, such as ``{"calls": "a step", "parameters": "['w', 'b']"}``. They may be long, and the
     ranks may be thousands. So the ranks exchange a digest of each fact, and then only two ranks send one fact.
@@ -197,7 +211,7 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
     digests = {subject: digest(fact) for subject, fact in facts.items()}
     difference = first_difference(all_objects(digests, group, operation))
     if difference is None:
-        raise _unexplained_difference()
+        return _unexplained_difference()
     subject, ranks = difference
     # 2. The fact of rank 0, and that of one of the different ranks. The remaining ranks send None.
     different_rank = ranks[0]
@@ -206,7 +220,7 @@ def _raise_difference(facts: Facts, group: dist.ProcessGroup) -> None:
         fact = facts.get(subject)
     fact_of_rank = all_objects(fact, group, operation)
     text = difference_text(fact_of_rank[0], fact_of_rank[different_rank], listed(ranks))
-    raise ShardingError(
+    return ShardingError(
         f"nothing was changed on any rank: the ranks have different {subject}: {text}\nAll ranks must have the same."
     )
 

@@ -72,13 +72,10 @@ def verifying_params(layout: Layout, local: PyTree) -> Generator[None]:
     if layout.group is None or layout.size == 1:
         yield
         return
-    num_groups = len(_names_by_group(_replicas_of_layout(layout)))
-    with errors_on_all_ranks(layout.group, num_compared=max(num_groups, 1)):
+    with errors_on_all_ranks(layout.group):
         yield
-    if num_groups:
-        verify_params(layout, local)
-    else:  # there are no replicas to compare, but another rank may have an error
-        agree("init of a sharded transform", layout.group)
+    agree("init of a sharded transform", layout.group)  # receives the error of another rank
+    verify_params(layout, local)
 
 
 def _different_params(layout: Layout, difference: _Difference) -> ShardingError:
