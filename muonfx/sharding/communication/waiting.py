@@ -8,7 +8,6 @@ others, for example in the next backward pass, and its error names the missing r
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from muonfx.core.checks import warn_caller
 from muonfx.sharding.communication.differences import listed
 from muonfx.sharding.communication.messages import collective, host_device
 from muonfx.sharding.errors import ShardingError
@@ -147,8 +147,7 @@ def _require_all(store: dist.Store, keys: Sequence[str], purpose: str, timeout: 
     # 1. A short wait, which nearly always suffices. Then a warning, and the rest of the time.
     missing_ranks = _missing(store, keys, min(PATIENCE, timeout))
     if missing_ranks and timeout > PATIENCE:
-        # The warning shows the line of the caller of the public function.
-        warnings.warn(f"{purpose} waits for {missing_ranks}: all ranks must call it together", stacklevel=5)
+        warn_caller(f"{purpose} waits for {missing_ranks}: all ranks must call it together")
         missing_ranks = _missing(store, keys, timeout - PATIENCE)
     # 2. Some ranks have not arrived at all.
     if missing_ranks:
