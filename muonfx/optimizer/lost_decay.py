@@ -239,15 +239,20 @@ def _updates_lost(lost_updates: Mapping[str, float], params: NamedTensors) -> st
 
 
 def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
-    """Return the learning rate of a param group, or the largest rate of its schedule; 0.0 without a learning rate.
+    """Return the larger learning rate of a param group, now or when it was created; 0.0 without a learning rate.
+
+    For a schedule, return its largest rate.
 
     A schedule is a function of the step in the transform ``tx``. It is evaluated at the steps 0, 1, 2, 4, ..., 2**20.
     """
     if "lr" in tracked.numbers.keys:  # the rate is a number in the group, not a schedule
-        rate = tracked.group["lr"]
-        if isinstance(rate, Tensor) and rate.is_meta:  # it has no value yet
-            return 0.0
-        return float(rate)
+        first_rate = tracked.numbers.requested_entries.get("lr", 0.0)
+        largest = 0.0
+        for rate in (tracked.group["lr"], first_rate):  # a scheduler may have begun a warmup at a low rate
+            is_without_value = isinstance(rate, Tensor) and rate.is_meta
+            if not is_without_value:
+                largest = max(largest, float(rate))
+        return largest
     schedules = schedules_in(tx)  # by dotted name
     largest = 0.0
     for name in schedules_of(tx, tracked):  # of this group, such as "scale_by_learning_rate.learning_rate"

@@ -134,6 +134,17 @@ def test_a_model_that_is_converted_after_construction_is_warned_of_once(how: str
     optimizer.step()
 
 
+def test_a_model_that_is_converted_is_not_warned_of_at_the_low_rate_of_a_warmup():
+    model = nn.Linear(4, 4)
+    optimizer = mfx.TransformOptimizer(model, mfx.adamw(0.1, weight_decay=0.1))
+    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.001)
+    model.to(BF16)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with warnings.catch_warnings(action="error"):
+        optimizer.step()
+
+
 KEPT: dict[str, Callable[[], Any]] = {
     "float32": lambda: mfx.TransformOptimizer(nn.Linear(4, 4), mfx.adamw(1e-3, weight_decay=0.1)),
     "master_params": lambda: made(mfx.master_params(mfx.adamw(1e-3, weight_decay=0.1))),
