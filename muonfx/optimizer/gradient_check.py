@@ -129,10 +129,10 @@ class _OutsideParameters:
         return self._result
 
     def _has_other_length(self) -> bool:
-        """Return True if a list has more modules now: `ModuleList.insert` adds one without an assignment to count."""
+        """Return True if a list was deleted or has other modules: `ModuleList.insert` makes no assignment to count."""
         for ref, length in self._lengths:
             module = ref()
-            if module is not None and len(module._modules) != length:
+            if module is None or len(module._modules) != length:
                 return True
         return False
 

@@ -147,7 +147,7 @@ class KnownModel(NamedTuple):
 
     ref: weakref.ref[nn.Module]
     names: frozenset[str] | None
-    """The names, also of tied parameters, of those that the optimizer was given; None if it was given all."""
+    """The names of the parameters that the optimizer was given, also of tied ones; None if it was given all."""
 
 
 class TrackedParameters:
