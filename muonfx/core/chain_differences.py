@@ -93,8 +93,8 @@ def _differences_of_values(
         if is_same or _is_within_difference(path, saved_values, values):  # the larger difference is shown
             continue
         is_number = _is_number(path, saved_value) and _is_number(path, value)
-        if is_number and _are_same_number(saved_value.code, value.code):  # one is a float, the other a tensor
-            continue
+        if is_number and _are_same_number(saved_value.code, value.code):
+            continue  # as for a float and a tensor, or for tensors of two dtypes
         shown_path = "".join(path).removeprefix(".") or "the chain"
         text = f"{shown_path}: {saved_value.code:.{_LONGEST}} in the checkpoint, {value.code:.{_LONGEST}} here"
         if is_number:
@@ -126,6 +126,8 @@ def _are_same_number(saved_code: str, code: str) -> bool:
 
     >>> _are_same_number("0.1", "torch.tensor(0.10000000149011612, dtype=torch.float32)")
     True
+    >>> _are_same_number("0.1", "torch.tensor(0.1, dtype=torch.float_of_another_torch)")
+    False
     """
     saved_number = _number_in(saved_code)
     number = _number_in(code)
@@ -142,12 +144,13 @@ def _number_in(code: str) -> Tensor | None:
     match = _TENSOR_OF_ONE_NUMBER.fullmatch(code)
     if match is not None:
         text = match[1]
-        dtype = getattr(torch, match[2])
+        dtype = getattr(torch, match[2], None)
     try:
         number = float(text)
     except ValueError:  # "float('inf')", "not set", or a tensor of several elements
         return None
-    if not dtype.is_floating_point:
+    is_known = isinstance(dtype, torch.dtype)  # another release of torch may have saved it
+    if not is_known or not dtype.is_floating_point:
         return None
     return torch.tensor(number, dtype=dtype, device="cpu")
 
