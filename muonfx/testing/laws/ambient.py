@@ -9,14 +9,14 @@ import time
 import warnings
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 
 from muonfx.core import Transform
-from muonfx.testing.examples import Example, History, accepts_names, history, scaled
+from muonfx.testing.examples import Example, History, history, scaled
 from muonfx.testing.law import law
 from muonfx.testing.laws.structure import require_no_grad
 from muonfx.testing.laws.values import names_within
@@ -199,18 +199,24 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     example = Example(params, steps)
-    runs = [(tx, example)]
+    # By name, a transform with an example, and its updates and states here.
+    runs = {"this example": (tx, example)}
+    expected = {"this example": history(tx, *example)}
     for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
         longer_names = example.map_trees(lambda values, prefix=prefix: {prefix: values})  # "a.w" instead of "w"
-        if accepts_names(tx, longer_names.params):
-            runs.append((tx, longer_names))
+        with suppress(KeyError, TypeError, ValueError):  # a transform may accept certain names only
+            expected[f"names in {prefix}"] = history(tx, *longer_names)
+            runs[f"names in {prefix}"] = (tx, longer_names)
     # Other values and other numbers for the same shapes: a cached result of the first example would be wrong for them.
     other_values = example.map_trees(lambda values: scaled(values, -3.0))
-    runs.append((tx, other_values))
-    runs.append((scaled(tx, 0.9), other_values))
-    expected = [history(run_tx, *run_example) for run_tx, run_example in runs]
-    results = histories_elsewhere(runs[::-1])
-    require_same("by run, (updates, state) in another process", results[::-1], expected, "in this process")
+    for name, run_tx in {"other values": tx, "all numbers times 0.9": scaled(tx, 0.9)}.items():
+        expected[name] = history(run_tx, *other_values)
+        runs[name] = (run_tx, other_values)
+    # The other process has the runs in reversed order.
+    names = list(reversed(runs))
+    histories = histories_elsewhere([runs[name] for name in names])
+    results = dict(zip(names, histories, strict=True))
+    require_same("(updates, state) by run, in another process", results, expected, "in this process")
 
 
 def _settings() -> dict[str, Any]:
