@@ -14,11 +14,22 @@ from torch import Tensor
 from muonfx import contrib, recipes, routing, tree
 from muonfx import transforms as tfs
 from muonfx.compact import fp8, int8
-from muonfx.core import Locality, Transform, add_updates, chain, identity, set_to_zero, stateless
+from muonfx.core import (
+    Combinator,
+    Donation,
+    Locality,
+    Transform,
+    add_updates,
+    chain,
+    identity,
+    set_to_zero,
+    stateless,
+    transform,
+)
 from muonfx.core import schedules as sch
+from muonfx.core.donation import NOTHING
 from muonfx.core.partition import masked, partition
 from muonfx.routing.roles import ROLES
-from muonfx.testing.extras import with_extras
 from muonfx.tree import PyTree
 
 Strategy = st.SearchStrategy[Any]
@@ -80,9 +91,21 @@ def by_role(params: PyTree) -> Mapping[str, str | None]:
     return routing.default_labels_by_name(params, roles=True)
 
 
-def with_value(inner: Transform) -> Transform:
-    """Return a transform that passes ``value=1.0`` to each update of one that requires a loss (`reduce_on_plateau`)."""
-    return with_extras(inner, {"value": 1.0})
+@transform(
+    locality=lambda inner: inner.locality,
+    combinator=Combinator(Locality.ELEMENT),
+    reads_params=lambda inner: inner.reads_params,
+)
+def with_value(inner: Transform):
+    """Wrap a transform that requires a loss, such as `reduce_on_plateau`: pass ``value=1.0`` to it at every update.
+
+    Laws call `update` without extra arguments.
+    """
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING):
+        return inner.run(updates, state, params, donate=donate, value=1.0)
+
+    return inner.functions.init, update
 
 
 _SHARES = st.sampled_from((0.9, 0.0, 0.5, 0.99))
