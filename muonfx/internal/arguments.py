@@ -174,7 +174,7 @@ def advice_for_text(value: object) -> str:
     """Return advice for the error about a text in place of a number, if it is one such as "1e-3"; else "".
 
     >>> advice_for_text("1e-3"), advice_for_text("fast")
-    (': YAML reads 1e-3 as a text, and 1.0e-3 as a number', '')
+    (': convert the text with float(); YAML reads 1e-3 as a text, and 1.0e-3 as a number', '')
     """
     if not isinstance(value, str) or "e" not in value.lower():
         return ""
@@ -182,7 +182,7 @@ def advice_for_text(value: object) -> str:
         float(value)
     except ValueError:
         return ""
-    return ": YAML reads 1e-3 as a text, and 1.0e-3 as a number"
+    return ": convert the text with float(); YAML reads 1e-3 as a text, and 1.0e-3 as a number"
 
 
 def _is_factory(value: Any) -> bool:

@@ -59,6 +59,7 @@ def select(
         skip: the laws not to check, as names or functions.
 
     Raises:
+        TypeError: ``laws`` or ``skip`` is a text.
         ValueError: a law is not in the registry.
 
     >>> select({"a": "law a", "b": "law b", "c": "law c"}, laws=None, skip=["b"])
@@ -66,8 +67,8 @@ def select(
     """
     names = list(registry)
     if laws is not None:
-        names = _names(laws)
-    skipped = _names(skip)
+        names = _names("laws", laws)
+    skipped = _names("skip", skip)
     unknown = [repr(name) for name in names + skipped if name not in registry]
     if unknown:
         raise ValueError(f"found {', '.join(unknown)}, expected names of laws: {', '.join(registry)}")
@@ -78,9 +79,9 @@ def select(
     return selected, dict.fromkeys(skipped, "skipped")
 
 
-def _names(laws: Iterable[str | LawFunction]) -> list[str]:
+def _names(argument: str, laws: Iterable[str | LawFunction]) -> list[str]:
     if isinstance(laws, str):  # its letters would be taken for names
-        raise TypeError(f"found {laws!r}, expected a list of laws: [{laws!r}]")
+        raise TypeError(f"{argument}: found {laws!r}, expected a list of laws: [{laws!r}]")
     # The name of a function, or the string itself. Another value, such as a `Law`, is then reported as unknown.
     return [str(getattr(law, "__name__", law)) for law in laws]
 
