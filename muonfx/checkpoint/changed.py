@@ -172,7 +172,7 @@ def _continue_optimizer(
     try:
         optimizer.load_transform_state(continuation.state, converted)
     except ValueError as error:  # the optimizer has other groups, and nothing was loaded
-        # Without the begin of the error's text, which is wrong here: the next call loads the state.
+        # The error begins with "nothing was loaded", which is not true here: the next call loads the state.
         reason = _moved_params(groups, remaining) or str(error).removeprefix("nothing was loaded: ")
         return _continue_with_own_groups(optimizer, continuation, index, reason)
     groups_text = "; ".join(["param_groups: loaded", *texts_of_new_keys])

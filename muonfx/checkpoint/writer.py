@@ -140,7 +140,10 @@ class Saver:
         if self.request.problem is not None:  # an invalid argument: `Together.step` raises this error on all ranks
             raise self.request.problem
         leaves = {name: self._proposed(leaf) for name, leaf in self.request.leaves.items()}
-        return Proposal(self.request.arguments(), leaves)
+        arguments: dict[str, str] = {}
+        if self.ranks > 1:  # a single rank has nothing to compare the arguments with, which may be long
+            arguments = self.request.arguments()
+        return Proposal(arguments, leaves)
 
     def _proposed(self, leaf: LocalLeaf) -> ProposedLeaf:
         """Return a leaf of this rank without its values, and with a checksum of each shard that has replicas.

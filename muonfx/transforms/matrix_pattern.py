@@ -314,7 +314,7 @@ def _shape(result: Sequence[Group], size_of: Mapping[str, int]) -> list[int]:
 
 
 def _divided_axis(axes: Sequence[Group]) -> int:
-    """Return the index of the axis that has several parts; without one, 0, whose only part is the whole tensor."""
+    """Return the index of the axis that has several parts, or 0 if none has: axis 0 then has one part, the whole."""
     for index, axis in enumerate(axes):
         if len(axis) > 1:
             return index

@@ -148,7 +148,7 @@ _FAULTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a large element": _with_large_element,
     "another element": _with_another_element,
 }
-"""Functions of a gradient and its parameter that replace one element of the gradient, by a text for it."""
+"""For the name of a fault in messages, a function of a gradient and its parameter that puts it into the gradient."""
 
 
 def _updates_after(
