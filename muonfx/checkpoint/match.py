@@ -174,7 +174,10 @@ def saved_leaves(index: Index, rename: Rename, section: str | None) -> tuple[dic
     'trace/_orig_mod.a'
     """
     plain_name_of = plain_names(index.leaves)
-    new_name_of, mistakes = new_names(plain_name_of, rename)
+    new_name_of = dict(plain_name_of)
+    mistakes: list[str] = []
+    if rename:
+        new_name_of, mistakes = new_names(plain_name_of, rename)
     mistakes += _mistakes_in_new_names(new_name_of, section)
     saved: dict[str, SavedLeaf] = {}
     for stored_name, new_name in new_name_of.items():

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from muonfx.checkpoint.leaves import (
     LocalLeaf,
     in_section,
     is_optimizer,
+    is_sharded,
     named_tensors,
     require_transform_or_none,
     require_whole,
@@ -288,9 +289,9 @@ def _leaves_of(state: PyTree, params: PyTree, tx: Transform | None, *, is_alone:
     # None marks a place in the tree that has no tensor, such as a parameter without a momentum.
     leaves = {name: leaf for name, leaf in named.items() if leaf is not None}
     for name, leaf in leaves.items():
+        require_writable(name, leaf)
         if is_alone:  # the parts on other ranks would be missing
             require_whole(name, leaf, "pass group= on all ranks, such as group=torch.distributed.group.WORLD")
-        require_writable(name, leaf)
     return leaves
 
 
@@ -303,6 +304,8 @@ def require_writable(name: str, leaf: Any) -> None:
         raise TypeError(f"the leaf {name!r} has the dtype {leaf.dtype}, which a checkpoint cannot hold")
     if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
         raise TypeError(f"the leaf {name!r} must be a dense tensor with values, found {leaf.layout}, {leaf.device}")
+    if not is_sharded(leaf):
+        return
     if is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
         raise TypeError(
             f"the leaf {name!r} has the placements {leaf.placements}, of which each rank holds a summand, expected "
@@ -356,16 +359,33 @@ def _as_json(extra: dict[str, object]) -> dict[str, object]:
 def _with_transform(head: Index, tx: Transform, leaves: Mapping[str, Any]) -> Index:
     """Return an index with the description of a transform, such as ``chain="momentum()"``.
 
-    ``leaves`` are the tensors to save by name. The dtypes of matrix products depend on the dtypes and the device of the
-    parameters among them.
+    ``leaves`` are the tensors to save by name. The description is cached on the transform, because a run saves often.
+    """
+    # The dtypes of matrix products depend on the dtypes and the device of the parameters.
+    params = _params_or_floats(leaves)
+    dtypes = frozenset(leaf.dtype for leaf in params)
+    device: torch.device | None = None
+    if params:
+        device = torch.device(params[0].device)
+    cache_key = ("checkpoint", dtypes, device)
+    description = tx.derived.get(cache_key)
+    if description is None:
+        description = _description_of(tx, dtypes, device)
+        if not tx.tensors:  # a number in a tensor may change in place
+            tx.derived[cache_key] = description
+    return replace(head, **description)
+
+
+def _description_of(tx: Transform, dtypes: Collection[torch.dtype], device: torch.device | None) -> dict[str, Any]:
+    """Return the fields of an `Index` that describe a transform, by name.
+
+    The parameters have these dtypes and this device, which is None if there are none.
     """
     plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
-    params = _params_or_floats(leaves)
     products: dict[str, str] = {}
-    if params:
-        dtypes = frozenset(leaf.dtype for leaf in params)
-        products = product_dtypes(plain_tx, dtypes, torch.device(params[0].device))
-    return replace(head, fingerprint=tx.fingerprint, chain=repr(plain_tx), products=products)
+    if device is not None:
+        products = product_dtypes(plain_tx, dtypes, device)
+    return {"fingerprint": tx.fingerprint, "chain": repr(plain_tx), "products": products}
 
 
 def _params_or_floats(leaves: Mapping[str, Any]) -> list[Any]:

@@ -16,8 +16,9 @@ from muonfx.tree import PyTree
 
 def require_tensors(state: PyTree) -> None:
     """Raise TypeError if a leaf of a new state is no tensor: a state dict would have it, but it could not be loaded."""
-    for name, leaf in tree.named_leaves(state):
+    for index, leaf in enumerate(tree.leaves(state)):
         if leaf is not None and not isinstance(leaf, Tensor):  # None: only another rank has it
+            name = tree.names(state)[index]
             raise TypeError(
                 f"state: {name!r} is of type {type(leaf).__name__}, expected a tensor, so that it can be saved and "
                 "loaded: use torch.tensor(0) for a count, and a dict or a NamedTuple for a group of tensors"
