@@ -159,13 +159,16 @@ def sharded(
         **extras: Any,  # for the transforms, such as ``value=loss``
     ) -> tuple[PyTree, PyTree]:
         """Return this rank's updates and its next state, as DTensors if the updates or parameters are DTensors."""
-        params = without_left_out(tx, params)
-        call = Arguments(updates, state, params, donate, extras)
-        # 1. For a model with DTensors, the state as local tensors. The step converts the other arguments.
-        if layout.dtensors:
-            call = call._replace(state=local_state(binding, inner, call.like, state))
-        # 2. The step on local tensors.
         progress = _progress_of(_memory, binding, inner)
+        if progress.serial is None:  # the first step without `init`
+            wait_for_others(layout)
+        # 1. For a model with DTensors, the state as local tensors. The step converts the other arguments.
+        with errors_on_all_ranks(layout.group):
+            params = without_left_out(tx, params)
+            call = Arguments(updates, state, params, donate, extras)
+            if layout.dtensors:
+                call = call._replace(state=local_state(binding, inner, call.like, state))
+        # 2. The step on local tensors.
         out, new_state = step_sharded(binding, progress, inner, call, check=check)
         # 3. DTensors, if the caller uses them.
         is_plain_call = not layout.dtensors or are_plain([*tree.leaves(updates), *tree.leaves(params)])
@@ -251,8 +254,6 @@ def step_sharded(
         apply_to_params: adds the updates to the parameters bucket by bucket, as in `muonfx.placement.placed`.
     """
     layout = binding.layout
-    if progress.serial is None:  # the first step without `init`
-        wait_for_others(layout)
     with errors_on_all_ranks(layout.group):
         require_no_transform("update of a sharded transform", call)
     with without_transforms():

@@ -377,6 +377,20 @@ def test_a_state_of_dtensors_shares_nothing_with_the_one_before(here: Here):
 
 
 @on_ranks(2)
+def test_dtensors_that_one_rank_lacks_are_an_error_of_all_in_a_first_step_without_init(here: Here):
+    params = {"a": placed(here, some(4, 4), Shard(0)), "b": placed(here, some(4, 4), Shard(0))}
+    layout = sharding.from_dtensors(params)
+    state = sharding.sharded(mfx.momentum(0.9), layout).init(params)
+    if here.rank == 1:
+        params = {"a": params["a"], "c": params["b"]}
+    with pytest.raises(ShardingError, match=r"'b'|'c'"):
+        sharding.sharded(mfx.momentum(0.8), layout).update(params, state, params)
+    ranks = torch.ones(())
+    dist.all_reduce(ranks, group=here.group)
+    assert ranks.item() == 2
+
+
+@on_ranks(2)
 def test_expanded_gradients_may_be_donated(here: Here):
     params = {"a": some(4, 4)}
     tx = mfx.momentum(0.9)
