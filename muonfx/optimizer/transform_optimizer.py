@@ -157,8 +157,8 @@ class TransformOptimizer(Optimizer):
             that are given without names. If its parameters are replaced, the optimizer uses the new ones.
 
     Raises:
-        TypeError: a parameter has no name and ``model`` is not given, a tensor cannot be optimized, ``layout`` is
-            given for DTensors, or the state of the transform has a leaf that is no tensor.
+        TypeError: a parameter has no name and ``model`` is not given, a tensor cannot be optimized, a leaf of the state
+            is no tensor, or ``layout`` is given for DTensors.
         ShardingError: the ranks have different parameters, transforms, layouts or hyperparameters.
         ValueError: two parameters have the same name, a group has a value out of range, or FullyShardedDataParallel
             (FSDP1) has flattened the parameters.
@@ -696,11 +696,7 @@ class TransformOptimizer(Optimizer):
     # ------------------------------------------------------------------------------------------- replaced parameters
 
     def follow_model(self) -> None:
-        """Use tensors that have replaced parameters in the groups or the model, as a step does first.
-
-        Examples are ``model.to("cuda")``, ``fully_shard(model)`` after construction, and an engine that puts copies of
-        the parameters into the groups. The state moves to the new tensors, so all ranks must call this together.
-        """
+        """Use tensors that have replaced parameters now, as a step does first. All ranks must call this together."""
         self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
         if not self._tracked_groups.are_current(self._groups):  # rarely
             self._use_tensors(self._follow_groups())
