@@ -239,9 +239,9 @@ def _updates_lost(lost_updates: Mapping[str, float], params: NamedTensors) -> st
 
 
 def _largest_rate(tx: Transform, tracked: TrackedGroup) -> float:
-    """Return the larger learning rate of a param group, now or when it was created; 0.0 without a learning rate.
+    """Return the current or the first learning rate of a param group, whichever is larger; 0.0 without a rate.
 
-    For a schedule, return its largest rate.
+    If the rate is a schedule, return its largest value.
 
     A schedule is a function of the step in the transform ``tx``. It is evaluated at the steps 0, 1, 2, 4, ..., 2**20.
     """

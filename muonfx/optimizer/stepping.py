@@ -180,7 +180,7 @@ class Stepping:
         self._current = self.inner
         """The transform that `step` runs: ``tx`` with the current numbers, in buckets and in the store.
 
-        Over ranks, it is not placed: `step_sharded` does it.
+        Over ranks it is not placed, because `step_sharded` places it.
         """
         self._placed_structure: object = None
         """The structure of the transform from which `_current` was made: the transform without its numbers.
