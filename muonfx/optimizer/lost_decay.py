@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,16 +55,16 @@ _CURE = (
 class RoundingCheck:
     """Warns if rounding removes the weight decay of parameters in bfloat16 or float16, or else most of their updates.
 
-    Args:
-        checked: the names of parameters that are not checked, as in a copy of an optimizer that has warned.
+    Each parameter is checked once.
     """
 
-    def __init__(self, checked: Iterable[str] = ()) -> None:
-        """Record the names. `check` adds those that it has checked."""
-        self._checked = set(checked)
+    def __init__(self) -> None:
+        """Create the check. It has checked no parameter yet."""
+        self._checked = set[str]()
+        """The names of the parameters in bfloat16 or float16 that `check` has checked."""
 
     def check(self, stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> None:
-        """Warn of parameters that are in bfloat16 or float16, and were not when an earlier call checked them.
+        """Check the parameters in bfloat16 or float16 that no earlier call has checked, and warn of lost updates.
 
         Args:
             stepping: has the transform of the optimizer.

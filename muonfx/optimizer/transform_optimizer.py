@@ -265,6 +265,7 @@ class TransformOptimizer(Optimizer):
             "_current": self._current,
             "_layout": self._layout,
             "_settings": self._settings,
+            "_rounding_check": self._rounding_check,
             "tx": self._stepping.tx,
             "requested_entries": [tracked.numbers.requested_entries for tracked in self._tracked_groups.groups],
         }
@@ -319,7 +320,6 @@ class TransformOptimizer(Optimizer):
         self._track(TrackedParameters([], None, trained=named, frozen={}, left_out={}))
         self._tracked_groups.record(self._groups, self._stepping.rules)
         self._rate_check = OneRateCheck(self._tracked_groups.rates())
-        self._rounding_check = RoundingCheck(checked=named)
         # A step does this, too, but torch.compile may trace the first one.
         self._stepping.refresh(named, self._tracked_groups.groups)
 
@@ -570,8 +570,8 @@ class TransformOptimizer(Optimizer):
     def _create_state(self, former: FormerState | None) -> None:
         """Create a state for the parameters in the groups, and show it in ``optimizer.state``.
 
-        Leaves that a ``former`` state has, before parameters were added or replaced, keep its values. Others have their
-        initial values.
+        ``former`` is the state before parameters were added or replaced; None at construction. Leaves that it has keep
+        its values. All other leaves have their initial values.
         """
         if self._parameters.on_meta:  # the former state has no values
             former = None
@@ -884,6 +884,10 @@ class TransformOptimizer(Optimizer):
         with self._stepping.errors_on_all_ranks():  # the other ranks would wait for one that raises alone
             if closure is not None:
                 loss = _evaluate(closure)
+            if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters only
+                self._use_replacements_at_step()
+        # Again, because `_stepping` may be another object now: over ranks, if the parameters have become DTensors.
+        with self._stepping.errors_on_all_ranks():
             params, gradients = self._prepare_step()
         self._update_initial_state()  # before the first step
         donate = Donation(updates=self.donate_grads, state=True)  # the step may overwrite these tensors
@@ -903,7 +907,6 @@ class TransformOptimizer(Optimizer):
         not train the model, for example because gradients are missing.
         """
         if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters and groups only
-            self._use_replacements_at_step()
             self._read_group_keys()
             self._warn_of_rounding_at_first_step()
         params = self._named_params()
