@@ -217,5 +217,5 @@ def test_a_step_takes_at_most_one_bucket_and_the_scratch_of_one_batch(count: int
         optimizer.step()
         assert memory.current == before
         peak = memory.peak - before
-    updates = count * shape[0] * shape[1] * 4
-    assert min(updates, SMALL_BUCKET_ON_CUDA) < peak <= SMALL_BUCKET_ON_CUDA + DEVICE_SCRATCH
+    # The updates of all parameters are larger than a bucket.
+    assert SMALL_BUCKET_ON_CUDA < peak <= SMALL_BUCKET_ON_CUDA + DEVICE_SCRATCH

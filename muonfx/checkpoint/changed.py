@@ -13,7 +13,7 @@ from muonfx.checkpoint.errors import mismatch, narrowing, reshaped
 from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.group_names import Group, renamed_groups, without_removed_params
 from muonfx.checkpoint.index import Index
-from muonfx.checkpoint.leaves import GROUPS, PARAMS, StateSpec, in_section, is_optimizer, is_sharded
+from muonfx.checkpoint.leaves import GROUPS, StateSpec, in_section, is_optimizer, is_sharded
 from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
 from muonfx.checkpoint.match import ADVICE_ON_RENAMING, SavedLeaf, cast_of, saved_leaves
 from muonfx.checkpoint.sources import Shapes, Sources, find_sources, states_by_parameter
@@ -328,7 +328,7 @@ class ChangedTarget(Target):
         saved, mistakes = saved_leaves(index, self.rules.rename, section="")
         if mistakes:
             raise mismatch(self.where, mistakes, [ADVICE_ON_RENAMING])
-        self.saved = {name: leaf for name, leaf in saved.items() if not in_section(name, PARAMS)}
+        self.saved = {name: leaf for name, leaf in saved.items() if in_section(name, "")}
         shapes = {name: tuple(leaf.shape) for name, leaf in self.like.items()}
         saved_shapes = {name: leaf.spec.shape for name, leaf in self.saved.items()}
         self.sources = find_sources(shapes, saved_shapes)

@@ -41,12 +41,6 @@ def is_optimizer(value: object) -> TypeGuard[Any]:
     return isinstance(value, torch.optim.Optimizer) and hasattr(value, "load_transform_state")
 
 
-def require_transform_or_none(tx: object) -> None:
-    """Raise unless the argument ``tx`` of a save or load is a transform, or was not given."""
-    if tx is not None and not isinstance(tx, Transform):
-        raise TypeError(f"tx must be a muonfx.Transform or None, found {tx!r}")
-
-
 GROUPS = "param_groups"
 """The name of the groups of an optimizer among the values of a checkpoint that are no tensors."""
 SCHEDULER = "scheduler"

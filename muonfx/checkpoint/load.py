@@ -23,7 +23,6 @@ from muonfx.checkpoint.leaves import (
     StateSpec,
     is_optimizer,
     named_tensors,
-    require_transform_or_none,
     require_whole,
     spec_of_named,
 )
@@ -36,6 +35,7 @@ from muonfx.core import Transform
 from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
 from muonfx.core.precision import product_dtypes
+from muonfx.core.transform import require_transform
 from muonfx.core.value import strip_transparent
 from muonfx.internal.renaming import Rename
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
@@ -512,7 +512,8 @@ class Target:
         rules = Rules(**request.rules)
         like = request.like
         tx = request.tx
-        require_transform_or_none(tx)
+        if tx is not None:
+            require_transform("tx", tx)
         if isinstance(like, StateSpec):  # it has no tensors to convert, and no shards to refuse
             expected = like
             if tx is not None:

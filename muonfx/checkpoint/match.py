@@ -165,8 +165,8 @@ class SavedLeaf(NamedTuple):
 def saved_leaves(index: Index, rename: Rename, section: str | None) -> tuple[dict[str, SavedLeaf], list[str]]:
     """Return the leaves of a checkpoint by their names after renaming, and error texts about mistakes in ``rename``.
 
-    ``section`` is "params" to load parameters, "" for a state, or None for both. The leaves of all sections are
-    returned.
+    ``section`` is "params" to load parameters, "" for a state, or None for both. Mistakes in other sections are left
+    out, but the leaves of all sections are returned.
 
     >>> from muonfx.checkpoint.index import Leaf
     >>> index = Index(leaves={"trace/_orig_mod.a": Leaf(Spec((2,), torch.float32), chunks=())})
@@ -285,7 +285,7 @@ def _without_lone_counts(moved: Mapping[str, str], shapes: Shapes) -> dict[str, 
 
 
 def _move(stored_name: str, name: str) -> tuple[str, str]:
-    """Return the transforms in which a leaf was and is: the first levels that differ in two names of the leaf.
+    """Return the old and the new name of the transform that moved: two names of a leaf without their equal last levels.
 
     >>> _move("old/adam/mu/w", "new/adam/mu/w"), _move("adam/mu/w", "new/adam/mu/w")
     (('old', 'new'), ('', 'new'))

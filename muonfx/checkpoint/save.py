@@ -35,13 +35,13 @@ from muonfx.checkpoint.leaves import (
     is_optimizer,
     is_sharded,
     named_tensors,
-    require_transform_or_none,
     require_whole,
 )
 from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
+from muonfx.core.transform import require_transform
 from muonfx.core.value import strip_transparent
 from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.transform import Sharded, is_global, to_global
@@ -225,7 +225,8 @@ def _request(
     try:
         finish_earlier_save()  # a warning that is an error must reach all ranks, too
         folder = folder_named(path)  # absolute, so that a later chdir() does not change it
-        require_transform_or_none(tx)
+        if tx is not None:
+            require_transform("tx", tx)
         require_valid(folder, step, keep)
         with no_collection():
             leaves = _leaves_of(state, params, tx, is_alone=group is None)

@@ -178,7 +178,7 @@ def _sources_of_scalar(
     Args:
         name: the leaf, such as "new/adam/count".
         transforms: the transforms that have states of parameters.
-        pairs: those from which a state is carried over, each with its transform in the checkpoint.
+        pairs: a transform of the new state, and the transform in the checkpoint from which it gets states.
         stored: the shapes of the leaves in the checkpoint.
 
     >>> _sources_of_scalar("new/adam/count", ["new/adam"], [("new/adam", "adam")], {"adam/count": ()})
@@ -203,7 +203,7 @@ def _counts_of_parameters(name: str, pairs: Iterable[tuple[str, str]]) -> list[s
 
     ``pairs`` has the transform of each parameter and its transform in the checkpoint: "new/adam" was "old/adam". The
     count "new/count" of the transform around it was therefore "old/count". If a transform kept its name, its count is
-    the first.
+    the first, so that the account of `load_changed` lists the count as kept, not as moved.
 
     >>> _counts_of_parameters("new/count", [("new/adam", "old/adam")])
     ['old/count']

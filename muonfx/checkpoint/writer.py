@@ -141,7 +141,7 @@ class Saver:
             raise self.request.problem
         leaves = {name: self._proposed(leaf) for name, leaf in self.request.leaves.items()}
         arguments: dict[str, str] = {}
-        if self.ranks > 1:  # a single rank has nothing to compare the arguments with, which may be long
+        if self.ranks > 1:  # a single rank compares nothing, and the texts of its arguments may be long
             arguments = self.request.arguments()
         return Proposal(arguments, leaves)
 

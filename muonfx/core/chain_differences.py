@@ -122,7 +122,7 @@ def _is_number(path: ArgumentPath, value: _Value) -> bool:
 
 
 def _are_same_number(saved_code: str, code: str) -> bool:
-    """Return True for the code of two floats or tensors that have one number, rounded to the narrower of their dtypes.
+    """Return True for the code of two floats or tensors if one number is the other, rounded to its own dtype.
 
     >>> _are_same_number("0.1", "torch.tensor(0.10000000149011612, dtype=torch.float32)")
     True
@@ -133,8 +133,9 @@ def _are_same_number(saved_code: str, code: str) -> bool:
     number = _number_in(code)
     if saved_number is None or number is None:
         return False
-    narrower = min(saved_number.dtype, number.dtype, key=lambda dtype: dtype.itemsize)
-    return torch.equal(saved_number.to(narrower), number.to(narrower))
+    if torch.equal(saved_number.to(number.dtype), number):
+        return True
+    return torch.equal(number.to(saved_number.dtype), saved_number)
 
 
 def _number_in(code: str) -> Tensor | None:

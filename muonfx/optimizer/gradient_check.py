@@ -129,7 +129,7 @@ class _OutsideParameters:
         return self._result
 
     def _has_other_length(self) -> bool:
-        """Return True if a list was deleted or has other modules: `ModuleList.insert` makes no assignment to count."""
+        """Return True if a list was deleted or has another length: `ModuleList.insert` makes no assignment to count."""
         for ref, length in self._lengths:
             module = ref()
             if module is None or len(module._modules) != length:

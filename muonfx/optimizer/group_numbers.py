@@ -101,9 +101,9 @@ class GroupNumbers:
         self._last_entries: Group = {}
         """The group's hyperparameters after the last `read`, by key: ``{"lr": 0.1, "betas": (0.9, 0.95)}``."""
         self.requested_entries: Group = {}
-        """Copies of the group's hyperparameters with which the user's code created it: its values at the first `read`.
+        """Copies of the hyperparameters with which the user's code created the group, by key.
 
-        Values that are here before the first `read`, such as of the former reader, stay.
+        They are those of the former reader, and for all other keys the values at the first `read`.
         """
         if former is None:
             return
@@ -212,7 +212,7 @@ class GroupNumbers:
             self._write_into_all_keys(group, numbers)
         if not self._last_entries:  # the first read
             first_entries = {key: own_copies(group[key]) for key in self.keys}
-            self.requested_entries = first_entries | self.requested_entries
+            self.requested_entries = first_entries | self.requested_entries  # those of the former reader stay
         self._last_entries = {key: group[key] for key in self.keys}
         changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
         if changed:  # not by ``group["lr"] = float("0.1")`` if it was 0.1: another object, but an equal number

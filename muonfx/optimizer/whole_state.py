@@ -1,4 +1,4 @@
-"""Check a whole state of the transform, and copy it into the state of an optimizer: `load_transform_state`."""
+"""Check a new state of an optimizer, and check and copy a state that `load_transform_state` loads into it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def require_tensors(state: PyTree) -> None:
     """Raise TypeError if a leaf of a new state is no tensor: a state dict would have it, but it could not be loaded."""
     for index, leaf in enumerate(tree.leaves(state)):
         if leaf is not None and not isinstance(leaf, Tensor):  # None: only another rank has it
-            name = tree.names(state)[index]
+            name = tree.names(state)[index]  # only for the error, because an optimizer of many leaves makes many names
             raise TypeError(
                 f"state: {name!r} is of type {type(leaf).__name__}, expected a tensor, so that it can be saved and "
                 "loaded: use torch.tensor(0) for a count, and a dict or a NamedTuple for a group of tensors"

@@ -50,8 +50,8 @@ def default_labels(
     9. the structure of the model: ``other``. The parameter is a table, which is a 2-D ``nn.Parameter`` that is not the
        weight of a layer, unless it has the name of a matrix, such as ``c_fc`` or ``w1``. Or it belongs to a layer of
        raw input, which is outside all blocks and reads features that no earlier layer returns. Or it belongs to a head,
-       which is outside all blocks and returns features that no other layer reads; before the blocks, it does not
-       return a small multiple of the width that it reads;
+       which is outside all blocks and returns features that no other layer reads. A layer before the blocks does not
+       count as a head if it returns a small multiple of the width that it reads;
     10. every other parameter: ``muon``. It is a hidden matrix, a stack of matrices, a fused matrix, or a convolution.
 
     With ``roles=True``, the label is the role, the function of the parameter in the model. `muon_with_adamw` accepts a

@@ -317,8 +317,10 @@ def _projections_of_attention(infos: Iterable[ParamInfo]) -> frozenset[str]:
         name = Name(info.name)
         if re.search(r"(^|_)(query|key|value|[qkvo]|qk|q?kv)(_|$)", words_of(name.layer)):
             module_around = name.components[:]
-            while module_around.pop() != name.layer:  # "weight" and numbers; a module around may have the same name
-                pass
+            # From the end, because a module around the layer may have the same name, as in "q.q.weight".
+            while module_around[-1] != name.layer:  # "weight" and numbers
+                module_around.pop()
+            module_around.pop()  # the layer
             module_of[info.name] = ".".join(module_around)
     counts = Counter(module_of.values())  # how many projections a module has
     return frozenset({name for name, module in module_of.items() if counts[module] > 1})

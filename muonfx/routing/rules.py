@@ -128,10 +128,7 @@ class Labels(RoutedLabels):
         >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
         Labels({'b': 'y'})
         """
-        routes: dict[str, Route] = {}
-        for name in names:
-            routes[name] = self._routes[name]
-        return Labels(routes)
+        return Labels({name: self._routes[name] for name in names})
 
     def for_names(self, key_of: Mapping[str, str]) -> Labels:
         """Return `Labels` for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""

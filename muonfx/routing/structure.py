@@ -456,7 +456,7 @@ def _heads(modules: _Modules, inputs: Collection[str]) -> tuple[dict[str, Layer]
             heads[layer.path] = layer
     # The last layer may be a head in an nn.ModuleList, if no layer or norm reads its outputs.
     last = layers[-1]
-    is_layer_in_block = last.block is not None and last.reads  # no embedding
+    is_layer_in_block = last.block is not None and last.reads > 0  # an embedding reads 0
     if is_layer_in_block and not _returns_parts(last) and last.returns not in modules.read_widths:
         possible_heads.add(last.path)
     return heads, possible_heads

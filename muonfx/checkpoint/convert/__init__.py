@@ -116,6 +116,7 @@ def write(format: FormatName, state: PyTree, target: Any, params: PyTree, *, nam
         The argument of ``optimizer.load_state_dict``.
 
     Raises:
+        TypeError: ``target`` is neither an optimizer nor a state dict of one.
         ValueError: ``state`` has no momentum, Adam or Lion state for a parameter of ``target``.
 
     Example:
