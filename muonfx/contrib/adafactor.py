@@ -101,7 +101,7 @@ def scale_by_factored_rms(
         beta = 1.0 - torch.pow(t, -decay_rate)
 
         present = Present(updates)  # the leaves that have a gradient; the others keep their state
-        u = present.pick(updates)
+        u = present.pick(updates)  # the gradients; the loop replaces each by its update, and each mean square likewise
         v_row = present.pick(state.v_row)
         v_col = present.pick(state.v_col)
         v = present.pick(state.v)

@@ -514,13 +514,13 @@ class PlacedTransforms:
         It is made by `placed`, which is slow, and then cached. ``momentum(0.9)`` and a later ``momentum(0.8)`` use one
         entry of the cache, in which the number is replaced. ``visited`` is the first `Visit` of ``tx``, if known.
         """
-        # 1. An entry for these structures, without numbers and tensors, and for these shapes.
+        # 1. Look for an entry with the same structures (containers and names, without numbers and tensors) and shapes.
         key = tx.treedef, tree.flatten(params)[1]
         for entry in self._entries.get(key, ()):
             # One layout always gives the same global shapes.
             if self._global_like is not None or entry.fits(params):
                 return entry.with_numbers_of(tx)
-        # 2. A new entry. A full cache is cleared.
+        # 2. If there is none, add one. A full cache is cleared before.
         number_of_entries = sum(map(len, self._entries.values()))
         if number_of_entries >= self.LIMIT:
             self._entries.clear()

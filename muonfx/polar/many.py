@@ -19,8 +19,9 @@ from muonfx.polar.workspace import Workspace
 from muonfx.tree.elementwise import aligned, can_be_stacked, is_aligned
 
 _CPU_SCRATCH = 1 << 25
+"""The default bytes for temporary tensors of one batch on a CPU: these stay in its cache."""
 DEVICE_SCRATCH = 1 << 30
-"""The default bytes for temporary tensors of one batch: on a CPU, a size that stays in its cache; on other devices."""
+"""The default bytes for temporary tensors of one batch on other devices."""
 _LARGE = 1 << 16  # elements above which a pass over one matrix takes longer than a launch
 
 

@@ -24,9 +24,9 @@ from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
 from muonfx.placement.store import Store
 from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.communication.agree import errors_on_all_ranks
+from muonfx.sharding.communication.agree import agree, errors_on_all_ranks
 from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks, wait_for_others
-from muonfx.sharding.communication.replicas import verifying_params
+from muonfx.sharding.communication.replicas import verify_params
 from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Replicas, Settings
@@ -217,17 +217,20 @@ def init_sharded(binding: Binding, progress: Progress, tx: Transform, params: Py
     If a rank raised alone, the other ranks would wait for it in their next message.
     """
     layout = binding.layout
-    # 1. All ranks arrive, and have the same transform and parameters. Warnings may be errors.
+    # 1. All ranks arrive, and have the same transform and parameters.
     wait_for_others(layout)
     with errors_on_all_ranks(layout.group):
         require_no_transform("init of a sharded transform", params)
-        warn_of_unmatched(patterns_in(tx), params)
+        warn_of_unmatched(patterns_in(tx), params)  # raises if this rank turns warnings into errors
     with without_transforms():
         verify_ranks(binding, tx, params)
         # 2. The state. Its errors, such as of a full disk, may be on this rank only.
         local = local_tree(params)
-        with verifying_params(layout, local):
+        with errors_on_all_ranks(layout.group):
             state = binding.init(tx, local)
+        if layout.group is not None and layout.size > 1:
+            agree("init of a sharded transform", layout.group)  # receives the error of another rank
+        verify_params(layout, local)
     # 3. No rank has an error. This transform gets the next number, 1, 2, ..., which the ranks compare at every step.
     progress.begin(next_serial(layout), state)
     return state

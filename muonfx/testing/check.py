@@ -190,7 +190,8 @@ def check_transform(
         LawViolations: with ``stop_at_first=False``, one or more laws do not hold. The message has all their messages.
         ValueError: a name in ``laws`` or ``skip`` is not the name of a law; or ``max_examples`` is below 1.
         TypeError: without ``params``, the transform raises an error on the examples of `suitable_params`. Or it
-            requires an extra argument that ``extras`` lacks, or does not accept a name in ``extras``.
+            requires an extra argument that ``extras`` lacks, or does not accept a name in ``extras``. Or ``laws`` or
+            ``skip`` is a string, not a list.
 
     >>> import muonfx as mfx
     >>> report = check_transform(

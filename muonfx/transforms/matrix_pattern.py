@@ -60,7 +60,7 @@ class Units(NamedTuple):
 class _Sized(NamedTuple):
     """A pattern that is applied to a tensor of known shape, with ``dim_0``, ``dim_1`` and so on in place of ``...``.
 
-    The comments show ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4).
+    The examples below are for ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4).
     """
 
     dims: list[list[Group]]
@@ -583,7 +583,7 @@ def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
     """
     plain_names: list[str] = []
     part_names: list[str] = []
-    for axis in chain.from_iterable(dims):
+    for axis in _joined(dims):
         if len(axis) == 1:  # a plain axis has one part, itself
             plain_names.append(axis[0].name)
         elif part_names:  # an earlier axis has parts too
@@ -594,6 +594,7 @@ def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
 
 
 def _joined(groups: Iterable[Iterable[T]]) -> list[T]:
+    """Return the items of all groups in one list: ["h", "d", "in"] for [("h", "d"), ("in",)]."""
     return list(chain.from_iterable(groups))
 
 

@@ -171,8 +171,8 @@ class AttentionHeads:
         first_key = self.heads
         first_rotary = first_key + self.keys
         unchanged = first_rotary + self.heads
-        # In one weight for all, a head has a block each for its query, key and value: with 2 query heads and 1 key head
-        # the blocks are q0, q1, k0 and v0. If dims are given, there is a block for each head that contains these dims.
+        # A fused weight has one block of rows for each query, key and value head: q0, q1, k0 and v0 for 2 query heads
+        # and 1 key head. With dims, it has one block for each query or key head, which contains these dims.
         is_fused = self.query == self.key
         number_if_fused = self.heads + 2 * self.keys
 

@@ -43,11 +43,11 @@ def _differing_container(tree: PyTree, expected: PyTree) -> str:
         for child, expected_child in zip(children, expected_children, strict=True):
             if not same_structure(child, expected_child):
                 return _differing_container(child, expected_child)
-    found = _described(node)
-    expected_text = _described(expected_node)
-    text = f"found {found}, expected {expected_text}"
+    description = _described(node)
+    expected_description = _described(expected_node)
+    text = f"found {description}, expected {expected_description}"
     are_two_classes = node is not None and expected_node is not None and node.kind is not expected_node.kind
-    if are_two_classes and found == expected_text:
+    if are_two_classes and description == expected_description:
         text += " of another class with this name: was its module reloaded?"
     return text
 

@@ -239,8 +239,9 @@ def test_an_error_of_one_rank_is_sent_once_if_the_others_warn_together(here: Her
     if here.rank == 1:
         local["a"] = torch.ones(99)
     with pytest.raises(ShardingError, match=r"'a' has shape \(99,\)"):
-        sharding.sharded(mfx.stateless(halve), layout).init(local)  # of the whole tree, of which `init` warns
-    ranks = torch.ones(())
+        # `halve` takes the whole tree, so rank 0 warns in `init` while rank 1 sends its error.
+        sharding.sharded(mfx.stateless(halve), layout).init(local)
+    ranks = torch.ones(())  # an error that was sent twice would arrive in this all-reduce
     dist.all_reduce(ranks, group=here.group)
     assert ranks.item() == 2
 
@@ -384,8 +385,9 @@ def test_dtensors_that_one_rank_lacks_are_an_error_of_all_in_a_first_step_withou
     if here.rank == 1:
         params = {"a": params["a"], "c": params["b"]}
     with pytest.raises(ShardingError, match=r"'b'|'c'"):
-        sharding.sharded(mfx.momentum(0.8), layout).update(params, state, params)
-    ranks = torch.ones(())
+        # Another structure, not only another rate: an equal one would continue the steps of the first transform.
+        sharding.sharded(mfx.momentum(0.9, nesterov=False), layout).update(params, state, params)
+    ranks = torch.ones(())  # an error that was sent twice would arrive in this all-reduce
     dist.all_reduce(ranks, group=here.group)
     assert ranks.item() == 2
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.core.checks import warn_caller
 from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.communication.differences import Facts, difference_text, errors_by_rank, first_difference, listed
 from muonfx.sharding.communication.messages import all_objects, collective, host_device
@@ -69,9 +69,9 @@ class Agreement(NamedTuple):
 def errors_on_all_ranks(group: dist.ProcessGroup | None) -> Generator[None]:
     """Raise an error of the ``with`` block on all ranks. The ranks without an error raise one that shows it.
 
-    All ranks run such a block for the checks that each makes alone. The next message of the group must be a call of
-    `agree` with one value to compare, in the block or after it: there, the others would wait for a rank that raised
-    alone, so a rank with an error first sends it in their message. Without an error, the block sends nothing.
+    All ranks run such a block for the checks that each makes alone. The next message of the group, in the block or
+    after it, must be a call of `agree` with one value to compare. The others would wait there for a rank that raised
+    alone. So a rank with an error sends it in that message, and then raises. Without an error, the block sends nothing.
 
     Args:
         group: the ranks that run the block together; None for a single rank, which waits for no other.
@@ -118,7 +118,8 @@ def agree(
         operation: the name of the call, such as "a step", which must be equal on all ranks.
         group: all ranks of this process group make the call together.
         same: facts that must be equal on all ranks, by the subject that the error names.
-        compared: values that may differ between ranks. `NO_VALUE` equals any value.
+        compared: values that may differ between ranks. `NO_VALUE` equals any value. By default one empty text, because
+            the message of a rank with an error has room for one value.
         explain: returns the facts for the error, if `same` only has hashes of them. None: `same` itself.
         request: True to request something of all ranks, such as a comparison of replicas.
     """
@@ -240,7 +241,7 @@ def warn_together(message: str, group: dist.ProcessGroup) -> None:
     in the next collective. So the ranks first agree that none of them has an error.
     """
     with errors_on_all_ranks(group):
-        warnings.warn(message, stacklevel=3)  # raises the warning itself if a filter turns it into an error
+        warn_caller(message)  # raises the warning itself if a filter turns it into an error
     agree("a warning", group)
 
 

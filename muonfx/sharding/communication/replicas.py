@@ -7,8 +7,7 @@ probability of about 2^-32. Bits are compared: 0.0 and -0.0 differ, and so do tw
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,21 +60,6 @@ def verify_params(layout: Layout, local: PyTree) -> None:
     difference = _find_difference("comparing parameters", values, _replicas_of_layout(layout), layout)
     if difference is not None:
         raise _different_params(layout, difference)
-
-
-@contextmanager
-def verifying_params(layout: Layout, local: PyTree) -> Generator[None]:
-    """Run the ``with`` block. Raise on all ranks if it fails on one, or if replicas of a parameter differ in any bit.
-
-    The block is the `init` of a transform, of which this rank has the parameters `local`.
-    """
-    if layout.group is None or layout.size == 1:
-        yield
-        return
-    with errors_on_all_ranks(layout.group):
-        yield
-    agree("init of a sharded transform", layout.group)  # receives the error of another rank
-    verify_params(layout, local)
 
 
 def _different_params(layout: Layout, difference: _Difference) -> ShardingError:

@@ -199,7 +199,7 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     >>> another_process_gives_the_same_bits(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     example = Example(params, steps)
-    # By name, a transform with an example, and its updates and states here.
+    # For the name of each run: its transform and example, and its updates and states in this process.
     runs = {"this example": (tx, example)}
     expected = {"this example": history(tx, *example)}
     for prefix in ("a", "b", "model"):  # longer names, so that sets of names have several orders
@@ -212,7 +212,7 @@ def another_process_gives_the_same_bits(tx: Transform, params: PyTree, steps: li
     for name, run_tx in {"other values": tx, "all numbers times 0.9": scaled(tx, 0.9)}.items():
         expected[name] = history(run_tx, *other_values)
         runs[name] = (run_tx, other_values)
-    # The other process has the runs in reversed order.
+    # The other process takes the runs in the reverse order, so that its caches are filled by another run than here.
     names = list(reversed(runs))
     histories = histories_elsewhere([runs[name] for name in names])
     results = dict(zip(names, histories, strict=True))

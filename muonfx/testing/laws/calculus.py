@@ -107,7 +107,7 @@ def _updates_of_vectors(
         example: the structure and shapes of the trees, and the usual values of the parameters.
         gradients: the elements of the gradients of all steps: 12 for two steps of a parameter of shape (2, 3).
         parameters: the elements of the initial parameters: 6 for this parameter.
-        changes: the changes of the numbers of the transform, relative to their sizes. None: it is used as it is.
+        changes: the changes of the numbers of the transform, relative to their sizes. None: the numbers do not change.
     """
     params, steps = example
     if changes is not None:

@@ -99,8 +99,9 @@ def a_nonfinite_gradient_changes_no_other_leaf(tx: Transform, params: PyTree, st
     tolerance = tolerance_of(tx, usual_updates, params)
     all_leaves = set(range(len(tree.leaves(params))))  # by their numbers in the tree
     # With a fault in every leaf: other elements and matrices of a leaf keep their updates, as far as declared.
+    cases = [all_leaves]
     # With a fault in every leaf but one: this leaf keeps all its updates.
-    cases = [all_leaves, *[all_leaves - {number} for number in all_leaves]]
+    cases += [all_leaves - {number} for number in all_leaves]
     independent_part = functools.partial(_independent_part, tx.locality)
     for faulty_leaves in cases:
         # A function of the updates of a step, which keeps the parts that must not depend on the replaced elements.

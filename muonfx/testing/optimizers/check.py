@@ -81,7 +81,7 @@ def check_optimizer(
         ``raise_failures()``.
 
     Raises:
-        TypeError: ``build`` is a class that does not accept a model.
+        TypeError: ``build`` is a class that does not accept a model; or ``laws`` or ``skip`` is a string, not a list.
         ValueError: a name in ``laws`` or ``skip`` is not the name of a law.
 
     >>> import torch
