@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, format_shape
+from muonfx.internal.display import Report, Row, Shown, Table, format_bytes, format_count, format_shape
 from muonfx.internal.wrappers import unwrapped_optimizer
 from muonfx.optimizer import TransformOptimizer
 from muonfx.sharding.layout import Layout
@@ -149,10 +149,10 @@ class Summary(Shown):
         tensors_of_dtype: dict[str, list[LeafSummary]] = {}
         for leaf in tensors:
             tensors_of_dtype.setdefault(leaf.dtype, []).append(leaf)
-        footers = [self._sum_row(f"total of {_counted(len(tensors), 'tensor')}", tensors)]
+        footers = [self._sum_row(f"total of {format_count(len(tensors), 'tensor', 'tensors')}", tensors)]
         if len(tensors_of_dtype) > 1:  # with one dtype, its total would repeat the first row
             for dtype, group in tensors_of_dtype.items():
-                footers.append(self._sum_row(_counted(len(group), "tensor"), group, {"dtype": dtype}))
+                footers.append(self._sum_row(format_count(len(group), "tensor", "tensors"), group, {"dtype": dtype}))
         return footers
 
     def _sum_row(
@@ -190,18 +190,13 @@ class Summary(Shown):
             return f"{ratio:.2f} times the {size} of the parameters"
         total_ratio = self.total_nbytes / params_nbytes
         on_this_rank = f"{ratio:.2f} times the {size} of the whole parameters on this rank"
-        return f"{on_this_rank}, {total_ratio:.2f} times over {_counted(self.ranks, 'rank')}"
+        return f"{on_this_rank}, {total_ratio:.2f} times over {format_count(self.ranks, 'rank', 'ranks')}"
 
 
 def _texts(leaf: LeafSummary) -> dict[str, str]:
     """Return the cells of a leaf by the title of the column."""
     shape = "-" if leaf.shape is None else format_shape(leaf.shape)
     return {"shape": shape, "dtype": leaf.dtype, "device": leaf.device or "-", "owner": leaf.owner or "-"}
-
-
-def _counted(number: int, noun: str) -> str:
-    """Return a number with a noun: "1 rank", "2 ranks"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def summary(what: PyTree, params: PyTree = None) -> Summary:

@@ -221,6 +221,16 @@ def format_list(items: Sequence[T], shown: Callable[[T], str] = repr) -> str:
     return text
 
 
+def format_count(count: int, singular: str, plural: str) -> str:
+    """Format a number with its noun.
+
+    >>> format_count(1, "rank", "ranks"), format_count(2000, "rank", "ranks")
+    ('1 rank', '2,000 ranks')
+    """
+    noun = singular if count == 1 else plural
+    return f"{count:,} {noun}"
+
+
 def shown_name(name: str) -> str:
     """Return the quoted name of a leaf for a message; the empty name of a tree that is a leaf gives words."""
     return repr(name) if name else "the tree's only leaf"

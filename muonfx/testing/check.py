@@ -17,12 +17,13 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.checks import INIT_RUNS_ON_META, positive_int
 from muonfx.core.transform import check_extras
+from muonfx.internal.display import format_count
 from muonfx.internal.progress import reporting
 from muonfx.testing import laws as _  # noqa: F401 - fills LAWS
 from muonfx.testing.examples import Example, params_and_grads, standard_examples
 from muonfx.testing.extras import Extra, with_extras
 from muonfx.testing.law import LAWS, Law, LawFunction, select
-from muonfx.testing.violation import LawViolation, LawViolations, counted
+from muonfx.testing.violation import LawViolation, LawViolations
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class LawReport:
 
     def __str__(self) -> str:
         """Return the report as text, with a line for each law."""
-        lines = [f"{self.tx}: {counted(len(self.held), 'law holds', 'laws hold')}"]
+        lines = [f"{self.tx}: {format_count(len(self.held), 'law holds', 'laws hold')}"]
         for name, count in self.held.items():
-            lines.append(f"  {name} ({counted(count, 'example', 'examples')})")
+            lines.append(f"  {name} ({format_count(count, 'example', 'examples')})")
         if self.left_out:
             lines.append("left out")
         for name, reason in self.left_out.items():

@@ -12,6 +12,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.compact import QuantizedDtype
 from muonfx.core.value import Recorded
+from muonfx.internal.display import format_count
 from muonfx.tree import PyTree
 
 
@@ -70,17 +71,8 @@ class LawViolations(AssertionError):
 
     def __str__(self) -> str:
         """Return the message."""
-        title = counted(len(self.violations), "law does not hold", "laws do not hold")
+        title = format_count(len(self.violations), "law does not hold", "laws do not hold")
         return "\n".join([f"{title}:", *map(str, self.violations)])
-
-
-def counted(number: int, singular: str, plural: str) -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "example", "examples"), counted(2, "example", "examples")
-    ('1 example', '2 examples')
-    """
-    return f"{number} {singular if number == 1 else plural}"
 
 
 class Breach(Exception):
