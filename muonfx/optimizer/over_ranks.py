@@ -131,7 +131,6 @@ class SteppingOverRanks(Stepping):
     is_over_ranks = True
 
     # `init` sets the following attributes, because they depend on the parameters.
-    _meta_params: dict[str, Tensor | None]  # all parameters in full, as meta tensors
     _device: torch.device  # of this rank's parameters
     _placements: Sequence[LeafPlacement | None]  # of each leaf of the state: its shape, and the ranks that hold it
     _on_one_rank: dict[int, LeafPlacement]  # by index, the leaves that `optimizer.state` shows on one rank only
@@ -177,9 +176,11 @@ class SteppingOverRanks(Stepping):
         """
         local_params = {name: local_of(param) for name, param in params.items()}
         state = init_sharded(self.binding, self._progress, self.inner, local_params)
-        self._record_placements(local_params)  # which rank has which part of the state: the next lines read it
-        self.refresh(params, groups)  # reads the hyperparameters
-        state = self._with_former_values(state, former)
+        with self.errors_on_all_ranks():
+            self._record_placements(local_params)  # which rank has which part of the state: the next lines read it
+            self.refresh(params, groups)  # reads the hyperparameters
+            state = self._with_former_values(state, former)
+        self.is_true_on_any_rank(False)  # receives the error of a rank that failed in the block
         self._share(state)  # last, because it copies the final values to other ranks
         return state
 
@@ -190,8 +191,8 @@ class SteppingOverRanks(Stepping):
         """
         self._device = tree.device_of(local_params)
         # All parameters in full, as tensors without values on the meta device.
-        self._meta_params = self.binding.global_like(local_params)
-        self._placements = describe_state(self.binding, self.inner, self._meta_params)
+        meta_params = self.binding.global_like(local_params)
+        self._placements = describe_state(self.binding, self.inner, meta_params)
         # The tensors that one rank alone has, by index. A state dict must gather them.
         self._on_one_rank = {}
         for index, placement in enumerate(self._placements):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -689,6 +690,27 @@ def test_what_fsdp1_leaves_of_parameters_is_refused(here: Here, when: str, how: 
     with pytest.raises(ValueError, match=r"fully_shard \(FSDP2") as caught:
         _ = one_step(sharded, optimizer) if optimizer else mfx.Muon(sharded)
     assert FSDP1[when, how] in str(caught.value)
+
+
+@pytest.mark.parametrize(("entry", "error"), [({"lr": -1.0}, ValueError), ({"weight_dacay": 0.1}, UserWarning)])
+@on_ranks(2)
+def test_an_error_of_one_rank_is_raised_on_all_in_the_first_step_after_a_model_was_sharded(
+    here: Here, entry: dict[str, float], error: type[Exception]
+):
+    """A rate out of range is found where the state moves to the shards, and the other key in the checks after that."""
+    model = made()
+    optimizer = mfx.Muon(model)
+    group = optimizer.param_groups[0]
+    fully_shard(model, mesh=here.mesh)
+    if here.rank == 1:
+        group.update(entry)
+    model(torch.randn(3, 4)).square().sum().backward()
+    with warnings.catch_warnings(action="error"), pytest.raises(Exception, match=next(iter(entry))) as caught:
+        optimizer.step()
+    assert caught.type is (error if here.rank == 1 else sharding.ShardingError)
+    ranks = torch.ones(())  # a message that only one rank has sent would arrive in this all-reduce
+    dist.all_reduce(ranks, group=here.group)
+    assert ranks.item() == 2
 
 
 @pytest.mark.parametrize(
