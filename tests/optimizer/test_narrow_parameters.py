@@ -1,5 +1,6 @@
 """Parameters in bfloat16: the master copy follows changes from outside, and a decay that rounding removes is named."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -132,6 +133,16 @@ def test_a_model_that_is_converted_after_construction_is_warned_of_once(how: str
         optimizer.step()
     assert len(warned) == 1
     optimizer.step()
+
+
+def test_a_copy_of_an_optimizer_warns_of_a_model_that_is_converted():
+    model = nn.Linear(4, 4)
+    model, optimizer = copy.deepcopy((model, LOST["adamw"](model)))
+    model.to(BF16)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.warns(UserWarning, match="weight decay has no effect on 2 of 2"):
+        optimizer.step()
 
 
 def test_a_model_that_is_converted_is_not_warned_of_at_the_low_rate_of_a_warmup():
