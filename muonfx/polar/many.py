@@ -439,7 +439,12 @@ def _most_in_a_batch(job: _Job) -> int | None:
     if not kind.in_buffers:  # small matrices, computed by `as_function`
         return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
     limit = max(1, job.scratch // job.plan.scratch_bytes)
-    return min(limit, job.plan.at_once or limit)  # None: no limit by the cache of a CPU
+    limit = min(limit, job.plan.at_once or limit)  # None: no limit by the cache of a CPU
+    # With AMX, each thread takes whole matrices of a batch: for 2 threads, 3 matrices take as long as 4.
+    threads = torch.get_num_threads()
+    if kind.device.type == "cpu" and limit > threads:
+        limit -= limit % threads
+    return limit
 
 
 def _as_batch(x: Tensor, kind: _Kind) -> Tensor:

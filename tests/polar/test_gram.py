@@ -1,7 +1,7 @@
 """The Gram form, products by blocks, results in place; and scratch, which is bounded and counted in bytes."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import PeakBytes
 from muonfx.polar import PRESETS, Workspace, band, explain, orthogonalize, orthogonalize_many
@@ -219,6 +220,39 @@ def excess(
     assert peak.most >= (results if where == "new" else 1)  # the counting sees what it must
     bound = max(limit, *(plan.scratch_bytes for plan in plans), 0)
     return peak.most - (results if where == "new" else 0) - bound, results
+
+
+class BatchSizes(TorchDispatchMode):
+    """Records how many matrices each batched product has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+            self.found.add(args[0].shape[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("threads", "sizes"), [(1, {3}), (2, {2}), (4, {3})])
+def test_a_batch_on_a_cpu_has_a_multiple_of_the_threads_where_it_has_more_than_they(
+    threads: int, sizes: set[int], keep_threads: None
+):
+    xs = [torch.ones(256, 256)] * 6
+    room_for_three = 3 * explain((256, 256)).scratch_bytes
+    torch.set_num_threads(threads)
+    with BatchSizes() as batches:
+        orthogonalize_many(xs, max_scratch_bytes=room_for_three)
+    assert batches.found == sizes
+
+
+@pytest.fixture
+def keep_threads() -> Iterator[None]:
+    """Restore the number of threads after a test."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 LARGE: dict[str, Shapes] = {
