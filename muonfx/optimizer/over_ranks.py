@@ -19,6 +19,7 @@ from muonfx.optimizer.named_parameters import Gradients, NamedTensors
 from muonfx.optimizer.stepping import FormerState, Stepping, add_in_place
 from muonfx.placement.arguments import Arguments, meta_like
 from muonfx.placement.offload import store_of
+from muonfx.polar.hardware import cpu_has_amx
 from muonfx.sharding.binding import Binding, Progress
 from muonfx.sharding.communication.agree import agree, errors_on_all_ranks
 from muonfx.sharding.communication.messages import collective
@@ -43,8 +44,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
 SMALL_BUCKET = 1 << 23
+SMALL_BUCKET_WITH_AMX = 1 << 26
 SMALL_BUCKET_ON_CUDA = 1 << 29
-"""The smallest defaults of ``bucket_bytes``: for small parameters, larger buckets save calls and kernel launches."""
+"""The smallest defaults of ``bucket_bytes``: for small parameters, larger buckets save calls and kernel launches.
+
+A CPU with AMX computes each bf16 product of a batch on one core, so a bucket must hold several matrices of a shape."""
 
 
 def stepping_for(
@@ -78,10 +82,14 @@ def stepping_for(
 
 
 def _default_bucket_bytes(params: NamedTensors) -> int:
-    """Return the bytes of parameters to update at a time: of the largest, but at least 8 MiB, or 512 MiB on CUDA."""
-    bucket_bytes = SMALL_BUCKET
+    """Return the bytes of parameters to update at a time: of the largest parameter, or of a small bucket if larger.
+
+    A small bucket has 8 MiB, on a CPU with AMX 64 MiB, and on CUDA 512 MiB.
+    """
+    smallest_on_cpu = SMALL_BUCKET_WITH_AMX if cpu_has_amx() else SMALL_BUCKET
+    bucket_bytes = smallest_on_cpu
     for param in params.values():
-        smallest = SMALL_BUCKET_ON_CUDA if param.is_cuda else SMALL_BUCKET
+        smallest = SMALL_BUCKET_ON_CUDA if param.is_cuda else smallest_on_cpu
         bucket_bytes = max(bucket_bytes, smallest, param.nbytes)
     return bucket_bytes
 

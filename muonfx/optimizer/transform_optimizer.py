@@ -147,8 +147,8 @@ class TransformOptimizer(Optimizer):
             undefined after such a step.
         bucket_bytes: the approximate bytes of parameters that elementwise and matrix transforms process at a time.
             Larger buckets are faster for small parameters, and smaller buckets use less memory. None: the size of the
-            largest parameter, but at least 8 MiB, on CUDA 512 MiB. For sharded parameters: 256 MiB of a
-            rank's shards, and of the buffers of one exchange of matrices.
+            largest parameter, but at least 8 MiB, on a CPU with AMX 64 MiB, on CUDA 512 MiB. For sharded parameters:
+            256 MiB of a rank's shards, and of the buffers of one exchange of matrices.
         layout: for plain tensors in a distributed run: a `muonfx.sharding.Layout`, which describes the shard of each
             parameter on each rank, or a function from the named parameters to a layout. Under
             `DistributedDataParallel`, use ``muonfx.sharding.replicated`` to divide the orthogonalization among the
