@@ -172,6 +172,7 @@ def replica_routes(width: int, blocks: int, dtype: str, rounds: int, seconds: fl
     routes: dict[str, dict[str, int]] = {}
     for replicas in ("everyone", "split", "auto"):
         params = {name: torch.ones(shape) for name, shape in shapes.items()}
+        torch.manual_seed(0)  # equal gradients on all ranks, as data-parallel training reduces them
         grads = {name: torch.randn(shape) for name, shape in shapes.items()}
         layout = mfx.sharding.replicated(params)
         tx = mfx.sharding.sharded(plain, layout, replicas=replicas)
