@@ -21,7 +21,7 @@ from muonfx.optimizer import TransformOptimizer
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.dtensors import local_of, local_tree
 from muonfx.sharding.shards.flat_shard import FlatShard
-from muonfx.sharding.state import LeafPlacement, check_state, describe_state, interval_of, local_state
+from muonfx.sharding.state import LeafPlacement, describe_state, interval_of, local_state
 from muonfx.sharding.transform import Sharded, binding_of
 from muonfx.tree import PyTree
 
@@ -376,7 +376,7 @@ def _summary_over_ranks(tx: Sharded, state: PyTree, local_params: PyTree) -> Sum
     layout = binding.layout
     placements = describe_state(binding, inner_tx, bound_params)  # for each tensor of the state, the ranks that hold it
     shards = local_state(binding, inner_tx, bound_params, state)
-    check_state(binding, inner_tx, local_tree(bound_params), shards, with_dtypes=False)
+    binding.check_state(inner_tx, local_tree(bound_params), shards, with_dtypes=False)
     summaries: list[LeafSummary] = []
     for path, placement, leaf in zip(tree.paths(shards), placements, tree.leaves(shards), strict=True):
         summaries.append(_sharded_leaf(layout, path, placement, leaf))

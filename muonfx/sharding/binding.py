@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, Transform
+from muonfx.core import Donation, Transform, checks
 from muonfx.core.chain import chain_entries
 from muonfx.core.donation import NOTHING
 from muonfx.core.extras import sum_over_leaves
@@ -123,7 +123,7 @@ class Binding:
     # Caches.
     results: dict[Hashable, Any] = field(default_factory=dict)
     """The results of functions that `by_structure` decorates, by function, transform and names of parameters."""
-    expected_states: dict[Hashable, Any] = field(default_factory=dict)
+    _expected_states: dict[Hashable, checks.ExpectedState] = field(default_factory=dict)
     """The structure, shapes and dtypes of a state, by the structures of transform and parameters, and their dtypes."""
     plans: dict[Hashable, RunPlan] = field(default_factory=dict)
     """The results of `plan`, by names of parameters, transforms and device."""
@@ -172,6 +172,29 @@ class Binding:
     def init(self, tx: Transform, params: PyTree) -> PyTree:
         """Return this rank's initial state for a transform. `params` has local tensors; on meta, nothing is sent."""
         return self.placed(tx, params).functions.init(params)
+
+    def check_state(self, tx: Transform, like: PyTree, state: PyTree, *, with_dtypes: bool) -> None:
+        """Raise unless a state is one that `init` returns on this rank, as a step and `to_global` require.
+
+        If the parameter "w" has shape (4, 8) on this rank, for example, its momentum must have this shape.
+
+        Args:
+            tx: the transform for whole tensors.
+            like: the local parameters or, without them, the local updates, of which some may be None.
+            state: the state to check, of local tensors. Its structure and shapes are compared.
+            with_dtypes: True to compare dtypes too.
+        """
+        leaves, structure = tree.flatten(like)
+        for name, leaf in zip(tree.names(like), leaves, strict=True):
+            if leaf is None and name in self.layout.specs:
+                return  # a gradient that is missing, so the shape of its parameter, and of its state, is unknown
+        # `init` is called on meta tensors, and once only for all steps with the same structure and dtypes.
+        dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
+        key = tx.treedef, structure, tuple(dtypes)
+        if key not in self._expected_states:
+            meta_state = self.init(tx, meta_like(like))
+            self._expected_states[key] = checks.ExpectedState.of(meta_state)
+        checks.check_state_like(tx.name, state, self._expected_states[key], with_dtypes=with_dtypes)
 
     @by_structure
     def visits(self, tx: Transform, params: PyTree) -> tuple[Visit, ...]:

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Transform, checks
+from muonfx.core import Transform
 from muonfx.core.visit import Path, Visit, fixed, visit
-from muonfx.placement.arguments import meta_like
 from muonfx.placement.placed import execution_of, matrix_stages
 from muonfx.sharding.binding import Binding, by_structure
 from muonfx.sharding.layout import Layout
@@ -178,39 +177,6 @@ def _is_equal_on_all_ranks(binding: Binding, visited: Visit, state: PyTree) -> b
     # The class of the state may declare it, for example `LeafMonitorState`. Shapes do not suffice: the value of a 0-d
     # parameter has the shape of a state that is sharded like the parameter.
     return bool(getattr(state, "is_equal_on_all_ranks", False))
-
-
-def check_state(binding: Binding, tx: Transform, like: PyTree, state: PyTree, *, with_dtypes: bool) -> None:
-    """Raise unless a state is one that `init` returns on this rank. A step and `to_global` check their state with it.
-
-    If the parameter "w" has shape (4, 8) on this rank, for example, its momentum must have this shape.
-
-    Args:
-        binding: runs transforms over the ranks, and keeps the expected states for the next steps.
-        tx: the transform for whole tensors.
-        like: the local parameters or, without them, the local updates, of which some may be None.
-        state: the state to check, of local tensors. Its structure and shapes are compared.
-        with_dtypes: True to compare dtypes too.
-    """
-    leaves, structure = tree.flatten(like)
-    dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
-    has_none = None in dtypes  # a quick test, so that most steps do not look at each name
-    if has_none and _lacks_shapes(binding, like):
-        # Without parameters, `like` are gradients. The shape of one that is None is unknown, and so is its state.
-        return
-    # `init` is called on meta tensors, and once only for all steps with the same structure and dtypes.
-    key = tx.treedef, structure, tuple(dtypes)
-    if key not in binding.expected_states:
-        meta_state = binding.init(tx, meta_like(like))
-        binding.expected_states[key] = checks.ExpectedState.of(meta_state)
-    expected_state = binding.expected_states[key]
-    checks.check_state_like(tx.name, state, expected_state, with_dtypes=with_dtypes)
-
-
-def _lacks_shapes(binding: Binding, like: PyTree) -> bool:
-    """Return True if a parameter of the layout is None in a tree, as a missing gradient is, so its shape is unknown."""
-    specs = binding.layout.specs
-    return any(leaf is None and name in specs for name, leaf in tree.named_leaves(like))
 
 
 def state_to_dtensors(binding: Binding, tx: Transform, params: PyTree, state: PyTree, old: PyTree = None) -> PyTree:

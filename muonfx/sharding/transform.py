@@ -1,40 +1,74 @@
 """`sharded`: run a transform on this rank's shards, with the same update as on whole tensors.
 
+All steps, also those of optimizers, are run by `step_sharded`. It first calls `agreed_call`, in which all ranks check
+with one all-reduce that they make the same call.
+
 `to_global` and `from_global` convert the state of a sharded transform between the local form, for updates, and the
 global form, for checkpoints, in which each leaf records its position in the whole tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
+from torch import Tensor
 
 from muonfx import tree
-from muonfx.core import Donation, InitAndUpdate, Transform
+from muonfx.core import Donation, InitAndUpdate, Transform, checks
 from muonfx.core.checks import positive_int
 from muonfx.core.donation import NOTHING, unshared
+from muonfx.core.extras import check_values_of_extras
 from muonfx.core.patterns import warn_of_unmatched
-from muonfx.core.transform import Declaration, Outermost, patterns_in, require_transform, without_left_out
+from muonfx.core.schedules import Schedule
+from muonfx.core.transform import (
+    Declaration,
+    Outermost,
+    check_extras,
+    patterns_in,
+    require_transform,
+    within,
+    without_left_out,
+)
 from muonfx.core.value import Memory, make_factory, with_memory
 from muonfx.internal.tracing import without_transforms
 from muonfx.placement.arguments import Arguments
+from muonfx.placement.bucketed import require_room
 from muonfx.placement.offload import inner_of, store_of
 from muonfx.placement.placed import ApplyToParams
-from muonfx.placement.store import Store
-from muonfx.sharding.binding import Binding, Progress
-from muonfx.sharding.communication.agree import agree, errors_on_all_ranks
-from muonfx.sharding.communication.agreed_call import agreed_call, next_serial, verify_ranks, wait_for_others
-from muonfx.sharding.communication.replicas import verify_params
-from muonfx.sharding.communication.waiting import construction
+from muonfx.placement.store import IN_MEMORY, Store
+from muonfx.sharding.binding import Binding, Progress, by_structure
+from muonfx.sharding.communication.agree import (
+    agree,
+    agree_on_leaves,
+    comparable,
+    comparable_numbers,
+    errors_on_all_ranks,
+)
+from muonfx.sharding.communication.differences import Facts
+from muonfx.sharding.communication.missing_gradients import complete_gradients
+from muonfx.sharding.communication.replicas import verify_extras, verify_params, verify_state, warn_of_gradients
+from muonfx.sharding.communication.waiting import CONSTRUCTING, construction, wait_for_all
+from muonfx.sharding.digests import digest
+from muonfx.sharding.facts import NUMBERS, facts_of_transforms, verify_ranks
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Replicas, Settings
-from muonfx.sharding.shards.dtensors import are_plain, local_tree, require_no_transform, to_dtensors
+from muonfx.sharding.shards.dtensors import (
+    are_plain,
+    is_dtensor,
+    local_tree,
+    require_no_transform,
+    require_shards,
+    to_dtensors,
+    unplaced_shards,
+)
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import require_layout
-from muonfx.sharding.state import check_state, global_state, local_state, state_to_dtensors
+from muonfx.sharding.state import describe_state, global_state, local_state, state_to_dtensors
 from muonfx.tree import PyTree
 
 P = ParamSpec("P")
@@ -161,7 +195,7 @@ def sharded(
         """Return this rank's updates and its next state, as DTensors if the updates or parameters are DTensors."""
         progress = _progress_of(_memory, binding, inner)
         if progress.serial is None:  # the first step without `init`
-            wait_for_others(layout)
+            _wait_for_others(layout)
         # 1. For a model with DTensors, the state as local tensors. The step converts the other arguments.
         with errors_on_all_ranks(layout.group):
             params = without_left_out(tx, params)
@@ -218,7 +252,7 @@ def init_sharded(binding: Binding, progress: Progress, tx: Transform, params: Py
     """
     layout = binding.layout
     # 1. All ranks arrive, and have the same transform and parameters.
-    wait_for_others(layout)
+    _wait_for_others(layout)
     with errors_on_all_ranks(layout.group):
         require_no_transform("init of a sharded transform", params)
         warn_of_unmatched(patterns_in(tx), params)  # raises if this rank turns warnings into errors
@@ -232,7 +266,7 @@ def init_sharded(binding: Binding, progress: Progress, tx: Transform, params: Py
             agree("init of a sharded transform", layout.group)  # receives the error of another rank
         verify_params(layout, local)
     # 3. No rank has an error. This transform gets the next number, 1, 2, ..., which the ranks compare at every step.
-    progress.begin(next_serial(layout), state)
+    progress.begin(_next_serial(layout), state)
     return state
 
 
@@ -290,6 +324,345 @@ def bind(layout: Layout, settings: Settings, store: Store) -> Binding:
     return Binding(layout, settings, store)
 
 
+_serials: Counter[str] = Counter()
+"""How many sharded transforms and optimizers have been created for each process group, by the group's name."""
+
+
+def _next_serial(layout: Layout) -> int:
+    """Count the sharded transforms and optimizers of a process group, and return the next number: 1, 2, ..."""
+    name = "" if layout.group is None else layout.group.group_name
+    _serials[name] += 1
+    return _serials[name]
+
+
+def _wait_for_others(layout: Layout) -> None:
+    """Wait until all ranks of a layout construct a sharded transform or optimizer, or make its first step.
+
+    If a rank never arrives, the error names it; the next collective would only time out.
+    """
+    if layout.group is not None and layout.size > 1:
+        wait_for_all(layout.group, CONSTRUCTING)
+
+
+# ----------------------------------------------------------------------------------------- what must be equal in a step
+
+
+def agreed_call(
+    binding: Binding,
+    progress: Progress,
+    tx: Transform,
+    call: Arguments,
+    *,
+    check: bool,
+) -> Arguments:
+    """Check that all ranks make the same call of `update`. Return its arguments with local tensors for DTensors.
+
+    Args:
+        binding: runs transforms over the ranks of a layout.
+        progress: counts the steps of this transform or optimizer alone.
+        tx: the transform that is stepped.
+        call: this rank's arguments. A gradient that is None here but not on other ranks is filled in.
+        check: True to compare the trees of the arguments with each other.
+    """
+    layout = binding.layout
+    if layout.group is None or layout.size == 1:
+        local, _ = _checked_call(binding, tx, call, check=check)
+        return local
+    # 1. In the first step without `init`: the ranks have the same transform and parameters.
+    if progress.serial is None:
+        verify_ranks(binding, tx, call.like)
+        progress.serial = _next_serial(layout)
+    # 2. In every step: the arguments of this rank are correct.
+    with errors_on_all_ranks(layout.group):
+        local, unplaced = _checked_call(binding, tx, call, check=check)
+        facts = _facts_of_step(binding, progress, tx, local)
+    # 3. In every step, with one all-reduce: the ranks make the same call.
+    agreement = agree_on_leaves(
+        "a step",
+        local.updates,
+        layout,
+        unplaced=unplaced,
+        same=facts,
+        explain=lambda: _facts_as_texts(binding, tx, local, facts),
+        request=progress.needs_verification(local.state),  # if one rank must compare replicas, all ranks do
+    )
+    # 4. In the first step after `init` or a load on any rank: the replicas have equal values.
+    if agreement.is_requested:
+        _verify_replicas(binding, tx, local)
+        progress.lacking = frozenset(tree.names(local.updates))
+    # 5. Gradients that are None on some ranks, or partial sums, are completed. Replicas should then have equal ones.
+    if agreement.missing or unplaced:
+        completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
+        local = local._replace(updates=completed)
+    if progress.lacking:
+        _compare_first_gradients(progress, layout, local.updates)
+    progress.verified(local.state)
+    return local
+
+
+def _verify_replicas(binding: Binding, tx: Transform, local: Arguments) -> None:
+    """Raise on all ranks if replicas of the parameters, of the state or of an extra argument differ.
+
+    Gradients are compared later: each in the first step in which it is not None.
+    """
+    layout = binding.layout
+    if local.params is not None:
+        verify_params(layout, local.params)
+    verify_state(binding, tx, local.like, local.state)
+    verify_extras(layout, _equal_leaves_of_extras(tx, local.extras))
+
+
+def _compare_first_gradients(progress: Progress, layout: Layout, updates: PyTree) -> None:
+    """Warn if replicas of a parameter have different gradients in the first step in which it has one.
+
+    This may be a later step than the first: `DistributedDataParallel` does not reduce the gradients of parameters that
+    were frozen when it wrapped the model, and are unfrozen later.
+    """
+    first_gradients: dict[str, Tensor] = {}
+    for name, gradient in tree.named_leaves(updates):
+        if gradient is not None and name in progress.lacking:
+            first_gradients[name] = gradient
+    if first_gradients:
+        warn_of_gradients(layout, first_gradients)
+        progress.lacking = progress.lacking.difference(first_gradients)
+
+
+def _checked_call(binding: Binding, tx: Transform, call: Arguments, *, check: bool) -> tuple[Arguments, list[str]]:
+    """Return this rank's arguments of `update` with local tensors. Raise if they are wrong.
+
+    Also return the names of the gradients with other DTensor placements than their parameters, such as Partial. With
+    `check`, the trees of updates, params and state are compared with each other too.
+    """
+    updates = local_tree(call.updates)
+    params = local_tree(call.params)
+    local = Arguments(updates, call.state, params, Donation.of(call.donate), call.extras)
+    check_extras(tx, call.extras)
+    _require_plain_extras(call.extras)
+    checks.check_floating("updates", local.updates)
+    unplaced = unplaced_shards(binding.layout, call.updates)
+    if check:
+        _check_trees(binding, tx, call, local)
+    if call.extras:
+        transforms = [visited.tx for visited in binding.visits(tx, local.like)]
+        check_values_of_extras(transforms, call.extras)
+    if binding.store != IN_MEMORY:
+        require_room(binding.store, local.state, local.like, local.donate)
+    binding.remember_shapes(tx, local.like)
+    return local, unplaced
+
+
+def _require_plain_extras(extras: Mapping[str, Any]) -> None:
+    """Raise TypeError if an extra argument has a DTensor: it cannot be computed with this rank's local tensors."""
+    for name, leaf in tree.named_leaves(dict(extras)):
+        if is_dtensor(leaf):
+            raise TypeError(
+                f"the extra argument {name}: found a DTensor, expected a tensor that is equal on all ranks: pass "
+                "full_tensor() of it. A transform takes its shards of a whole tree with the extra argument shard"
+            )
+
+
+def _check_trees(binding: Binding, tx: Transform, call: Arguments, local: Arguments) -> None:
+    """Raise unless parameters, updates and state fit the layout and each other. `local` is `call` without DTensors."""
+    if call.params is not None:
+        require_shards(binding.layout, call.params)
+        checks.check_updates_fit(local.params, local.updates)
+    with_dtypes = local.params is not None  # without parameters, the dtypes of the state are unknown
+    binding.check_state(tx, local.like, local.state, with_dtypes=with_dtypes)
+
+
+# The subjects of the facts of a step, as errors name them. Some have advice in parentheses.
+_TRANSFORMS = "transforms and their arguments"
+_ORDER = "sharded transforms or optimizers in this step (all ranks must step them in the same order)"
+_COMPLETED = (
+    "numbers of completed steps (a rank has gone on after an error inside its step, so its parameters and state are "
+    "old: load one checkpoint on all ranks)"
+)
+_EXTRAS = "extra arguments, such as value=loss; reduce them first"
+_DTYPES = "dtypes of parameters (convert the model on all ranks, or on none)"
+_HAS_PARAMS = "arguments: some give params, some do not"
+_LOADS = "states (load on all ranks, or on none)"
+_COUNTERS = "numbers in their states"
+
+
+class _PreparedFacts(NamedTuple):
+    """The values that `_facts_of_step` needs in every step. They are computed in the first step of a transform only."""
+
+    transforms: str
+    """The digest of `facts_of_transforms`."""
+    state_size: int
+    """The number of leaves of the state."""
+    counter_indices: dict[str, int]
+    """The index in the state of each leaf without a parameter, such as a counter: ``{"2.scale_by_adam.count": 4}``."""
+
+
+def _facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Arguments) -> Facts:
+    """Return the values that must be equal on all ranks in a step, by the subject that an error names.
+
+    For example, "numbers in their chains" is ``{"muon.momentum": 0.95}``. The ranks compare one hash of all values. If
+    rank 1 has another momentum, the error is "the ranks have different numbers in their chains: ...".
+
+    Args:
+        binding: runs transforms over the ranks.
+        progress: counts the steps of the transform or optimizer that is stepped.
+        tx: the transform with its current numbers.
+        call: the arguments of the step, with local tensors.
+    """
+    prepared = _prepare_facts(binding, tx, call.like)  # computed once, for all steps
+    counters = _leaves_without_parameter(prepared, call.state)
+    step = _step_of(counters, progress)
+    schedules = _values_of_schedules(tx, step)
+    loaded = "loaded" if progress.has_loaded else "not loaded"
+    return {
+        # The transform, and how often it was stepped.
+        _TRANSFORMS: prepared.transforms,
+        _ORDER: f"number {progress.serial} of the group",
+        _HAS_PARAMS: call.params is not None,
+        _DTYPES: _dtypes_in_order(call.params),
+        _LOADS: f"{loaded} since the last step",
+        _COMPLETED: progress.completed,
+        # The numbers with which it computes this step.
+        NUMBERS: {**comparable_numbers(tx), **schedules},
+        _EXTRAS: _comparable_extras(tx, call.extras),
+        _COUNTERS: {name: comparable(counter) for name, counter in counters.items()},
+    }
+
+
+def _step_of(counters: Mapping[str, Any], progress: Progress) -> int:
+    """Return the number of the step at which schedules are compared: the largest counter of the state.
+
+    Without counters, it is the number of completed steps.
+    """
+    host_counters = filter(is_host_counter, counters.values())
+    return max(map(int, host_counters), default=progress.completed)
+
+
+def _facts_as_texts(binding: Binding, tx: Transform, call: Arguments, facts: Facts) -> Facts:
+    """Return `_facts_of_step` for an error, with the texts of which it has digests. Called only if the ranks differ."""
+    dtypes = {name: str(leaf.dtype) for name, leaf in tree.named_leaves(call.params) if leaf is not None}
+    return {**facts_of_transforms(binding, tx, call.like), **facts, _DTYPES: dtypes}
+
+
+@by_structure  # remembers the result for the next steps
+def _prepare_facts(binding: Binding, tx: Transform, params: PyTree) -> _PreparedFacts:
+    """Return the values that `_facts_of_step` needs in every step: a digest of transforms, and the indices of counters.
+
+    The digest is a short hash, which ranks compare in place of long texts. The values of counters change in each step,
+    but not where they are in the state.
+    """
+    placements = describe_state(binding, tx, params)  # for each leaf of the state, the parameter to which it belongs
+    counter_indices: dict[str, int] = {}
+    for index, placement in enumerate(placements):
+        if placement is not None and placement.name is None:  # the leaf belongs to no parameter
+            counter_indices[placement.path] = index
+    transforms = digest(facts_of_transforms(binding, tx, params))
+    return _PreparedFacts(transforms, len(placements), counter_indices)
+
+
+def _dtypes_in_order(params: PyTree) -> str:
+    """Return the dtypes of parameters as a short text: how many neighbours have one dtype.
+
+    >>> _dtypes_in_order({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2, dtype=torch.bfloat16)})
+    '2 torch.float32, 1 torch.bfloat16'
+    """
+    dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(params)]
+    counts: list[str] = []
+    for dtype, neighbours in itertools.groupby(dtypes):
+        count = len(list(neighbours))
+        counts.append(f"{count} {dtype}")
+    return ", ".join(counts)
+
+
+def _leaves_without_parameter(prepared: _PreparedFacts, state: PyTree) -> dict[str, Any]:
+    """Return the leaves of a state that belong to no parameter, such as ``{"2.scale_by_adam.count": tensor(7)}``.
+
+    A wrong state, with another number of leaves than `init` returns, is no error here: it may be on this rank only. If
+    so, the ranks differ in the text "5 leaves", which is compared in place of the counters, and all of them raise.
+    """
+    leaves = tree.leaves(state)
+    is_of_another_transform = len(leaves) != prepared.state_size
+    if is_of_another_transform:
+        return {"": f"{len(leaves)} leaves"}
+    return {name: leaves[index] for name, index in prepared.counter_indices.items()}
+
+
+def _values_of_schedules(tx: Transform, step: int) -> dict[str, float]:
+    """Return the value of each schedule in the arguments of a transform, at a step.
+
+    For example, ``{"3.scale_by_learning_rate.learning_rate": 0.02}``.
+    """
+    if "schedules" not in tx.derived:  # a dict that is kept for the next steps
+        tx.derived["schedules"] = _find_schedules(tx)
+    schedules = tx.derived["schedules"]
+    count = torch.tensor(float(step), dtype=torch.float64)
+    return {name: float(schedule(count)) for name, schedule in schedules.items()}
+
+
+def _find_schedules(tx: Transform) -> dict[str, Callable[[Tensor], Any]]:
+    """Return the schedules among the arguments of a transform and of those that it calls, by their names.
+
+    A name is the number of the transform, its name and the argument: "3.scale_by_learning_rate.learning_rate".
+    """
+    schedules: dict[str, Callable[[Tensor], Any]] = {}
+    for index, inner in enumerate(within(tx)):
+        types_of = inner.factory.definition.accepted_types  # by argument, its types, such as {"float", "Schedule"}
+        for name, value in inner.arguments.items():
+            # A function is a schedule if its argument may be one: ``learning_rate=lambda step: 0.1 / (1 + step)``.
+            is_function_as_schedule = callable(value) and "Schedule" in types_of[name]
+            if isinstance(value, Schedule) or is_function_as_schedule:
+                full_name = f"{index}.{inner.name}.{name}"
+                schedules[full_name] = value
+    return schedules
+
+
+def is_host_counter(leaf: object) -> bool:
+    """Return True for a 0-d int64 tensor on the CPU, which can be read without waiting for a device."""
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and not leaf.ndim and leaf.device.type == "cpu"
+
+
+def _comparable_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, object]:
+    """Return a value for ranks to compare for each leaf of the extra arguments, by its name.
+
+    For ``value=0.5`` and ``hessian={"w": tensor}`` it is ``{"hessian.w": "a tensor (100,) of torch.float32",
+    "value": 0.5}``. Where the values may differ between ranks, the ranks compare shapes and dtypes only.
+    """
+    equal_leaves = _equal_leaves_of_extras(tx, extras)
+    texts: dict[str, object] = {}
+    for name, leaf in tree.named_leaves(dict(extras)):  # sorted: ranks may pass them in different orders
+        if name in equal_leaves:
+            texts[name] = comparable(leaf)
+        else:
+            texts[name] = _kind_of_leaf(leaf)
+    return texts
+
+
+def _equal_leaves_of_extras(tx: Transform, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of the extra arguments that must be equal on all ranks, by a name such as "hessian.w".
+
+    A transform that takes ``max_over_ranks``, such as `qk_clip`, reduces its other arguments over ranks. They may
+    differ, unless another transform reads them without reducing them.
+    """
+    if not extras:  # as in most steps
+        return {}
+    reduced: set[str] = set()
+    not_reduced: set[str] = set()
+    for inner in within(tx):
+        reduces_over_ranks = "max_over_ranks" in inner.extras.named
+        if reduces_over_ranks:
+            reduced |= inner.extras.named
+        else:
+            not_reduced |= inner.extras.named
+    may_differ = reduced - not_reduced
+    equal_extras = {name: value for name, value in extras.items() if name not in may_differ}
+    return dict(tree.named_leaves(equal_extras))
+
+
+def _kind_of_leaf(leaf: object) -> object:
+    """Return the shape and dtype of a tensor as one tuple, or the name of the type of another value."""
+    if isinstance(leaf, Tensor):
+        return *leaf.shape, leaf.dtype
+    return type(leaf).__qualname__
+
+
 # --------------------------------------------------------------------------------------------------- global states
 
 
@@ -328,7 +701,7 @@ def to_global(tx: Transform, state: PyTree, params: PyTree = None) -> PyTree:
     has_containers = params is not None or inner.treedef in binding.likes
     if not has_containers:  # `like` is a flat dict of names, but the parameters, and so the state, may be nested
         checked = _in_containers_of(binding.init(inner, like), local)
-    check_state(binding, inner, local_tree(like), checked, with_dtypes=False)
+    binding.check_state(inner, local_tree(like), checked, with_dtypes=False)
     # Each leaf gets its position in the whole tensor, such as "elements 0 to 4".
     return global_state(binding, inner, like, local)
 

@@ -17,9 +17,8 @@ from muonfx.optimizer.group_numbers import fitted
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.state_entries import path_of
 from muonfx.optimizer.stepping import add_in_place
-from muonfx.sharding.facts import is_host_counter
 from muonfx.sharding.shards.flat_shard import FlatShard
-from muonfx.sharding.transform import from_global, sharded, to_global
+from muonfx.sharding.transform import from_global, is_host_counter, sharded, to_global
 from muonfx.tree import PyTree, Spec
 from muonfx.tree.dtypes import widens
 from muonfx.tree.members import ownership_of

@@ -45,8 +45,8 @@ from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, o
 from muonfx.optimizer.resuming import differences, entries_of_code, entries_to_load, numbers_warning
 from muonfx.optimizer.saved_chains import VisitedTransform, chain_warning, record_of_group
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
+from muonfx.sharding.communication.agree import comparable
 from muonfx.sharding.communication.differences import Facts
-from muonfx.sharding.facts import comparable
 
 _REQUESTED_RATE = "requested_lr"
 """The key in a saved group with its learning rate at construction, which DeepSpeed's schedulers overwrite in "lr"."""

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
+from muonfx.core.value import parts_of
 from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.communication.differences import Facts, difference_text, errors_by_rank, first_difference, listed
 from muonfx.sharding.communication.messages import all_objects, collective, host_device
 from muonfx.sharding.digests import digest
 from muonfx.sharding.errors import ShardingError
-from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable
 from muonfx.tree import PyTree
 
@@ -245,6 +246,39 @@ def warn_together(message: str, group: dist.ProcessGroup) -> None:
     agree("a warning", group)
 
 
+# ----------------------------------------------------------------------------------------------------- compared values
+
+_SMALL = 64
+"""Values of a CPU tensor are compared at every step if it has at most this number of elements."""
+
+
+def comparable(value: object) -> object:
+    """Return a value for ranks to compare: a number or text, or a description. It never syncs with a GPU.
+
+    >>> comparable(0.5), comparable(torch.tensor(3)), comparable(torch.zeros(100))
+    (0.5, '3 of torch.int64', 'a tensor (100,) of torch.float32')
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if not isinstance(value, Tensor):
+        return type(value).__qualname__
+    # To read values on another device would wait for it. They are compared when replicas are verified.
+    is_on_cpu = value.device.type == "cpu"
+    if is_on_cpu and value.numel() <= _SMALL:
+        return f"{value.tolist()} of {value.dtype}"
+    return f"a tensor {tuple(value.shape)} of {value.dtype}"
+
+
+def comparable_numbers(tx: Transform) -> dict[str, object]:
+    """Return the current hyperparameters of a transform by dotted name, such as "muon.momentum"."""
+    cache = tx.derived
+    if "numbers" not in cache:
+        cache["numbers"] = dict(parts_of(tx))
+    if not tx.tensors:
+        return cache["numbers"]
+    return {name: comparable(number) for name, number in cache["numbers"].items()}
+
+
 # -------------------------------------------------------------------------------------------------------------- leaves
 
 DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and d.is_floating_point}, key=str))
@@ -348,10 +382,14 @@ def _facts_of_tree(layout: ShardTable, names: Sequence[str]) -> Facts:
     }
 
 
-@remembered
 def _tree_digest(layout: ShardTable, names: tuple[str, ...]) -> str:
-    """Return a hash of the layout and of the names of a tree's leaves, which must be equal on all ranks."""
-    return digest((layout.digest, list(layout.specs), names))
+    """Return a hash of the layout and of the names of a tree's leaves, which must be equal on all ranks.
+
+    The layout stores it for the next calls, because most steps have the same names.
+    """
+    if names not in layout.tree_digests:
+        layout.tree_digests[names] = digest((layout.digest, names))
+    return layout.tree_digests[names]
 
 
 def _code_of(leaf: object) -> int:

@@ -46,6 +46,8 @@ class ShardTable:
     """The names of parameters with different meshes on different ranks; their shards are assumed to be replicas."""
     buffers: Buffers = field(default_factory=Buffers)
     """Reusable memory for the messages between the ranks of this layout."""
+    tree_digests: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
+    """For trees with these names of leaves, a hash of this layout and of the names, which the ranks compare."""
 
     def __repr__(self) -> str:
         stage = "" if self.stage is None else f", stage {self.stage}"
