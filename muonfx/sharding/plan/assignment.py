@@ -37,7 +37,6 @@ from muonfx.sharding.plan.matrix_shards import (
     shards_of_parameter,
     with_ranks_of_their_own,
 )
-from muonfx.sharding.shards.remembered import remembered
 from muonfx.sharding.shards.table import ShardTable, require_layout
 from muonfx.tree import Spec
 
@@ -114,6 +113,8 @@ class RunPlan:
     rank: int = field(default=0, repr=False, compare=False)
     _local_buckets: dict[frozenset[str], list[Bucket]] = field(default_factory=dict, repr=False, compare=False)
     """The last result of `local_buckets`, by the names of the parameters whose update was None. It has one entry."""
+    _wire_dtypes: dict[torch.dtype, WireDtypes] = field(default_factory=dict, repr=False, compare=False)
+    """The results of `wire_dtypes`."""
 
     def local_buckets(self, updates: Mapping[str, Any]) -> list[Bucket]:
         """Return the buckets of one step: the sets of matrices that are sent together, with the transfers of this rank.
@@ -192,11 +193,13 @@ class RunPlan:
                 sent[shard.owner] += len(receivers) * transfer.numel * wire.results.itemsize
         return sent
 
-    @remembered
     def wire_dtypes(self, dtype: torch.dtype) -> WireDtypes:
-        """Return the dtypes of the messages for matrices of a dtype."""
-        (_, first), (_, last) = self.run[0], self.run[-1]
-        return WireDtypes(self._narrowed(first, dtype), self._narrowed(last, dtype))
+        """Return the dtypes of the messages for matrices of a dtype. They are the same in all steps."""
+        if dtype not in self._wire_dtypes:
+            _, first = self.run[0]
+            _, last = self.run[-1]
+            self._wire_dtypes[dtype] = WireDtypes(self._narrowed(first, dtype), self._narrowed(last, dtype))
+        return self._wire_dtypes[dtype]
 
     def _narrowed(self, tx: Transform, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to which a transform rounds its input and result, if it is narrower than `dtype`."""
