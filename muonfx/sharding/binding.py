@@ -26,7 +26,7 @@ from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import Store
 from muonfx.sharding.communication.agree import warn_together
 from muonfx.sharding.communication.collectives import all_reduce, gathered
-from muonfx.sharding.communication.matrix_stage import MatrixStage, Step
+from muonfx.sharding.communication.matrix_stage import MatrixStage
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import RunPlan, Settings, plan_run
 from muonfx.sharding.plan.cost import Run
@@ -335,32 +335,33 @@ def _without_groups(tx: Transform) -> Transform:
 
 @stand_in
 @with_memory
-def _on_owners(_memory: Memory, tx: Transform, binding: Any):
-    """Run neighbouring transforms that need whole matrices (a matrix stage), bucket by bucket.
+def _on_owners(_memory: Memory, tx: Transform, binding: Binding):
+    """Run a transform that needs whole matrices, or neighbours in a chain that do, with each matrix on one rank.
 
-    Each matrix is gathered on one rank, its owner, computed there, and scattered. The decorators make a transform of
-    the returned functions: `stand_in` one like `tx`, and `with_memory` one that has the dict `_memory` between its
-    calls. It remembers which parameter each leaf of the state belongs to.
+    The rank that computes a matrix is its owner: the matrix is gathered there, updated, and scattered. `stand_in` makes
+    a transform like `tx` of the two functions below. `with_memory` supplies `_memory`, a dict that the transform has
+    between its calls. It remembers which parameter each leaf of the state belongs to.
     """
 
     # Usually there is one stage. But a wrapper may call its inner transform for some parameters, and then for others.
     @functools.cache
-    def stage_of(names: tuple[str, ...], device: torch.device) -> MatrixStage:
-        return _stage(tx, binding, names, device)
+    def stage_for(param_names: tuple[str, ...], device: torch.device) -> MatrixStage:
+        return _matrix_stage(tx, binding, param_names, device)
 
     def init(params: PyTree) -> PyTree:
-        return stage_of(tuple(tree.names(params)), tree.device_of(params)).init(params)
+        stage = stage_for(tuple(tree.names(params)), tree.device_of(params))
+        return stage.init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         call = Arguments(updates, state, params, donate, extras)
-        stage = stage_of(tuple(tree.names(call.like)), tree.device_of(call.like))
-        return Step(stage, call, _memory).run()
+        stage = stage_for(tuple(tree.names(call.like)), tree.device_of(call.like))
+        return stage.update(call, _memory)
 
     return init, update
 
 
-def _stage(tx: Transform, binding: Binding, names: Sequence[str], device: torch.device) -> MatrixStage:
-    """Build the matrix stage of a transform or a chain, which updates whole matrices of the named parameters.
+def _matrix_stage(tx: Transform, binding: Binding, names: Sequence[str], device: torch.device) -> MatrixStage:
+    """Return the matrix stage of a transform or a chain, which updates whole matrices of the named parameters.
 
     Its plan has the rank that computes each matrix (its owner).
     """
@@ -386,14 +387,14 @@ def _for_parts_of_stacks(tx: Transform, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 @stand_in
-def _on_all(tx: Transform, binding: Any):
-    """Run a transform on whole trees over ranks: gather the tree on every rank, and run the transform on it there.
+def _on_all(tx: Transform, binding: Binding):
+    """Run a transform that needs the whole tree: gather the tree on every rank, and run the transform on it there.
 
-    Every rank computes the same, and then takes its own shards of the result. `stand_in` turns the two functions below
-    into a transform like `tx`. `binding` gathers and shards trees.
+    Every rank computes the same, and then takes its own shards of the result. `stand_in` makes a transform like `tx` of
+    the two functions below.
     """
-    # A transform may accept functions as extra arguments, of which those for ranks sum over the shards of all ranks.
-    # Here each rank has whole tensors, as a single process has, so it gets the functions for a single process.
+    # A transform may take functions as extra arguments, which sum over the shards of all ranks, for example. Here each
+    # rank has whole tensors, as a single process has, so it gets the functions of a single process.
     extras_of_process: dict[str, Any] = {
         "sum_over_leaves": sum_over_leaves,
         "sum_over_shards": lambda values: values,
@@ -409,13 +410,14 @@ def _on_all(tx: Transform, binding: Any):
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         # 1. The whole updates and, if the caller passed them, the whole parameters.
-        gathered_updates = binding.gather(updates)
-        gathered_params: PyTree = None
+        whole_updates = binding.gather(updates)
+        whole_params: PyTree = None
         if params is not None:
-            gathered_params = binding.gather(params)
-        # 2. The update, as in a single process. The state is whole too, and equal on all ranks.
+            whole_params = binding.gather(params)
+        # 2. The update, as in a single process. The state is whole too, and equal on all ranks. `run` passes only the
+        # extra arguments that `tx` takes.
         extras.update(extras_of_process)
-        out, state = tx.run(gathered_updates, state, gathered_params, **extras)
-        return binding.layout.shard(out), state
+        whole_result, new_state = tx.run(whole_updates, state, whole_params, **extras)
+        return binding.layout.shard(whole_result), new_state
 
     return init, update

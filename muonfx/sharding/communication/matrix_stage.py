@@ -93,6 +93,15 @@ class MatrixStage:
         # With the state in host memory or on disk, it is built bucket by bucket.
         return init_in_buckets(self.store, self._names_of_buckets(), params, init_bucket)
 
+    def update(self, call: Arguments, memory: Memory) -> tuple[PyTree, PyTree]:
+        """Return this rank's updates and its next state. All ranks call this together.
+
+        Args:
+            call: this rank's arguments of `update`, with local tensors.
+            memory: a dict that the transform has between its calls.
+        """
+        return Step(self, call, memory).run()
+
     def _names_of_buckets(self) -> list[list[str]]:
         """Return the parameters whose state is built with each bucket. There is at least one bucket, perhaps empty.
 
