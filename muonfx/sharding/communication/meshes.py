@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -62,22 +62,19 @@ def cuts_on_meshes(
     """
     ranks = dist.get_process_group_ranks(group)
     coordinates_on = {mesh: MeshCoordinates.of(mesh, ranks) for mesh in ranks_of}
-    different_meshes: list[DeviceMesh] = []
+    meshes_that_differ: list[DeviceMesh] = []
     have_different_ranks = len(set(ranks_of.values())) > 1
     if have_different_ranks:  # another rank may have a mesh that this rank does not have
-        messages = _messages_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
-        have_same_model = len({message.description for message in messages}) == 1
-        if have_same_model:  # if not, the binding of a transform to the layout is an error later
-            different_meshes = _different_meshes(list(ranks_of), messages)
-            coordinates_on = _coordinates_of_all_ranks(coordinates_on, messages)
+        meshes_of_ranks = _meshes_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
+        for mesh, corresponding in meshes_of_ranks.items():
+            coordinates = [mesh_of_rank.coordinates for mesh_of_rank in corresponding]
+            coordinates_on[mesh] = MeshCoordinates(tuple(mesh.shape), coordinates)
+            digests = {mesh_of_rank.ranks for mesh_of_rank in corresponding}
+            if len(digests) > 1:
+                meshes_that_differ.append(mesh)
     cuts = cuts_of_dtensors(specs, dtensors, coordinates_on, len(ranks))
-    on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in different_meshes]
+    on_several_meshes = [name for name, dtensor in dtensors.items() if dtensor.mesh in meshes_that_differ]
     return cuts, tuple(on_several_meshes)
-
-
-# Four ranks may have two meshes, of ranks 0 and 2 and of ranks 1 and 3, on each of which "w" is split. Ranks 0 and 2
-# have the first mesh only, and ranks 1 and 3 the second only. The first mesh of one rank then corresponds to the first
-# mesh of any other rank: the coordinates on it are 0 for ranks 0 and 1, and 1 for ranks 2 and 3.
 
 
 class _MeshOfRank(NamedTuple):
@@ -86,63 +83,41 @@ class _MeshOfRank(NamedTuple):
     ranks: str
     """The digest of the ranks on the mesh, which may be many."""
     coordinates: tuple[int, ...] | None
-    """The coordinates of the sending rank on the mesh."""
+    """The coordinates of this rank on the mesh; None if it is not on it."""
 
 
-class _Message(NamedTuple):
-    """The parameters and meshes of a rank, as it describes them to the others."""
-
-    description: str
-    """The digest of `_description`: of everything but the ranks on the meshes."""
-    meshes: list[_MeshOfRank]
-    """All meshes of the rank, in the order of its parameters."""
-
-
-def _messages_of_all_ranks(
+def _meshes_of_all_ranks(
     specs: Mapping[str, Spec],
     dtensors: Mapping[str, DTensorSpec],
     ranks_of: Mapping[DeviceMesh, tuple[int, ...]],
     coordinates_on: Mapping[DeviceMesh, MeshCoordinates],
     group: dist.ProcessGroup,
-) -> list[_Message]:
-    """Send the parameters and meshes of this rank to all ranks, and return the messages of all ranks, in their order.
+) -> dict[DeviceMesh, list[_MeshOfRank]]:
+    """Return, for each mesh of this rank, the mesh of each rank that corresponds to it. All ranks call this together.
 
-    All ranks of the group call this together. The arguments are the same as in `cuts_on_meshes`, and for each mesh the
-    coordinates of the ranks on it.
+    The first meshes of all ranks correspond to each other, then the second ones, and so on. For example, ranks 0 and 2
+    have one mesh, on which "w" is split, and ranks 1 and 3 have another. With the coordinates (0,), (0,), (1,) and (1,)
+    of ranks 0 to 3, each on its own mesh, ranks 0 and 1 hold the same half of "w".
+
+    The arguments are those of `cuts_on_meshes`, and for each mesh the coordinates of all ranks on it. The result is
+    empty if the ranks have different parameters: the binding of a transform to the layout is then an error later.
     """
+    # 1. A digest of everything that must be equal on all ranks, and the meshes of this rank.
     description = digest(_description(specs, dtensors, coordinates_on))
     rank = dist.get_rank(group)
-    meshes: list[_MeshOfRank] = []
+    meshes_of_this_rank: list[_MeshOfRank] = []
     for mesh, ranks in ranks_of.items():
-        meshes.append(_MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
+        meshes_of_this_rank.append(_MeshOfRank(digest(ranks), coordinates_on[mesh].coordinates[rank]))
+    # 2. The same of all ranks.
     wait_for_all(group, CONSTRUCTING)  # a rank that failed before this has reported its error, which is raised here
-    return all_objects(_Message(description, meshes), group, "finding out who holds what")
-
-
-def _coordinates_of_all_ranks(
-    coordinates_on: Mapping[DeviceMesh, MeshCoordinates], messages: Sequence[_Message]
-) -> dict[DeviceMesh, MeshCoordinates]:
-    """Fill in the coordinates of ranks that are not on this rank's meshes, but each on a corresponding mesh of its own.
-
-    For example, "w" is split over the mesh of ranks 0 and 2, and on ranks 1 and 3 over the mesh of these. Rank 0 has
-    the coordinates ``[(0,), None, (1,), None]`` on its mesh. With the messages of ranks 1 and 3, they become ``[(0,),
-    (0,), (1,), (1,)]``: ranks 0 and 1 hold the same half of "w".
-    """
-    completed: dict[DeviceMesh, MeshCoordinates] = {}
-    for index, (mesh, on_this_mesh) in enumerate(coordinates_on.items()):  # meshes with one index correspond
-        coordinates = [message.meshes[index].coordinates for message in messages]
-        completed[mesh] = MeshCoordinates(on_this_mesh.shape, coordinates)
-    return completed
-
-
-def _different_meshes(meshes: Sequence[DeviceMesh], messages: Sequence[_Message]) -> list[DeviceMesh]:
-    """Return the meshes of this rank that have other ranks on another rank."""
-    different: list[DeviceMesh] = []
-    for index, mesh in enumerate(meshes):
-        digests = {message.meshes[index].ranks for message in messages}
-        if len(digests) > 1:
-            different.append(mesh)
-    return different
+    messages = all_objects((description, meshes_of_this_rank), group, "finding out who holds what")
+    have_different_models = any(other_description != description for other_description, _ in messages)
+    if have_different_models:
+        return {}
+    corresponding: dict[DeviceMesh, list[_MeshOfRank]] = {}
+    for index, mesh in enumerate(ranks_of):
+        corresponding[mesh] = [meshes[index] for _, meshes in messages]
+    return corresponding
 
 
 def _description(
