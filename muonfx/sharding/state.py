@@ -372,12 +372,11 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
         is_along_dim_0 = placement.is_replicate() or placement.dim == 0
         if not is_along_dim_0:
             return False
-    if tuple(shape[:1]) != tuple(spec.shape[:1]):  # the leaf has no entry for each matrix
+    has_entry_for_each_matrix = tuple(shape[:1]) == tuple(spec.shape[:1])
+    if not has_entry_for_each_matrix:
         return False
-    owners = {shard.owner for shard in shards}
-    if len(owners) < len(shards):  # a rank computes several ranges
-        return False
-    return all(shard.route == "local" for shard in shards)  # only the owner holds its matrices
+    # Each of the shards is a range of matrices, of which a rank computes one at most. "local": it alone holds them.
+    return all(shard.route == "local" for shard in shards)
 
 
 def _empty_on(mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:

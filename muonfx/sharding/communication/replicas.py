@@ -280,19 +280,24 @@ def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: b
             return leaf.detach().clone()
         return leaf
 
-    if not donate:  # the caller keeps its tensors: overwrite copies
+    # 1. The tensors to overwrite: those of the caller, or copies of them.
+    if not donate:
         params = map_named(copied_if_replicated, params)
-    on_all_ranks: list[Tensor] = []  # sent by one broadcast for many of them
-    on_some_ranks: dict[str, Tensor] = {}  # sent by messages between the ranks that hold them
-    for name, local in tree.named_leaves(local_tree(params)):
+    # 2. Which ranks hold them. ``copies`` is ``((0, 2), (1, 3))`` for a parameter if ranks 0 and 2 hold one of its
+    # shards, and ranks 1 and 3 the other. It follows from the layout, so it is equal on all ranks.
+    on_all_ranks: list[Tensor] = []
+    on_some_ranks: dict[str, Tensor] = {}
+    for name, local in tree.named_leaves(local_tree(params)):  # of a DTensor, its local tensor
         if local is None:  # perhaps no parameter of the layout
             continue
-        copies = layout.cuts[name].copies  # a tuple of ranks for each shard that several ranks hold
-        if copies and len(copies[0]) == layout.size:
-            on_all_ranks.append(local.detach())
-        elif copies:
-            on_some_ranks[name] = local.detach()
-    # These are equal on all ranks, because they follow from the layout.
+        copies = layout.cuts[name].copies
+        if not copies:
+            continue
+        if len(copies[0]) == layout.size:
+            on_all_ranks.append(local)
+        else:
+            on_some_ranks[name] = local
+    # 3. One broadcast for many tensors, and messages between the ranks that hold the others.
     _broadcast_from_first_rank(on_all_ranks, group)
     _send_from_first_holders(on_some_ranks, layout)
     return params

@@ -120,22 +120,25 @@ def construction(find_group: Callable[[], dist.ProcessGroup | None]) -> Generato
     """Report an error of the ``with`` block to the other ranks, which may wait for this rank.
 
     Each rank constructs an optimizer, for example, in ``with construction(lambda: layout.group):``, and the ranks meet
-    in `wait_for_all` near the end of the block. If a rank fails before it, because its arguments are wrong, the others
-    would wait for it until the timeout of the group. With the report, they raise its error at once.
+    in ``wait_for_all(group, CONSTRUCTING)`` near the end of the block. If a rank fails before it, because its arguments
+    are wrong, the others would wait for it until the timeout of the group. With the report, they raise its error at
+    once.
 
     `find_group` returns the group of these ranks, or None if this rank constructs alone. It is called after an error
     only.
     """
-    passed_before = Counter(_barriers_passed)  # the `wait_for_all` that were completed before, of all groups
+    passed_before = _barriers_passed.copy()  # of all groups: that of this block is not known yet
     try:
         yield
     except Exception as error:
         group = find_group()
-        if group is not None and dist.get_world_size(group) > 1:  # there are other ranks
-            key = group.group_name, CONSTRUCTING
-            has_met_others = _barriers_passed[key] > passed_before[key]
-            if not has_met_others:  # they wait for this rank in `wait_for_all`, or will
-                report_failure(group, CONSTRUCTING, error)
+        if group is None or dist.get_world_size(group) == 1:  # no rank waits for this one
+            raise
+        # If this rank has passed the barrier of the block, all ranks have, and none waits for this one any more.
+        barrier = group.group_name, CONSTRUCTING
+        has_met_others = _barriers_passed[barrier] > passed_before[barrier]
+        if not has_met_others:
+            report_failure(group, CONSTRUCTING, error)
         raise
 
 
