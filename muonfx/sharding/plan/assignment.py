@@ -223,29 +223,29 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     """
     specs = {name: layout.specs[name] for name in names}
     shapes = {name: spec.shape for name, spec in specs.items()}
-    # 1. The whole matrices of each parameter, with their costs and the ranks that may compute them. A parameter of
-    # shape (6, 4, 4) may be a stack of six matrices (4, 4), which different ranks compute.
-    matrices = matrices_of(run, shapes)
-    shapes_of_stacks = {name: shapes[name] for name in matrices}
-    # Equal transforms, which accept any number of the matrices of a stack.
+    # 1. The parameters that are stacks of independent matrices, which different ranks may compute: ``{"w": (4, 4)}`` if
+    # "w" has the shape (6, 4, 4). The transforms are replaced by equal ones that accept any number of these matrices.
+    matrix_of = matrices_of(run, shapes)
+    shapes_of_stacks = {name: shapes[name] for name in matrix_of}
     run_on_stacks = tuple([(name, stacked(tx, shapes_of_stacks)[0]) for name, tx in run])
+    # 2. The matrices of each parameter, in the parts that one rank each computes, with their costs. For each part, the
+    # ranks that may compute it, and then one of them, its owner.
     compute = _assumed_dtype(device)
     cost_of = cost_of_run(run_on_stacks, device.type, compute)
-    unassigned = _unassigned_shards(specs, matrices, layout, cost_of)
-    # 2. For each of them, one of these ranks (its owner), or None if every rank computes it.
+    shards = _unassigned_shards(specs, matrix_of, layout, cost_of)
     machine = Machine.of(device.type, compute)
-    owner_of = _owners(unassigned, layout.size, machine, settings)
-    shards: list[MatrixShard] = []
-    for index, shard in enumerate(unassigned):
-        shards.append(replace(shard, owner=owner_of.get(index)))
-    # 3. The matrices that are sent together (buckets).
+    owner_of = _owners(shards, layout.size, machine, settings)
+    for index, owner in owner_of.items():  # every rank computes the others
+        shards[index] = replace(shards[index], owner=owner)
+    # 3. The parts that are sent together (buckets).
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
+    buckets = _buckets(shards, specs, limit)
     return RunPlan(
         run=run_on_stacks,
-        stacks=tuple(matrices),
+        stacks=tuple(matrix_of),
         size=layout.size,
         shards=tuple(shards),
-        buckets=tuple(_buckets(shards, specs, limit)),
+        buckets=tuple(buckets),
         specs=specs,
         device=device,
         rank=layout.rank,
@@ -263,17 +263,16 @@ def _assumed_dtype(device: torch.device) -> torch.dtype:
 
 
 def _unassigned_shards(
-    specs: Mapping[str, Spec], matrices: Mapping[str, tuple[int, int]], layout: ShardTable, cost_of: CostOf
+    specs: Mapping[str, Spec], matrix_of: Mapping[str, tuple[int, int]], layout: ShardTable, cost_of: CostOf
 ) -> list[MatrixShard]:
     """Divide all parameters into the parts that one rank each will compute, with their costs and candidate ranks.
 
-    `matrices` has (rows, columns) for each parameter that is a stack of matrices. Its parts are some matrices of the
+    `matrix_of` has (rows, columns) for each parameter that is a stack of matrices. Its parts are some matrices of the
     stack. Any other parameter is one part.
     """
     shards: list[MatrixShard] = []
     for name, spec in specs.items():
-        rows_and_columns = matrices.get(name)
-        for shard in shards_of_parameter(rows_and_columns, name, layout.cuts[name]):
+        for shard in shards_of_parameter(matrix_of.get(name), name, layout.cuts[name]):
             cost = cost_of(name, shard.shape, spec.dtype)
             nbytes = shard.numel * spec.dtype.itemsize
             shards.append(replace(shard, cost=cost, nbytes=nbytes))

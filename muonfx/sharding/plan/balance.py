@@ -53,18 +53,18 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     # 1. Items with a single candidate.
     loads = [_Load(0.0, 0, rank) for rank in range(ranks)]
     owner_of = _assign_to_least_loaded(without_choice, loads)  # updates `loads`
-    costs_before = [load.cost for load in loads]
+    loads_before = list(loads)
     # 2. Each other item, from the highest cost to the lowest, goes to its candidate with the lowest load so far.
     by_cost = _descending(with_choice)
     owner_of |= _assign_to_least_loaded(by_cost, loads)
     # 3. This may end a third above the optimum. If all these items have the same candidates, as in most models, search
-    # for an assignment with a lower largest cost, that is, a shorter step.
-    candidates_of_items = {item.candidates for item in by_cost.values()}
-    if len(candidates_of_items) == 1:
-        (candidates,) = candidates_of_items
+    # for an assignment with a lower largest cost, that is, a shorter step. It replaces that of 2 if there is one.
+    different_candidates = {item.candidates for item in by_cost.values()}
+    if len(different_candidates) == 1:
+        candidates = different_candidates.pop()
         largest_cost = max([loads[rank].cost for rank in candidates])
-        costs_of_candidates = {rank: costs_before[rank] for rank in candidates}
-        owner_of |= _packed(by_cost, costs_of_candidates, largest_cost)
+        costs_before = {rank: loads_before[rank].cost for rank in candidates}
+        owner_of |= _packed(by_cost, costs_before, largest_cost)
     return [owner_of[index] for index in range(len(items))]
 
 

@@ -360,22 +360,24 @@ def _ranges(cut: Cut, numel: int) -> list[_Range]:
     """
     number_of_matrices = prod(cut.shape) // numel
     matrices = [_matrix(cut, number, numel) for number in range(number_of_matrices)]
+    # 1. Neighbouring matrices that one rank computes are a range. A matrix with several candidates is a range alone.
     ranges: list[_Range] = []
     for number, candidates in enumerate(_candidates(matrices)):
         complete = matrices[number].complete
-        one_each = len(candidates) > 1
-        if ranges and not one_each and ranges[-1].candidates == candidates:  # the same rank computes the one before
+        has_choice = len(candidates) > 1
+        if ranges and candidates == ranges[-1].candidates and not has_choice:
             complete = complete and ranges[-1].complete
             ranges[-1] = ranges[-1]._replace(stop=number + 1, complete=complete)
         else:
-            ranges.append(_Range(number, number + 1, candidates, complete, one_each))
-    # A rank has one tensor of state for the stack, of one range, so it cannot compute two ranges. A matrix with
-    # `one_each` gets a rank of its own later.
+            ranges.append(_Range(number, number + 1, candidates, complete, one_each=has_choice))
+    # 2. A rank has one tensor of state for the stack, of one range, so it cannot compute two. A matrix with `one_each`
+    # gets a rank later that computes no other range.
     owners = [part.candidates for part in ranges if not part.one_each]
-    if len(set(owners)) == len(owners):
-        return ranges
-    all_candidates = set[int]().union(*[part.candidates for part in ranges])
-    return [_Range(0, number_of_matrices, tuple(sorted(all_candidates)), complete=False)]
+    has_rank_two_ranges = len(set(owners)) < len(owners)
+    if has_rank_two_ranges:
+        all_candidates = set[int]().union(*[part.candidates for part in ranges])
+        return [_Range(0, number_of_matrices, tuple(sorted(all_candidates)), complete=False)]
+    return ranges
 
 
 def _candidates(matrices: Sequence[_Matrix]) -> list[tuple[int, ...]]:
@@ -386,49 +388,40 @@ def _candidates(matrices: Sequence[_Matrix]) -> list[tuple[int, ...]]:
     >>> _candidates([_Matrix(ranks=(4, 5), complete=True, most=(4, 5))] * 3)
     [(4,), (5,), (5,)]
     """
-    num_matrices: Counter[int] = Counter()  # by rank: of how many matrices it holds elements
+    matrices_on: Counter[int] = Counter()  # by rank: of how many matrices of the stack it holds elements
     for matrix in matrices:
-        num_matrices.update(matrix.ranks)
+        matrices_on.update(matrix.ranks)
     candidates: list[tuple[int, ...]] = []
     for _, neighbours in itertools.groupby(matrices, lambda matrix: (matrix.ranks, matrix.complete)):
-        candidates += _candidates_of_neighbours(list(neighbours), num_matrices)
+        candidates += _candidates_of_neighbours(list(neighbours), matrices_on)
     return candidates
 
 
-def _candidates_of_neighbours(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> list[tuple[int, ...]]:
+def _candidates_of_neighbours(neighbours: Sequence[_Matrix], matrices_on: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Return which ranks may compute each of some neighbouring matrices of a stack, which the same ranks hold.
 
     The matrices on ranks 0 and 1 are divided into equal ranges: of four, rank 0 computes the first two and rank 1 the
     last two. Of two matrices that are each split equally over ranks 0 to 3, any two of these ranks compute one each.
 
-    `num_matrices` has, by rank, of how many matrices of the whole stack it holds elements.
+    `matrices_on` has, by rank, of how many matrices of the whole stack it holds elements.
     """
     ranks = neighbours[0].ranks
     # 1. With at least as many matrices as ranks, each rank computes an equal range of them.
     if len(neighbours) >= len(ranks):
         return [(owner,) for owner in _in_equal_ranges(ranks, len(neighbours))]
-    # 2. With fewer matrices, `with_ranks_of_their_own` chooses a different rank for each matrix later, by load.
-    candidates = _candidates_of_each(neighbours, num_matrices)
-    if candidates:
-        return [candidates] * len(neighbours)
+    # 2. With fewer matrices, each of them gets a rank of its own: one that holds the largest part of every matrix.
+    # `with_ranks_of_their_own` chooses them later, by load.
+    with_largest_parts = set(ranks)
+    for matrix in neighbours:
+        with_largest_parts.intersection_update(matrix.most)
+    are_enough = len(with_largest_parts) >= max(len(neighbours), 2)
+    # A rank that also holds elements of other matrices may compute one of these too, such as matrices 0 and 4. But it
+    # has one tensor of state for the stack, of one range.
+    hold_no_others = all(matrices_on[rank] == len(neighbours) for rank in with_largest_parts)
+    if are_enough and hold_no_others:
+        return [tuple(sorted(with_largest_parts))] * len(neighbours)
     # 3. If that is not possible, a matrix is computed by the first rank with the largest part, which receives least.
     return [matrix.most[:1] for matrix in neighbours]
-
-
-def _candidates_of_each(neighbours: Sequence[_Matrix], num_matrices: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the ranks of which each may compute any one of some matrices; none if there are too few of them.
-
-    They hold the largest part of every matrix. Each matrix needs a rank of its own, and there must be a choice. The
-    arguments are those of `_candidates_of_neighbours`.
-    """
-    candidates = set.intersection(*[set(matrix.most) for matrix in neighbours])
-    are_too_few = len(candidates) < max(len(neighbours), 2)
-    # A rank with elements of further matrices may compute one of them too. It would have two ranges of the stack, such
-    # as matrices 0 and 4, and it has one tensor of state for the stack, of one range.
-    hold_further_matrices = any(num_matrices[rank] > len(neighbours) for rank in candidates)
-    if are_too_few or hold_further_matrices:
-        return ()
-    return tuple(sorted(candidates))
 
 
 def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
