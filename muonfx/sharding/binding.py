@@ -218,11 +218,17 @@ class Binding:
         names = [name for name in param_names if name in self.layout.specs]
         if device.type == "meta":  # the speed of a device is estimated, and meta has none
             device = torch.device("cpu")
-        members = tuple([(name, _without_groups(tx)) for name, tx in run])
-        structures = tuple([(name, tx.treedef) for name, tx in members])
-        key = tuple(names), structures, str(device)
+        members: list[tuple[str, Transform]] = []
+        structures: list[tuple[str, Hashable]] = []
+        for name, tx in run:
+            member = tx
+            if tx.declaration.combinator.varies_numbers:  # it calls a transform for each param group, all with one plan
+                member = tx.children[0]
+            members.append((name, member))
+            structures.append((name, member.treedef))
+        key = tuple(names), tuple(structures), str(device)
         if key not in self.plans:
-            self.plans[key] = plan_run(members, names, self.layout, device, self.settings)
+            self.plans[key] = plan_run(tuple(members), names, self.layout, device, self.settings)
         return self.plans[key]
 
     def global_like(self, params: PyTree) -> PyTree:
@@ -324,13 +330,6 @@ class Binding:
             "the tree",
             self.layout.group,
         )
-
-
-def _without_groups(tx: Transform) -> Transform:
-    """Return the first inner transform of one with other numbers for each param group. All of them have one plan."""
-    if tx.declaration.combinator.varies_numbers:
-        return tx.children[0]
-    return tx
 
 
 @stand_in
