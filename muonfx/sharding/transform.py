@@ -392,7 +392,7 @@ def agreed_call(
         progress.lacking = frozenset(tree.names(local.updates))
     # 5. Gradients that are None on some ranks, or partial sums, are completed. Replicas should then have equal ones.
     if agreement.missing or unplaced:
-        completed = complete_gradients(layout, call.updates, agreement, tree.device_of(local.like))
+        completed = complete_gradients(layout, call.updates, agreement.missing, tree.device_of(local.like))
         local = local._replace(updates=completed)
     if progress.lacking:
         _compare_first_gradients(progress, layout, local.updates)

@@ -287,29 +287,27 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES, 1)}
 _NONE = 0
 """The code of a leaf that is None, or no floating tensor. Each dtype has a code of 1 or more."""
 
-UNPLACED = 64
+_UNPLACED = 64
 """Added to the dtype code of a gradient whose DTensor placements differ from its parameter's, such as Partial."""
 
 
-class LeafAgreement(NamedTuple):
-    """Which leaves of a tree only some ranks have. All attributes are equal on all ranks."""
+class MissingLeaf(NamedTuple):
+    """A leaf of a tree that is a tensor on some ranks, and None on the others."""
 
-    missing: Mapping[int, Sequence[int]]
-    """For each leaf that is None on some ranks only, by its index: its code on each rank."""
+    dtype: torch.dtype
+    ranks: frozenset[int]
+    """The ranks on which it is a tensor."""
+    is_unplaced: bool
+    """True for a gradient with other DTensor placements than its parameter, such as Partial."""
+
+
+class LeafAgreement(NamedTuple):
+    """Which leaves of a tree only some ranks have. Both attributes are equal on all ranks."""
+
+    missing: Mapping[str, MissingLeaf]
+    """The leaves that are None on some ranks only, by name, in the order of the tree."""
     is_requested: bool
     """True if any rank passed a `request`."""
-
-    def dtype_of(self, index: int) -> torch.dtype:
-        """Return the dtype of a leaf of `missing`, which at least one rank has."""
-        return DTYPES[max(self.missing[index]) % UNPLACED - 1]
-
-    def is_unplaced(self, index: int) -> bool:
-        """Return True if a leaf is a gradient with other DTensor placements than its parameter, such as Partial."""
-        return max(self.missing[index]) > UNPLACED
-
-    def ranks_with(self, index: int) -> set[int]:
-        """Return the ranks on which a leaf of `missing` is a tensor."""
-        return {rank for rank, code in enumerate(self.missing[index]) if code != _NONE}
 
 
 def agree_on_leaves(
@@ -324,8 +322,7 @@ def agree_on_leaves(
 ) -> LeafAgreement:
     """Find out which leaves of a tree are None on some ranks. Raise on all ranks if a leaf has different dtypes.
 
-    If only rank 1 has a gradient for "w", leaf 0 of the tree, ``missing`` is ``{0: (0, code)}`` on all ranks: None on
-    rank 0, and a tensor on rank 1, whose dtype is in the code.
+    If only rank 1 has a gradient for "w", then ``missing["w"]`` has its dtype and ``ranks={1}`` on all ranks.
 
     Args:
         operation: the name of the call, which must be equal on all ranks.
@@ -365,11 +362,11 @@ def agree_on_leaves(
 
 
 def _codes_of_leaves(values: PyTree, unplaced: Iterable[str]) -> bytearray:
-    """Return one number for each leaf of a tree: the code of its dtype, plus `UNPLACED` for the `unplaced` names."""
+    """Return one number for each leaf of a tree: the code of its dtype, plus `_UNPLACED` for the `unplaced` names."""
     codes = bytearray(map(_code_of, tree.leaves(values)))  # one byte for each leaf, to be compared and sent fast
     names = tree.names(values)
     for name in unplaced:
-        codes[names.index(name)] += UNPLACED
+        codes[names.index(name)] += _UNPLACED
     return codes
 
 
@@ -420,20 +417,21 @@ def _codes_of_all_ranks(codes: bytearray, rank: int, group: dist.ProcessGroup) -
     return table.tolist()
 
 
-def _missing_on_some(names: Sequence[str], codes_of_rank: list[list[int]]) -> dict[int, Sequence[int]]:
-    """Return the leaves that only some ranks have, as in `LeafAgreement`. Raise if a leaf has different dtypes.
+def _missing_on_some(names: Sequence[str], codes_of_rank: list[list[int]]) -> dict[str, MissingLeaf]:
+    """Return the leaves that only some ranks have, by name. Raise if a leaf has different dtypes.
 
     ``codes_of_rank[r][i]`` is the code of leaf i on rank r: 0 (`_NONE`) if it is None, else the code of its dtype, plus
-    `UNPLACED` for some gradients. Here leaf 1 is None on rank 1:
+    `_UNPLACED` for some gradients. Here "w" is None on rank 1:
 
-    >>> _missing_on_some(["v", "w"], [[3, 3], [3, 0]])
-    {1: (3, 0)}
+    >>> code = _code_of(torch.zeros(1))
+    >>> _missing_on_some(["v", "w"], [[code, code], [code, 0]])
+    {'w': MissingLeaf(dtype=torch.float32, ranks=frozenset({0}), is_unplaced=False)}
     """
-    missing: dict[int, Sequence[int]] = {}
+    missing: dict[str, MissingLeaf] = {}
     codes_of_leaves = zip(*codes_of_rank, strict=True)
-    for index, (name, codes) in enumerate(zip(names, codes_of_leaves, strict=True)):
+    for name, codes in zip(names, codes_of_leaves, strict=True):
         # The ranks that have the leaf must agree on its dtype: they then have one code together.
-        codes_of_tensors = {code for code in codes if code != _NONE}
+        codes_of_tensors = set(codes) - {_NONE}
         if len(codes_of_tensors) > 1:
             raise ShardingError(
                 f"nothing was changed on any rank: {name!r} has different dtypes or placements on different ranks, "
@@ -441,5 +439,8 @@ def _missing_on_some(names: Sequence[str], codes_of_rank: list[list[int]]) -> di
             )
         is_on_some_ranks = bool(codes_of_tensors) and _NONE in codes
         if is_on_some_ranks:
-            missing[index] = codes
+            common_code = codes_of_tensors.pop()
+            dtype = DTYPES[common_code % _UNPLACED - 1]
+            ranks = frozenset([rank for rank, code in enumerate(codes) if code != _NONE])
+            missing[name] = MissingLeaf(dtype, ranks, is_unplaced=common_code > _UNPLACED)
     return missing

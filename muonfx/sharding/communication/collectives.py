@@ -76,7 +76,7 @@ def _require_same_leaves(layout: ShardTable, leaf_of: dict[str, Any], names: Seq
     with without_transforms():
         agreement = agree_on_shards("gathering leaves", leaf_of, layout, same={"arguments": str(names)})
     if agreement.missing:  # the same on all ranks, so all of them raise
-        name = tree.names(leaf_of)[min(agreement.missing)]
+        name = min(agreement.missing)
         raise ShardingError(
             f"{name!r} is None on some ranks, expected a shard on all ranks or None on all: pass the shard of every "
             "rank"
@@ -257,16 +257,16 @@ def _with_missing_gradients(layout: ShardTable, grads: PyTree, agreement: LeafAg
     """Return this rank's gradients by name, with zeros for those that only other ranks have.
 
     If the tree is ``{"w": None, "b": grad}`` here, and another rank has a gradient of "w", "w" is zero here. If no rank
-    has one, "w" is left out. `agreement` has the indices of the leaves that only some ranks have.
+    has one, "w" is left out. `agreement` has the leaves that only some ranks have.
     """
     device = tree.device_of(grads)
     gradient_of: dict[str, Tensor] = {}
-    for index, (name, leaf) in enumerate(tree.named_leaves(grads)):
+    for name, leaf in tree.named_leaves(grads):
         if leaf is not None:
             gradient_of[name] = leaf.detach()
-        elif index in agreement.missing:  # another rank has this gradient, and the mean is over all ranks
+        elif name in agreement.missing:  # another rank has this gradient, and the mean is over all ranks
             shape = layout.specs[name].shape
-            gradient_of[name] = torch.zeros(shape, dtype=agreement.dtype_of(index), device=device)
+            gradient_of[name] = torch.zeros(shape, dtype=agreement.missing[name].dtype, device=device)
     return gradient_of
 
 

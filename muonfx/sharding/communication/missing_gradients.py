@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.sharding.communication.agree import LeafAgreement
+from muonfx.sharding.communication.agree import MissingLeaf
 from muonfx.sharding.communication.replicas import Send, send_copies
 from muonfx.sharding.errors import ShardingError
 from muonfx.sharding.layout import Layout
@@ -20,31 +20,33 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 
-def complete_gradients(layout: Layout, updates: PyTree, agreement: LeafAgreement, device: torch.device) -> PyTree:
+def complete_gradients(
+    layout: Layout, updates: PyTree, missing: Mapping[str, MissingLeaf], device: torch.device
+) -> PyTree:
     """Return this rank's gradients. Fill in those that are None here, and that other ranks have.
 
     Some losses do not use all parameters, so a gradient may be None on some ranks. It becomes a copy of the gradient on
-    another rank that holds the same shard or, if there is none, zero. ``agreement.missing`` has the indices of these
-    gradients, equal on all ranks.
+    another rank that holds the same shard or, if there is none, zero. `missing` has these gradients by name, equal on
+    all ranks.
     """
-    names = tree.names(updates)
     # Checked before anything is sent: under tensor parallelism a gradient may be a partial sum on some ranks, and None
     # on others because their losses do not use the parameter.
-    for index in agreement.missing:
-        if agreement.is_unplaced(index):  # a partial sum: its terms are on several ranks
-            raise _partial_or_none(names[index])
+    for name, leaf in missing.items():
+        if leaf.is_unplaced:  # a partial sum: its terms are on several ranks
+            raise _partial_or_none(name)
     # A partial sum that all ranks have is summed over them here.
-    gradients = [_local_gradient(layout, name, leaf) for name, leaf in tree.named_leaves(updates)]
+    gradient_of: dict[str, Tensor | None] = {}
+    for name, gradient in tree.named_leaves(updates):
+        gradient_of[name] = _local_gradient(layout, name, gradient)
     # Every rank visits the same leaves in the same order, also those that it has: it may have to send them.
-    for index in agreement.missing:
-        name = names[index]
-        gradient = gradients[index]
-        if gradient is None:  # zeros, which a copy of a replica's gradient overwrites
-            gradient = torch.zeros(layout.position(name).shape, dtype=agreement.dtype_of(index), device=device)
-            gradients[index] = gradient
-        _copy_to_replicas(layout, name, gradient, agreement.ranks_with(index))
+    for name, leaf in missing.items():
+        local_gradient = gradient_of[name]
+        if local_gradient is None:  # zeros, which a copy of a replica's gradient overwrites
+            local_gradient = torch.zeros(layout.position(name).shape, dtype=leaf.dtype, device=device)
+            gradient_of[name] = local_gradient
+        _copy_to_replicas(layout, name, local_gradient, leaf.ranks)
     _, treedef = tree.flatten(updates)
-    return tree.unflatten(treedef, gradients)
+    return tree.unflatten(treedef, gradient_of.values())
 
 
 def _partial_or_none(name: str) -> ShardingError:
@@ -74,7 +76,7 @@ def _local_gradient(layout: Layout, name: str, leaf: Any) -> Tensor | None:
     return local_of(leaf)
 
 
-def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: set[int]) -> None:
+def _copy_to_replicas(layout: Layout, name: str, gradient: Tensor, ranks_with_gradient: frozenset[int]) -> None:
     """Send a gradient to the ranks that had none, from a rank that holds the same shard and had one.
 
     If ranks 0 to 2 hold the same shard, and only ranks 1 and 2 have a gradient, rank 1 sends it to rank 0.

@@ -255,17 +255,17 @@ def broadcast(params: T, layout: Layout, *, donate: bool = False) -> T:
         require_no_transform("broadcast", params)
     with without_transforms():
         agreement = agree_on_shards("broadcasting parameters", params, layout)
-        _require_on_all_holders(tree.names(params), agreement, layout)
+        _require_on_all_holders(agreement, layout)
         if layout.group is None or layout.size == 1:
             return params
         return _broadcast(params, layout, layout.group, donate=donate)
 
 
-def _require_on_all_holders(names: Sequence[str], agreement: LeafAgreement, layout: Layout) -> None:
+def _require_on_all_holders(agreement: LeafAgreement, layout: Layout) -> None:
     """Raise if a leaf with replicas is None on some ranks. This is equal on all ranks, so all of them raise."""
-    for index in agreement.missing:
-        if layout.cuts[names[index]].copies:
-            raise ShardingError(f"{names[index]!r} is None on some ranks, expected a tensor on all ranks that hold it")
+    for name in agreement.missing:
+        if layout.cuts[name].copies:
+            raise ShardingError(f"{name!r} is None on some ranks, expected a tensor on all ranks that hold it")
 
 
 def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: bool) -> T:
