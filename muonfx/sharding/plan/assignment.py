@@ -318,14 +318,12 @@ def _sets_to_split(shards: Sequence[MatrixShard], machine: Machine, replicas: Re
         return [none]
     if replicas == "split":
         return [all_replicated]
-    slower_to_compute = {index for index in all_replicated if _is_slower_to_compute(shards[index], machine)}
+    slower_to_compute: set[int] = set()  # than to send; every rank better computes the others
+    for index in all_replicated:
+        seconds_to_send = shards[index].nbytes / machine.bandwidth
+        if _seconds_to_compute(shards[index], machine) > seconds_to_send:
+            slower_to_compute.add(index)
     return [none, slower_to_compute, all_replicated]
-
-
-def _is_slower_to_compute(shard: MatrixShard, machine: Machine) -> bool:
-    """Return True if it takes longer to compute a shard than to send it. If not, every rank better computes it."""
-    seconds_to_send = shard.nbytes / machine.bandwidth
-    return _seconds_to_compute(shard, machine) > seconds_to_send
 
 
 def _seconds_to_compute(shard: MatrixShard, machine: Machine) -> float:
