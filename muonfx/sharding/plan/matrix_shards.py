@@ -340,7 +340,7 @@ class _Matrix(NamedTuple):
     """The ranks that hold the whole matrix or, if there is no such rank, the ranks that hold some of it."""
     complete: bool
     """True if these ranks hold the whole matrix."""
-    most: tuple[int, ...]
+    with_largest_part: tuple[int, ...]
     """The ranks that hold the largest part of the matrix."""
 
 
@@ -385,7 +385,7 @@ def _candidates(matrices: Sequence[_Matrix]) -> list[tuple[int, ...]]:
 
     Neighbouring matrices that the same ranks hold are divided among these ranks. Here ranks 4 and 5 hold all of them:
 
-    >>> _candidates([_Matrix(ranks=(4, 5), complete=True, most=(4, 5))] * 3)
+    >>> _candidates([_Matrix(ranks=(4, 5), complete=True, with_largest_part=(4, 5))] * 3)
     [(4,), (5,), (5,)]
     """
     matrices_on: Counter[int] = Counter()  # by rank: of how many matrices of the stack it holds elements
@@ -411,17 +411,17 @@ def _candidates_of_neighbours(neighbours: Sequence[_Matrix], matrices_on: Mappin
         return [(owner,) for owner in _in_equal_ranges(ranks, len(neighbours))]
     # 2. With fewer matrices, each of them gets a rank of its own: one that holds the largest part of every matrix.
     # `with_ranks_of_their_own` chooses them later, by load.
-    with_largest_parts = set(ranks)
+    candidates = set(ranks)
     for matrix in neighbours:
-        with_largest_parts.intersection_update(matrix.most)
-    are_enough = len(with_largest_parts) >= max(len(neighbours), 2)
+        candidates.intersection_update(matrix.with_largest_part)
+    are_enough = len(candidates) >= max(len(neighbours), 2)
     # A rank that also holds elements of other matrices may compute one of these too, such as matrices 0 and 4. But it
     # has one tensor of state for the stack, of one range.
-    hold_no_others = all(matrices_on[rank] == len(neighbours) for rank in with_largest_parts)
+    hold_no_others = all(matrices_on[rank] == len(neighbours) for rank in candidates)
     if are_enough and hold_no_others:
-        return [tuple(sorted(with_largest_parts))] * len(neighbours)
+        return [tuple(sorted(candidates))] * len(neighbours)
     # 3. If that is not possible, a matrix is computed by the first rank with the largest part, which receives least.
-    return [matrix.most[:1] for matrix in neighbours]
+    return [matrix.with_largest_part[:1] for matrix in neighbours]
 
 
 def _in_equal_ranges(ranks: Sequence[int], count: int) -> list[int]:
@@ -446,7 +446,7 @@ def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
 
     >>> from muonfx.sharding.shards.cut import Intervals
     >>> _matrix(Intervals((6, 4, 4), start=0, borders=(0, 36, 96)), number=2, numel=16)
-    _Matrix(ranks=(0, 1), complete=False, most=(1,))
+    _Matrix(ranks=(0, 1), complete=False, with_largest_part=(1,))
     """
     # 1. The number of elements on each rank that holds any.
     first_element = number * numel
@@ -456,10 +456,10 @@ def _matrix(cut: Cut, number: int, numel: int) -> _Matrix:
         overlap = numel_of(position.overlaps(boxes))
         if overlap:
             numel_of_rank.update(dict.fromkeys(ranks, overlap))
-    # 2. The ranks with the most, perhaps with all of them.
+    # 2. The ranks with the largest part of the matrix, perhaps with all of it.
     largest = max(numel_of_rank.values())
     all_ranks = tuple(sorted(numel_of_rank))
-    most = tuple([rank for rank in all_ranks if numel_of_rank[rank] == largest])
+    with_largest_part = tuple([rank for rank in all_ranks if numel_of_rank[rank] == largest])
     if largest == numel:
-        return _Matrix(ranks=most, complete=True, most=most)
-    return _Matrix(ranks=all_ranks, complete=False, most=most)
+        return _Matrix(ranks=with_largest_part, complete=True, with_largest_part=with_largest_part)
+    return _Matrix(ranks=all_ranks, complete=False, with_largest_part=with_largest_part)
