@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core.value import Recorded, parts_of, walk, with_numbers
-from muonfx.internal.arguments import did_you_mean
+from muonfx.internal.arguments import check_plain, did_you_mean, float_of
 
 R = TypeVar("R", bound=Recorded)
 
@@ -63,7 +63,7 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
 
     Raises:
         KeyError: the transform has no numeric argument of a name. The message lists the names.
-        TypeError: ``tx`` is not a transform.
+        TypeError: ``tx`` is not a transform, or a new value is not a number.
 
     >>> import muonfx as mfx
     >>> with_hyperparams(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), {"scale.factor": -0.2})
@@ -75,8 +75,25 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     if unknown:
         advice = did_you_mean(unknown[0], numbers)
         raise KeyError(f"no hyperparameter {', '.join(unknown)}{advice}; there are {', '.join(numbers) or 'none'}")
-    new_numbers = {**numbers, **changes}  # in the order of `numbers`, which `with_numbers` requires
-    return with_numbers(tx, iter(new_numbers.values()))
+    for name, number in changes.items():  # `numbers` keeps its order, which `with_numbers` requires
+        if number is not numbers[name]:
+            numbers[name] = _checked_number(name, number)
+    return with_numbers(tx, iter(numbers.values()))
+
+
+def _checked_number(name: str, number: Any) -> Any:
+    """Return a new value of a numeric argument, as a call with this argument stores it: an int as a float.
+
+    >>> _checked_number("scale.factor", "1e-3")
+    Traceback (most recent call last):
+    TypeError: with_hyperparams: scale.factor must be a number or a 0-d tensor, found '1e-3': convert the text ...
+    """
+    if torch.compiler.is_compiling():  # numbers of a trace have no values
+        return number
+    number = check_plain("with_hyperparams", name, number, frozenset({"float"}))
+    if isinstance(number, int):
+        return float_of(f"with_hyperparams: {name}", number)
+    return number
 
 
 def stack(transforms: Sequence[R]) -> R:

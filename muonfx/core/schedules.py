@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, overload
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from muonfx.core import checks
 from muonfx.core.extras import InitAndUpdate
 from muonfx.core.value import Recorded, make_factory
-from muonfx.internal.arguments import short_repr
+from muonfx.internal.arguments import float_of, is_real_number, short_repr
 from muonfx.internal.tracing import is_wrapped, on_device_of
 from muonfx.tree import PyTree, device_of
 from muonfx.tree.elementwise import new_number
@@ -109,12 +108,13 @@ class Schedule(Recorded):
         >>> constant_schedule(0.1)._as_tensor(0.1, step=torch.tensor(5.0))
         tensor(0.1000)
         """
-        if isinstance(value, Real):
-            return torch.full_like(step, float(value))
-        if isinstance(value, Tensor) and value.ndim == step.ndim:  # `step` has dims if a caller plots many steps
-            return value
-        if isinstance(value, Tensor) and value.numel() == 1:
-            return value.reshape(())
+        if is_real_number(value):
+            if not isinstance(value, Tensor):
+                return torch.full_like(step, float_of("the value of a schedule", value))
+            if value.ndim == step.ndim:  # `step` has dims if a caller plots many steps
+                return value
+            if value.numel() == 1:
+                return value.reshape(())
         raise TypeError(
             f"{self!r}: the function of the step must return a number or a 0-d tensor, found {short_repr(value)}"
         )

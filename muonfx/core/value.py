@@ -28,7 +28,7 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from muonfx.core.argument_texts import code_of_value, public_name, same, text_of
-from muonfx.internal.arguments import accepted_types_of, bind, check_plain, hint
+from muonfx.internal.arguments import accepted_types_of, bind, check_plain, float_of, hint
 from muonfx.tree import NAMESPACE
 
 V = TypeVar("V")
@@ -72,7 +72,7 @@ class Definition:
         """Return the value of an argument, converted to float if it is an int and the annotation is float."""
         is_int = isinstance(value, int) and not isinstance(value, bool)
         if is_int and self.is_number(name):
-            return float(value)
+            return float_of(name, value)
         return value
 
 

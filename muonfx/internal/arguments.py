@@ -80,7 +80,7 @@ def check_plain(owner: str, name: str, value: object, type_names: frozenset[str]
     Traceback (most recent call last):
     TypeError: adam: b1 must be a number or a 0-d tensor, found '0.9'
     """
-    value = _python_number(value, type_names)
+    value = _python_number(f"{owner}: {name}", value, type_names)
     if type_names and not _is_one_of(value, type_names):
         raise _wrong_type(f"{owner}: {name}", value, type_names)
     return value
@@ -95,14 +95,17 @@ def _wrong_type(argument: str, value: object, type_names: frozenset[str]) -> Typ
     return TypeError(message)
 
 
-def _python_number(value: Any, type_names: frozenset[str]) -> Any:
+def _python_number(argument: str, value: Any, type_names: frozenset[str]) -> Any:
     """Return a number of another library, such as ``numpy.float32(0.5)``, as a Python number, here 0.5.
 
-    Other values are returned unchanged, and so are numbers of a type that the argument does not allow.
+    Other values are returned unchanged, and so are numbers of a type that the argument does not allow. ``argument`` is
+    the name for an error.
 
     >>> from fractions import Fraction
-    >>> _python_number(Fraction(1, 2), frozenset({"float"})), _python_number(Fraction(1, 2), frozenset({"int"}))
-    (0.5, Fraction(1, 2))
+    >>> _python_number("scale: factor", Fraction(1, 2), frozenset({"float"}))
+    0.5
+    >>> _python_number("accumulate: every", Fraction(1, 2), frozenset({"int"}))
+    Fraction(1, 2)
     """
     # A bool is an int in Python and must not become 1. A tensor is accepted as a number as it is.
     if isinstance(value, bool | Tensor):
@@ -111,7 +114,7 @@ def _python_number(value: Any, type_names: frozenset[str]) -> Any:
     if isinstance(value, numbers.Integral) and not type_names.isdisjoint({"int", "float"}):
         return int(value)
     if isinstance(value, numbers.Real) and "float" in type_names:
-        return float(value)
+        return float_of(argument, value)
     return value
 
 
@@ -219,8 +222,8 @@ def _advice_for_number(value: Any) -> str:
 def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
     """Return True if an argument has one of the types that its annotation allows, as read by `accepted_types`.
 
-    Unlike with ``isinstance``, an int or a tensor is accepted as a float, and a bool is accepted as a bool only. A name
-    in quotes, as of ``Literal["auto"]``, accepts this string only.
+    Unlike with ``isinstance``, an int or a tensor of real numbers is accepted as a float, and a bool is accepted as a
+    bool only. A name in quotes, as of ``Literal["auto"]``, accepts this string only.
 
     >>> _is_one_of(1, frozenset({"float"})), _is_one_of(True, frozenset({"float"}))
     (True, False)
@@ -229,6 +232,8 @@ def _is_one_of(value: object, type_names: frozenset[str]) -> bool:
     """
     if isinstance(value, str):  # any string, or only certain ones, whose names have quotes
         return "str" in type_names or repr(value) in type_names
+    if isinstance(value, Tensor) and "float" in type_names:
+        return is_real_number(value)
     for kind, accepting_names in _ACCEPTED_AS:  # such as int, which is accepted as "int" and "float"
         if isinstance(value, kind):
             return not type_names.isdisjoint(accepting_names)
@@ -253,6 +258,32 @@ _ACCEPTED_AS = (
 
 def _is_other_type(type_name: str) -> bool:
     return type_name not in _PLAIN and type_name not in ("None", "Tensor") and not _is_literal(type_name)
+
+
+def is_real_number(value: object) -> bool:
+    """Return True for a real number: of Python or NumPy, or in a tensor. A bool is none, and neither is a text.
+
+    >>> is_real_number(1), is_real_number(torch.tensor(0.1))
+    (True, True)
+    >>> is_real_number(True), is_real_number(torch.tensor(True)), is_real_number(1j), is_real_number("1e-3")
+    (False, False, False, False)
+    """
+    if isinstance(value, Tensor):
+        return value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
+
+
+def float_of(name: str, number: Any) -> float:
+    """Return a real number as a float. Raise ValueError if it is too large for one. ``name`` is its name in the error.
+
+    >>> float_of("decay", 10**400)
+    Traceback (most recent call last):
+    ValueError: decay must be finite, found a number above 1.8e+308
+    """
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite, found a number above {sys.float_info.max:.2g}") from None
 
 
 def is_symbolic(value: object) -> bool:

@@ -14,7 +14,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.value import prepared
-from muonfx.internal.arguments import advice_for_text
+from muonfx.internal.arguments import advice_for_text, float_of, is_real_number
 
 Number = float | Tensor
 """The value of one hyperparameter."""
@@ -53,8 +53,7 @@ class Hyperparam(NamedTuple):
             expected = f"{len(self.names)} numbers" if self.is_tuple else "a number"
             raise ValueError(f"{self.key!r} in a group must be {expected}, found {value!r}{advice_for_text(value)}")
         for number in values:
-            # `Real` includes numpy.float32. True and False are ints in Python, but no hyperparameters.
-            if not isinstance(number, int | float | Tensor | Real) or isinstance(number, bool):
+            if not is_real_number(number):
                 raise TypeError(
                     f"{self.key!r} in a group must be a number or a tensor of one element, found {number!r}"
                     f"{advice_for_text(number)}"
@@ -376,10 +375,10 @@ def fitted(defaults: Numbers, numbers: Numbers) -> dict[str, Number]:
         default = defaults[name]
         if isinstance(number, Tensor):
             fitted_numbers[name] = _fitted_tensor(name, number, default)
-        elif isinstance(number, int | float):
+        elif type(number) is float:
             fitted_numbers[name] = number
-        else:  # another number type, such as numpy.float32
-            fitted_numbers[name] = float(number)
+        else:  # an int, or a number of NumPy, such as numpy.float32
+            fitted_numbers[name] = float_of(name, number)
     return fitted_numbers
 
 
@@ -420,8 +419,8 @@ def with_python_numbers(value: Any) -> Any:
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
     """Raise ValueError with the key of a number in a param group that is out of range, such as a negative "lr".
 
-    A transform rejects such a number with the name of its own argument. To find the key, each number is put into the
-    transform alone.
+    A transform rejects such a number with the name of its own argument. To find the key, each number is then put into
+    the transform alone.
 
     >>> lr = Hyperparam("lr", ("learning_rate",))
     >>> tx = mfx.scale_by_learning_rate(0.1)
@@ -432,23 +431,25 @@ def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: 
     Args:
         tx: the transform that reads the numbers.
         hyperparams: the keys of the group, each with the dotted names of its numbers.
-        numbers: the numbers of the group by dotted name.
+        numbers: the numbers of the group by dotted name. It may lack some.
         defaults: the numbers with which ``tx`` was constructed.
     """
+    if _message_of_transform(tx, numbers, defaults) is None:  # all at once, in the usual case
+        return
     for hyperparam in hyperparams:
         for index, name in enumerate(hyperparam.names):
-            if numbers[name] is defaults[name]:  # the transform was constructed with it
+            if name not in numbers:
                 continue
-            message = _message_of_transform(tx, name, numbers[name], defaults)
+            message = _message_of_transform(tx, {name: numbers[name]}, defaults)
             if message is not None:
                 key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key  # such as "betas[1]"
                 raise ValueError(_refusal(key, name, message)) from None  # also within a handler
 
 
-def _message_of_transform(tx: Transform, name: str, number: Number, defaults: Numbers) -> str | None:
-    """Return the message with which a transform rejects a number, such as a negative rate; None if it accepts it."""
+def _message_of_transform(tx: Transform, numbers: Numbers, defaults: Numbers) -> str | None:
+    """Return the message with which a transform rejects numbers, such as a negative rate; None if it accepts them."""
     try:
-        prepared(with_hyperparams(tx, fitted(defaults, {name: number})))
+        prepared(with_hyperparams(tx, fitted(defaults, numbers)))
     except ValueError as error:
         return str(error)
     return None
@@ -461,8 +462,9 @@ def _refusal(key: str, name: str, message: str) -> str:
     "'lr' in a group must be at least 0, found -1.0"
     """
     argument = name.rpartition(".")[2]  # "learning_rate", with which messages of transforms begin
-    if message.startswith(f"{argument} "):
-        return f"{key!r} in a group{message.removeprefix(argument)}"
+    for subject in (argument, name):
+        if message.startswith(f"{subject} "):
+            return f"{key!r} in a group{message.removeprefix(subject)}"
     return f"{key!r} in a group: {message}"
 
 

@@ -906,18 +906,20 @@ class TransformOptimizer(Optimizer):
         Before that, read changes of the user since the last step, such as a new "lr" in a group. Raise if a step would
         not train the model, for example because gradients are missing.
         """
-        if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters and groups only
-            self._read_group_keys()
-            self._warn_of_rounding_at_first_step()
         params = self._named_params()
+        if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters and groups only
+            self._tracked_groups.adopt_new_keys(self._stepping.rules)
+        # With a rate that a scheduler has changed. First, because it raises for a wrong number, such as a text.
+        self._stepping.refresh(params, self._tracked_groups.groups)
+        if not torch.compiler.is_compiling():
+            self._warn_of_rates()
+            self._warn_of_rounding_at_first_step()
         gradients = _gradients_of(params)
         self._check_tensors(params, gradients)
-        self._stepping.refresh(params, self._tracked_groups.groups)  # with a rate that a scheduler has changed
         return params, gradients
 
-    def _read_group_keys(self) -> None:
-        """Read keys that were added to the groups, and warn of those without effect and of a rate that looks wrong."""
-        self._tracked_groups.adopt_new_keys(self._stepping.rules)
+    def _warn_of_rates(self) -> None:
+        """Warn of rates in the groups that have no effect, or that are equal where they should differ."""
         self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
         self._rate_check.check(self._tracked_groups)
 
