@@ -18,7 +18,14 @@ from muonfx.core.chain_differences import CHAINS
 from muonfx.core.hyperparams import hyperparams, with_hyperparams
 from muonfx.core.schedules import Schedule
 from muonfx.core.value import walk
-from muonfx.optimizer.group_numbers import Group, TrackedGroup, fitted, own_copies, with_python_numbers
+from muonfx.optimizer.group_numbers import (
+    Group,
+    TrackedGroup,
+    fitted,
+    own_copies,
+    require_in_range,
+    with_python_numbers,
+)
 
 SCHEDULES = "schedules"
 """The key in a saved group with a dict from the name of each schedule to its code with the group's numbers."""
@@ -144,6 +151,15 @@ def entries_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> Group
         if key not in _NOT_TAKEN and not is_from_code:
             entries[key] = value
     return copy.deepcopy(entries)  # no tensor or list in common with the state dict
+
+
+def require_numbers_to_load(tx: Transform, tracked: TrackedGroup, saved: Group) -> None:
+    """Raise unless the entries that a group would load are numbers in range. ``saved`` is its saved group.
+
+    For example, the "lr" of a state dict that was read from YAML may be the text "1e-3".
+    """
+    numbers = tracked.numbers.parse(entries_to_load(tx, tracked, saved))  # raises if one is no number
+    require_in_range(tx, tracked.numbers.hyperparams, numbers, hyperparams(tx))
 
 
 def differences(tx: Transform, tracked: TrackedGroup, saved: Group) -> list[str]:

@@ -11,7 +11,7 @@ from muonfx.internal.renaming import Rename, new_names
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
-from muonfx.optimizer.resuming import first_lines, key_prefixes, schedules_of
+from muonfx.optimizer.resuming import first_lines, key_prefixes, require_numbers_to_load, schedules_of
 from muonfx.optimizer.saved_chains import chain_warning, with_new_names
 from muonfx.optimizer.state_entries import StateEntries
 from muonfx.optimizer.stepping import Stepping
@@ -527,13 +527,13 @@ def _missing_hyperparams(
 ) -> list[str]:
     """Return a line for each hyperparameter that a saved group lacks, such as "betas" if SGD has saved it.
 
-    Raise TypeError or ValueError if a saved value is not a number.
+    Raise TypeError or ValueError if a saved value is not a number, or is out of range.
     """
     lines: list[str] = []
     for tracked, saved in zip(groups, matched_groups, strict=True):
         if saved is None:
             continue
-        tracked.numbers.parse(saved)  # raises if a value is not a number
+        require_numbers_to_load(tx, tracked, saved)
         from_code = key_prefixes(tracked, schedules_of(tx, tracked))
         for key in tracked.numbers.keys:
             # Entries that torch's schedulers add are not required, nor are numbers of schedules: the code has them.

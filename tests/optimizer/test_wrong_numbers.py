@@ -172,6 +172,21 @@ def test_a_wrong_number_in_a_group_is_an_error_at_the_step_before_anything_chang
 
 
 @pytest.mark.parametrize("kind", WRONG_IN_GROUPS)
+@pytest.mark.parametrize(("key", "number"), [("lr", 0), ("weight_decay", 0), ("momentum", 0), ("betas", 1)])
+def test_a_wrong_number_in_a_state_dict_is_an_error_before_anything_changes(key: str, number: int, kind: str):
+    model = Net()
+    optimizer = muon(model)
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][number].update(wrong_entries(key, kind))
+    model.backward()
+    optimizer.step()
+    before = everything_of(model, optimizer)
+    with pytest.raises((TypeError, ValueError), match=rf"^'{key}(\[0\])?' in a group must "):
+        optimizer.load_state_dict(state_dict)
+    assert all(map(is_same, before, everything_of(model, optimizer)))
+
+
+@pytest.mark.parametrize("kind", WRONG_IN_GROUPS)
 @pytest.mark.parametrize("is_added", [False, True])
 def test_a_wrong_number_in_a_new_group_is_an_error(is_added: bool, kind: str):
     model = Net()
