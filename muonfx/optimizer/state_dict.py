@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, cast
 
+from torch import Tensor
+
 from muonfx.core import Transform
 from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename, new_names
@@ -13,7 +15,7 @@ from muonfx.optimizer.group_numbers import Group, TrackedGroup
 from muonfx.optimizer.local_values import Load, Misfit, require_fit
 from muonfx.optimizer.resuming import first_lines, key_prefixes, require_numbers_to_load, schedules_of
 from muonfx.optimizer.saved_chains import chain_warning, with_new_names
-from muonfx.optimizer.state_entries import StateEntries
+from muonfx.optimizer.state_entries import StateEntries, StateLeaf
 from muonfx.optimizer.stepping import Stepping
 
 SavedGroups = Sequence[Mapping[str, Any]]
@@ -283,14 +285,15 @@ def _require_same_members(members: Set[str], saved_members: Set[str]) -> None:
 
 
 class StateToLoad(NamedTuple):
-    """The values to load from a state dict into an optimizer; by default nothing."""
+    """The values to load from a state dict into an optimizer."""
 
-    groups: Sequence[Group | None] = ()
+    groups: Sequence[Group | None]
     """For each group of the optimizer, the saved group, or None if no parameter of it was saved."""
-    loads: Sequence[Load] = ()
-    without_state: Sequence[str] = ()
+    loads: Sequence[Load]
+    """The values to copy into the state, in the order of its leaves."""
+    without_state: Sequence[str]
     """The names of trained parameters of which no state was saved."""
-    warnings: Sequence[str] = ()
+    warnings: Sequence[str]
 
 
 def read_state_dict(
@@ -320,24 +323,20 @@ def read_state_dict(
     saved_groups = groups_with_names(state_dict["param_groups"], groups, rename or {})
     matched_groups = match_groups(saved_groups, groups, not_trained)
     problems = _missing_hyperparams(stepping.tx, groups, matched_groups)  # a line for each difference
-    # 2. The values to copy into the state, parameter by parameter.
-    saved_state_at = _state_by_items(state_dict["state"], saved_groups)
-    loads_of: dict[str, list[Load]] = {}  # by the name of the parameter
-    without_state: list[str] = []
-    for tracked, saved in zip(groups, matched_groups, strict=True):
-        saved_state_of = _saved_state(saved, saved_state_at)
-        for name, param in zip(tracked.names, tracked.group["params"], strict=True):
-            has_state = bool(entries.indices[name])  # some transforms have none
-            if name in saved_state_of:
-                loads_of[name], problems_of_param = _read_entries(name, saved_state_of[name], entries, stepping)
-                problems += problems_of_param
-            elif has_state and param.requires_grad:
-                # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
-                without_state.append(name)
-    loads, problems_of_shared = _one_load_per_leaf(loads_of, entries)
+    # 2. The values to copy into the state.
+    saved_state_of = _state_by_name(state_dict["state"], saved_groups)
+    problems += _other_keys(entries, saved_state_of)
+    loads: list[Load] = []
+    for leaf in entries.leaves:
+        values, misfits = _local_values(leaf, saved_state_of, stepping)
+        problems += misfits
+        if values:
+            value = _first_nonzero(list(values.values()))
+            problems += _other_values(leaf, values, value)
+            loads.append(Load(leaf.index, value))
     # 3. All differences in one error, before any change; else the warnings.
-    _raise_problems([*problems, *problems_of_shared])
-    loads.sort(key=lambda load: load.leaf_index)  # all ranks load in this order
+    _raise_problems(problems)
+    without_state = _names_without_state(groups, entries, saved_state_of)
     warnings = _warnings(groups, saved_groups, without_state)
     other_chain = chain_warning("load_state_dict: the state dict", stepping, groups, matched_groups)
     if other_chain is not None:
@@ -397,21 +396,24 @@ def _other_type(part: str, value: object, expected: str) -> TypeError:
     )
 
 
-def _state_by_items(state: Mapping[Any, Group], saved_groups: Sequence[Group]) -> dict[Any, Group]:
-    """Return the "state" of a state dict with the items of "params" of the saved groups as keys.
+def _state_by_name(state: Mapping[Any, Group], saved_groups: Sequence[Group]) -> dict[str, Group]:
+    """Return the "state" of a state dict with the names of the parameters as keys.
 
-    JSON, YAML and safetensors turn numbers into texts: ``{"0": {...}}`` becomes ``{0: {...}}`` if a group has
-    ``{"params": [0]}``. Raise ValueError for keys that no group has.
+    JSON, YAML and safetensors turn the numbers of parameters into texts, so the numbers are compared as texts. Raise
+    ValueError for keys that no group has.
+
+    >>> _state_by_name({"0": {"momentum.trace": 0.5}}, [{"params": [0], "param_names": ["bias"]}])
+    {'bias': {'momentum.trace': 0.5}}
     """
-    item_of_text: dict[str, Any] = {}  # {"0": 0}
+    name_of: dict[str, str] = {}  # {"0": "bias"}
     for saved in saved_groups:
-        for item in saved.get("params", ()):
-            item_of_text[str(item)] = item
-    state_at: dict[Any, Group] = {}
+        for item, name in zip(saved["params"], saved["param_names"], strict=True):
+            name_of[str(item)] = name
+    state_of: dict[str, Group] = {}
     unknown_keys: list[str] = []
     for key, entries in state.items():
-        if str(key) in item_of_text:
-            state_at[item_of_text[str(key)]] = _with_joined_keys(entries)
+        if str(key) in name_of:
+            state_of[name_of[str(key)]] = _with_joined_keys(entries)
         else:
             unknown_keys.append(repr(key))
     if unknown_keys:
@@ -419,7 +421,7 @@ def _state_by_items(state: Mapping[Any, Group], saved_groups: Sequence[Group]) -
             f"nothing was loaded: 'state' of the state dict has the keys {format_list(unknown_keys, str)}, expected "
             "only items of 'params' of its groups: load the state dict as state_dict() returned it"
         )
-    return state_at
+    return state_of
 
 
 def _with_joined_keys(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -440,86 +442,96 @@ def _with_joined_keys(entries: Mapping[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _saved_state(saved: Group | None, state: Mapping[Any, Group]) -> dict[str, Group]:
-    """Return the saved state of each parameter of a group by name: ``{"bias": {"momentum.trace": tensor}}``.
+def _other_keys(entries: StateEntries, saved_state_of: Mapping[str, Group]) -> list[str]:
+    """Return a line for each key that only one of the state and the saved state has for a parameter.
+
+    A line is such as ``"'bias' has no 'momentum.trace'"``. Parameters of which no state was saved are left out.
 
     Args:
-        saved: the saved group, such as ``{"params": [0], "param_names": ["bias"]}``; None if there is none.
-        state: the "state" of the state dict, such as ``{0: {"momentum.trace": tensor}}``, by the items of "params".
-    """
-    if saved is None:
-        return {}
-    state_of: dict[str, Group] = {}
-    for name, index in zip(saved["param_names"], saved["params"], strict=True):
-        if index in state:  # absent for a parameter without state
-            state_of[name] = state[index]
-    return state_of
-
-
-def _read_entries(
-    name: str, saved_state: Group, entries: StateEntries, stepping: Stepping
-) -> tuple[list[Load], list[str]]:
-    """Return the values to load into the state of one parameter, and a line for each saved value that does not fit.
-
-    A line is such as ``"'bias' has no 'momentum.trace'"``. Each value is for this rank, with the index of the
-    tensor in the state into which it is copied.
-
-    Args:
-        name: the name of the parameter.
-        saved_state: its saved state, such as ``{"momentum.trace": tensor}``.
         entries: the state of the optimizer, as ``optimizer.state`` shows it.
+        saved_state_of: the saved state of each parameter by name: ``{"bias": {"momentum.trace": tensor}}``.
+    """
+    lines: list[str] = []
+    for name, leaf_of_key in entries.leaves_of.items():
+        if name in saved_state_of:
+            keys, saved_keys = leaf_of_key.keys(), saved_state_of[name].keys()
+            lines += [f"{name!r} has no {key!r}" for key in keys - saved_keys]
+            lines += [f"{name!r} has an unexpected {key!r}" for key in saved_keys - keys]
+    return lines
+
+
+def _local_values(
+    leaf: StateLeaf, saved_state_of: Mapping[str, Group], stepping: Stepping
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the saved values of a leaf of the state by parameter name, and a line for each that does not fit.
+
+    A leaf of one parameter has one value. A step count, which all parameters share, was saved for each of them.
+
+    Args:
+        leaf: the leaf, with the tensor that ``optimizer.state`` shows for it.
+        saved_state_of: the saved state of each parameter by name: ``{"bias": {"momentum.trace": tensor}}``.
         stepping: converts a saved tensor to the values of this rank.
     """
-    indices = entries.indices[name]  # the index of the tensor in the state for each key: {"momentum.trace": 0}
-    loads: list[Load] = []
-    # Keys that only one of the two has.
-    problems = [f"{name!r} has no {key!r}" for key in indices.keys() - saved_state.keys()]
-    problems += [f"{name!r} has an unexpected {key!r}" for key in saved_state.keys() - indices.keys()]
-    # Keys that both have.
-    for key in indices.keys() & saved_state.keys():
-        index = indices[key]
-        leaf = entries.shown[index]
-        value = saved_state[key]
-        if leaf is None and value is None:  # only another rank has it
+    values: dict[str, Tensor] = {}
+    misfits: list[str] = []
+    for name, value in leaf.values_in(saved_state_of).items():
+        if leaf.shown is None and value is None:  # only another rank has it
             continue
         try:
-            require_fit(leaf, value)
-            local_value = stepping.local_value(index, leaf, value)
+            require_fit(leaf.shown, value)
+            values[name] = stepping.local_value(leaf.index, leaf.shown, value)
         except Misfit as misfit:
-            problems.append(f"{name!r}: {key!r} {misfit}")
-        else:
-            loads.append(Load(index, local_value))
-    return loads, problems
+            misfits.append(f"{name!r}: {leaf.key!r} {misfit}")
+    return values, misfits
 
 
-def _one_load_per_leaf(loads_of: Mapping[str, Sequence[Load]], entries: StateEntries) -> tuple[list[Load], list[str]]:
-    """Return one of the loads of each leaf, and a line for each leaf with two values.
+def _first_nonzero(values: Sequence[Tensor]) -> Tensor:
+    """Return the first value that is not zero, of those that were saved for the parameters that share a leaf.
 
-    A leaf that all parameters share, such as a step count, was saved for each of them. A zero gives way to another
-    value: it is the count of a parameter that was not saved, to which ``set_optimizer_state_dict`` with strict=False
-    and ``DefaultLoadPlanner(allow_partial_load=True)`` give the state of a new optimizer. Two other values, as of an
-    estimate that does not begin at zero, are an error.
+    A zero is the count of a parameter that was not saved, to which ``set_optimizer_state_dict`` with strict=False and
+    ``DefaultLoadPlanner(allow_partial_load=True)`` give the state of a new optimizer.
 
-    Args:
-        loads_of: the loads into the state of each parameter, by its name.
-        entries: the state of the optimizer, as ``optimizer.state`` shows it.
+    >>> _first_nonzero([torch.tensor(0), torch.tensor(3)])
+    tensor(3)
     """
-    load_of: dict[int, Load] = {}  # by the index of the leaf
-    line_of: dict[int, str] = {}
-    for name, loads in loads_of.items():
-        for load in loads:
-            index = load.leaf_index
-            if index not in load_of or not load_of[index].value.any():
-                load_of[index] = load
-                continue
-            value, first_value = load.value, load_of[index].value
-            is_same = value.eq(first_value) | (value.isnan() & first_value.isnan())
-            if value.any() and not is_same.all():
-                line_of[index] = (
-                    f"{name!r}: {entries.slots[index].key!r} is {value.tolist()}, and {first_value.tolist()} for "
-                    "others, but all parameters share it"
-                )
-    return list(load_of.values()), list(line_of.values())
+    if len(values) > 1:  # the values of other leaves, which may be on a GPU, are not read
+        for value in values:
+            if value.any():
+                return value
+    return values[0]
+
+
+def _other_values(leaf: StateLeaf, values: Mapping[str, Tensor], common_value: Tensor) -> list[str]:
+    """Return a line if a value that was saved for a leaf is neither zero nor the one to load, ``common_value``.
+
+    For example, a step count, which all parameters share, is 3 for one parameter and 5 for another. ``values`` are the
+    saved values by parameter name.
+    """
+    for name, value in values.items():
+        if value is common_value:
+            continue
+        is_same = value.eq(common_value) | (value.isnan() & common_value.isnan())
+        if value.any() and not is_same.all():
+            line = (
+                f"{name!r}: {leaf.key!r} is {value.tolist()}, and {common_value.tolist()} for others, but all "
+                "parameters share it"
+            )
+            return [line]
+    return []
+
+
+def _names_without_state(
+    groups: Sequence[TrackedGroup], entries: StateEntries, saved_state_of: Mapping[str, Group]
+) -> list[str]:
+    """Return the names of the trained parameters that have state here, and of which no state was saved."""
+    names: list[str] = []
+    for tracked in groups:
+        for name, param in zip(tracked.names, tracked.group["params"], strict=True):
+            has_state = bool(entries.leaves_of[name])  # some transforms have none
+            # torch.distributed.checkpoint.state_dict leaves out parameters that are frozen now.
+            if has_state and param.requires_grad and name not in saved_state_of:
+                names.append(name)
+    return names
 
 
 def _missing_hyperparams(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +32,35 @@ _NO_ENTRY = object()
 """A value that is no leaf of a state: there is no entry in ``optimizer.state``."""
 
 
-class StateSlot(NamedTuple):
-    """The position of a leaf of the state in ``optimizer.state``."""
+@dataclass(eq=False)
+class StateLeaf:
+    """A leaf of the state, and its entry in ``optimizer.state``; of a step count, one entry for each parameter."""
 
+    index: int
+    """Its index among the leaves of the state."""
     names: tuple[str, ...]
     """The names of the parameters under which it is shown: its own, or all for a leaf such as a step count."""
     key: str
     """Its key there, such as "momentum.trace"."""
+    value: Any = _NO_ENTRY
+    """The leaf at the last `StateEntries.update`, such as this rank's part of a tensor."""
+    shown: Any = _NO_ENTRY
+    """The object that ``optimizer.state`` has for it, such as a DTensor. In one process, it is the leaf itself."""
+
+    def values_in(self, entries_of: Mapping[str, Group]) -> dict[str, Any]:
+        """Return the values that the entries of parameters have for this leaf, by the name of the parameter.
+
+        A leaf of one parameter has one value. A step count, which all parameters share, has one for each of them.
+
+        >>> count = StateLeaf(0, names=("w", "b"), key="count")
+        >>> count.values_in({"w": {"trace": 0.5, "count": 3}, "b": {"count": 3}})
+        {'w': 3, 'b': 3}
+        """
+        values: dict[str, Any] = {}
+        for name in self.names:
+            if name in entries_of and self.key in entries_of[name]:
+                values[name] = entries_of[name][self.key]
+        return values
 
 
 class StateEntries:
@@ -53,29 +76,24 @@ class StateEntries:
 
         >>> zeros, count = torch.zeros(2), torch.tensor(0)
         >>> entries = StateEntries({"trace": {"w": zeros}, "count": count}, {"w": zeros, "b": zeros})
-        >>> for slot in entries.slots:
-        ...     print(slot.names, slot.key)
-        ('w', 'b') count
-        ('w',) trace
+        >>> for leaf in entries.leaves:
+        ...     print(leaf.index, leaf.names, leaf.key)
+        0 ('w', 'b') count
+        1 ('w',) trace
         """
         self.named = dict(named)
-        self.slots: list[StateSlot] = []
-        """The position of each leaf of the state."""
-        self.indices: dict[str, dict[str, int]] = {name: {} for name in named}
-        """For each parameter, the index of the leaf under each key: ``{"bias": {"momentum.trace": 0, "count": 1}}``."""
+        self.leaves: list[StateLeaf] = []
+        """The leaves of the state, in their order."""
+        self.leaves_of: dict[str, dict[str, StateLeaf]] = {name: {} for name in named}
+        """The same objects for each parameter, by key: ``{"bias": {"momentum.trace": leaf, "count": leaf}}``."""
         all_names = tuple(named)
         for index, (owner, path) in enumerate(ownership_of(state, named)):
-            key = path_of(path)  # ("momentum", "trace") becomes "momentum.trace"
             # A leaf such as a step count belongs to no single parameter: it is an entry of each of them.
             names = all_names if owner is None else (owner,)
-            self.slots.append(StateSlot(names, key))
+            leaf = StateLeaf(index, names, path_of(path))  # the path ("momentum", "trace") becomes "momentum.trace"
+            self.leaves.append(leaf)
             for name in names:
-                self.indices[name][key] = index
-        # `update` sets the following lists. In one process they are equal.
-        self._leaves: list[Any] = [_NO_ENTRY] * len(self.slots)
-        """The leaves of the state at the last `update`, such as this rank's part of a tensor."""
-        self.shown: list[Any] = [_NO_ENTRY] * len(self.slots)
-        """For each leaf, the object that ``optimizer.state`` has for it, such as a DTensor."""
+                self.leaves_of[name][leaf.key] = leaf
 
     def update(self, entries: Mapping[Tensor, Group], state: PyTree, show: Callable[[int, Any], Any]) -> None:
         """Put the tensors of a new state into ``optimizer.state``, where users look for them.
@@ -92,28 +110,26 @@ class StateEntries:
             state: the new state of the transform.
             show: converts ``(index, leaf)`` to the form for users: this rank's part of a tensor to a DTensor.
         """
-        leaves = tree.leaves(state)
-        for index, (leaf, last_leaf) in enumerate(zip(leaves, self._leaves, strict=True)):
+        for leaf, value in zip(self.leaves, tree.leaves(state), strict=True):
             # Most steps write into the tensors of the state, so that the entries show the new values already.
-            if leaf is last_leaf:
+            if value is leaf.value:
                 continue
-            # This leaf is a new tensor object: write it into the entries of its parameter, or of all for a step count.
-            self.shown[index] = show(index, leaf)
-            slot = self.slots[index]  # the parameters that have this entry, and its key
-            for name in slot.names:
-                entries[self.named[name]][slot.key] = self.shown[index]
-        self._leaves = leaves
+            # The state has a new tensor object: write it into the entries of its parameter, or of all for a step count.
+            leaf.value = value
+            leaf.shown = show(leaf.index, value)
+            for name in leaf.names:
+                entries[self.named[name]][leaf.key] = leaf.shown
 
     def with_dtensors(self, state: PyTree) -> PyTree:
         """Return a state with DTensors in place of this rank's parts of sharded tensors.
 
         They are the objects in ``optimizer.state``, so that `count_writes` finds all writes of a caller into them.
         """
-        leaves, treedef = tree.flatten(state)
-        for index, shown in enumerate(self.shown):  # what `optimizer.state` has for each leaf
-            if is_dtensor(shown):
-                leaves[index] = shown
-        return tree.unflatten(treedef, leaves)
+        values, treedef = tree.flatten(state)
+        for leaf in self.leaves:
+            if is_dtensor(leaf.shown):
+                values[leaf.index] = leaf.shown
+        return tree.unflatten(treedef, values)
 
     def count_writes(self) -> None:
         """Count writes of a caller into DTensors of ``optimizer.state`` as writes into the tensors of the state.
@@ -122,13 +138,15 @@ class StateEntries:
         ``optimizer.state[param]["momentum.trace"].zero_()``. Torch counts this for the DTensor alone, not for its local
         tensor, which is in the state. One write may be counted several times, because only a change of a count matters.
         """
-        for leaf, shown in zip(self._leaves, self.shown, strict=True):
+        for leaf in self.leaves:
+            shown = leaf.shown
             is_wrapper = is_dtensor(shown) or isinstance(shown, FlatShardTensor)
-            if not is_wrapper or leaf is None or shown.is_inference():  # torch counts no writes into inference tensors
+            # Another rank may have the local tensor. Torch counts no writes into inference tensors.
+            if not is_wrapper or leaf.value is None or shown.is_inference():
                 continue
             has_writes = shown._version > 0
             if has_writes:
-                increment_version(leaf)
+                increment_version(leaf.value)
 
     def is_edited(self, state: Mapping[Tensor, Group | None]) -> bool:
         """Return True if a caller has assigned, added or removed an entry of ``state`` (``optimizer.state``).
@@ -147,15 +165,15 @@ class StateEntries:
         """
         if len(state) != len(self.named):  # a parameter was added or removed
             return True
-        # Without an edit, `state` has the parameters in their order, and for each one the keys in `index_of_key`.
-        params, indices = self.named.values(), self.indices.values()
-        for (tensor, entries), param, index_of_key in zip(state.items(), params, indices, strict=True):
+        # Without an edit, `state` has the parameters in their order, and for each one an entry for each of its leaves.
+        params, leaves = self.named.values(), self.leaves_of.values()
+        for (tensor, entries), param, leaf_of_key in zip(state.items(), params, leaves, strict=True):
             if tensor is not param:  # entries were removed, and others added at the end
                 return True
-            if entries is None or len(entries) != len(index_of_key):
+            if entries is None or len(entries) != len(leaf_of_key):
                 return True
-            for key, index in index_of_key.items():
-                if entries.get(key, _NO_ENTRY) is not self.shown[index]:  # another object than `update` has put there
+            for key, leaf in leaf_of_key.items():
+                if entries.get(key, _NO_ENTRY) is not leaf.shown:  # another object than `update` has put there
                     return True
         return False
 
@@ -186,7 +204,7 @@ def entries_by_name(entries: StateEntries, state: Mapping[Tensor, Group], groups
                 f"optimizer.state: found entries for {_kind_text(tensor)}, which is no parameter of this optimizer: "
                 "put a tensor that replaces a parameter at its position in param_groups, too"
             )
-        _require_keys(name, entries_of_tensor, entries.indices[name])
+        _require_keys(name, entries_of_tensor.keys(), entries.leaves_of[name].keys())
         entries_of[name] = entries_of_tensor
     return entries_of
 
@@ -209,38 +227,26 @@ def read_assigned(entries: StateEntries, entries_of: Mapping[str, Group], steppi
     has several values.
 
     Args:
-        entries: the tensors that were last shown in ``optimizer.state``.
+        entries: the leaves of the state, with the tensors that were last shown in ``optimizer.state``.
         entries_of: what it has now for each parameter, by name, such as ``{"bias": {"momentum.trace": tensor}}``.
         stepping: converts an assigned tensor to the values of this rank.
     """
     loads: list[Load] = []
-    for index, slot in enumerate(entries.slots):  # for each leaf of the state
-        # A leaf of one parameter has one value. A step count, which all parameters share, has one for each of them.
-        values = {name: entries_of[name][slot.key] for name in slot.names if name in entries_of}
-        assigned = _assigned_values(slot.key, values, entries.shown[index])
+    for leaf in entries.leaves:
+        values = leaf.values_in(entries_of)
+        assigned = {name: value for name, value in values.items() if value is not leaf.shown}
         if not assigned:  # the usual case
             continue
-        common_value = _common_value(slot.key, assigned, len(values))
+        for name, value in assigned.items():
+            _require_like(name, leaf, value)
+        common_value = _common_value(leaf.key, assigned, len(values))
         # Over ranks, the tensor may be a DTensor, of which this rank loads its own part.
         try:
-            local_value = stepping.local_value(index, entries.shown[index], common_value)
+            local_value = stepping.local_value(leaf.index, leaf.shown, common_value)
         except Misfit as misfit:
-            raise ValueError(f"optimizer.state: {slot.key!r} of {next(iter(values))!r} {misfit}") from None
-        loads.append(Load(index, local_value))
+            raise ValueError(f"optimizer.state: {leaf.key!r} of {next(iter(values))!r} {misfit}") from None
+        loads.append(Load(leaf.index, local_value))
     return loads
-
-
-def _assigned_values(key: str, values: Mapping[str, Any], shown: object) -> dict[str, Tensor]:
-    """Return the tensors among ``values`` that a caller has assigned, by parameter name: others than the one shown.
-
-    Raise if one has another shape, dtype or device. ``key`` is their key in ``optimizer.state``, for the message.
-    """
-    assigned: dict[str, Tensor] = {}
-    for name, value in values.items():
-        if value is not shown:
-            _require_like(name, key, value, shown)
-            assigned[name] = value
-    return assigned
 
 
 def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
@@ -253,9 +259,9 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
         entries: the entries of all parameters.
         emptied: the names of the parameters whose entries were removed.
     """
-    shared_keys = [slot.key for slot in entries.slots if len(slot.names) > 1]  # such as "scale_by_adam.count"
+    shared_keys = [leaf.key for leaf in entries.leaves if len(leaf.names) > 1]  # such as "scale_by_adam.count"
     # If the entries of all parameters were removed, the count starts again, too, and there is nothing to warn of.
-    if shared_keys and 0 < len(emptied) < len(entries.indices):
+    if shared_keys and 0 < len(emptied) < len(entries.named):
         warn_caller(
             f"optimizer.state: the state of {emptied[0]!r} starts again, but {shared_keys[0]!r} continues, "
             "because all parameters share it, so the first updates may be larger than in a new optimizer; "
@@ -263,43 +269,47 @@ def warn_of_shared(entries: StateEntries, emptied: Sequence[str]) -> None:
         )
 
 
-def _require_keys(name: str, entry: Group, indices: Mapping[str, int]) -> None:
+def _require_keys(name: str, keys: Set[str], expected_keys: Set[str]) -> None:
     """Raise ValueError if a caller has removed or added some entries of a parameter in ``optimizer.state``.
 
-    For example, the state of AdamW for "bias" has two moments, and the caller has deleted one. ``entry`` is what the
-    state has for the parameter, such as ``{"momentum.trace": tensor}``. The keys of ``indices`` are those that it must
-    have.
+    For example, the state of AdamW for "bias" has two moments, and the caller has deleted one.
+
+    Args:
+        name: the name of the parameter.
+        keys: the keys that it has in ``optimizer.state``, such as ``{"momentum.trace"}``.
+        expected_keys: the keys that it must have.
     """
-    missing = sorted(indices.keys() - entry.keys())
+    missing = sorted(expected_keys - keys)
     if missing:
         raise ValueError(
-            f"optimizer.state: {name!r} has no {missing[0]!r}, expected {sorted(indices)}: put it back, write zeros "
-            "into it, or remove all entries of the parameter to start its state again"
+            f"optimizer.state: {name!r} has no {missing[0]!r}, expected {sorted(expected_keys)}: put it back, write "
+            "zeros into it, or remove all entries of the parameter to start its state again"
         )
-    unknown = sorted(map(str, entry.keys() - indices.keys()))
+    unknown = sorted(map(str, keys - expected_keys))
     if unknown:
         raise ValueError(
             f"optimizer.state: {name!r} has an entry {unknown[0]!r} that no transform reads, expected only "
-            f"{sorted(indices)}: keep it in a dict of your own"
+            f"{sorted(expected_keys)}: keep it in a dict of your own"
         )
 
 
-def _require_like(name: str, key: str, value: object, leaf: object) -> None:
-    """Raise unless an assigned value is a tensor with the shape, dtype and device of the ``leaf`` that was there.
+def _require_like(name: str, leaf: StateLeaf, value: object) -> None:
+    """Raise unless a value that was assigned for a leaf is a tensor with the shape, dtype and device of that leaf.
 
-    Its values are copied into the leaf, and no conversion of them should be silent.
+    Its values are copied into the leaf, and no conversion of them should be silent. ``name`` is the parameter.
 
-    >>> _require_like("bias", "momentum.trace", torch.zeros(2), torch.zeros(3))
+    >>> leaf = StateLeaf(0, ("bias",), "momentum.trace", shown=torch.zeros(3))
+    >>> _require_like("bias", leaf, torch.zeros(2))
     Traceback (most recent call last):
     ValueError: optimizer.state: 'momentum.trace' of 'bias' is (2,) torch.float32 cpu, expected (3,) ...
     """
     # The texts have shape, dtype and device, such as "(2, 3) torch.float32 cpu": compare all three at once.
-    if _kind_text(value) == _kind_text(leaf):
+    if _kind_text(value) == _kind_text(leaf.shown):
         return
     error = ValueError if isinstance(value, Tensor) else TypeError
     raise error(
-        f"optimizer.state: {key!r} of {name!r} is {_kind_text(value)}, expected {_kind_text(leaf)}: convert it, or "
-        "write into the tensor that is there"
+        f"optimizer.state: {leaf.key!r} of {name!r} is {_kind_text(value)}, expected {_kind_text(leaf.shown)}: convert "
+        "it, or write into the tensor that is there"
     )
 
 

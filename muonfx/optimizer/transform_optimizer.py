@@ -660,7 +660,7 @@ class TransformOptimizer(Optimizer):
         named = self._tracked_groups.named
         # 1. Read and check all edits.
         entries_of = entries_by_name(entries, self.state, self._groups)
-        removed_names = [name for name in named if entries.indices[name] and name not in entries_of]
+        removed_names = [name for name in named if entries.leaves_of[name] and name not in entries_of]
         assigned_values = read_assigned(entries, entries_of, self._stepping)
         initial_values = self._initial_values_of(removed_names, named)
         # 2. Copy their values.
@@ -687,10 +687,10 @@ class TransformOptimizer(Optimizer):
         initial_leaves = tree.leaves(self._stepping.initial_state(named))
         removed = set(removed_names)
         loads: list[Load] = []
-        for leaf_index, slot in enumerate(self._current["entries"].slots):
+        for leaf in self._current["entries"].leaves:
             # The parameter of this leaf, or all parameters if they share it.
-            if removed.issuperset(slot.names):
-                loads.append(Load(leaf_index, initial_leaves[leaf_index]))
+            if removed.issuperset(leaf.names):
+                loads.append(Load(leaf.index, initial_leaves[leaf.index]))
         return loads
 
     # ------------------------------------------------------------------------------------------- replaced parameters
@@ -1004,12 +1004,11 @@ class TransformOptimizer(Optimizer):
         exported = self._stepping.exported(self._current["state"])  # such tensors by their index in the state
         if not exported:  # always in one process
             return
-        # The index of each tensor in the state, by parameter and key: {"bias": {"momentum.trace": 0}}.
-        indices_of = self._current["entries"].indices
+        leaves_of = self._current["entries"].leaves_of  # by parameter and key
         for param_index, name in enumerate(self._named_params()):
-            for key, leaf_index in indices_of[name].items():
-                if leaf_index in exported:
-                    saved_state[param_index][key] = exported[leaf_index]
+            for key, leaf in leaves_of[name].items():
+                if leaf.index in exported:
+                    saved_state[param_index][key] = exported[leaf.index]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Rename | None = None) -> None:
         """Copy the values of a `state_dict` into the state and the groups of this optimizer.
