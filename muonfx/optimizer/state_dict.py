@@ -125,20 +125,24 @@ def _named_by_order(saved_groups: SavedGroups, groups: Sequence[TrackedGroup], r
     The first parameter of the first saved group gets the first name of the first group, and so on. Raise ValueError if
     the numbers of parameters differ.
     """
+    if rename:
+        raise _without_names("rename= needs names")
     saved_sizes = [len(saved["params"]) for saved in saved_groups]
     sizes = [len(tracked.names) for tracked in groups]
-    # Only equal numbers of parameters in each group suggest that the order is the same.
-    problem: str | None = None
-    if rename:
-        problem = "rename= needs names"
-    elif saved_sizes != sizes:
-        problem = f"its groups have {saved_sizes} parameters, expected {sizes}, as in this optimizer"
-    if problem is not None:
-        raise ValueError(
-            f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}; if another "
-            "optimizer saved it, such as AdamW, load the weights only, and start with a new state"
-        )
-    return [{**saved, "param_names": list(tracked.names)} for tracked, saved in zip(groups, saved_groups, strict=True)]
+    if saved_sizes != sizes:  # only equal sizes suggest that the order is the same
+        raise _without_names(f"its groups have {saved_sizes} parameters, expected {sizes}, as in this optimizer")
+    named_groups: list[Group] = []
+    for tracked, saved in zip(groups, saved_groups, strict=True):
+        named_groups.append({**saved, "param_names": list(tracked.names)})
+    return named_groups
+
+
+def _without_names(problem: str) -> ValueError:
+    """Return an error for a state dict without names of parameters, which the order does not replace."""
+    return ValueError(
+        f"nothing was loaded: the state dict has no 'param_names' to find parameters by, and {problem}; if another "
+        "optimizer saved it, such as AdamW, load the weights only, and start with a new state"
+    )
 
 
 def _new_name_of(saved_names: Sequence[str], groups: Sequence[TrackedGroup], rename: Rename) -> dict[str, str]:
