@@ -106,12 +106,12 @@ class GroupNumbers:
         """
         if former is None:
             return
-        for key, value in former.requested_entries.items():
-            if key in self.keys:
-                self.requested_entries[key] = value
+        for key in self.keys:
+            if key in former.requested_entries:
+                self.requested_entries[key] = former.requested_entries[key]
         if former.hyperparams == self.hyperparams:
             self.last_numbers = former.last_numbers
-            self._last_entries = former._last_entries
+            self._last_entries = dict(former._last_entries)
 
     @property
     def names(self) -> list[str]:
@@ -196,26 +196,23 @@ class GroupNumbers:
         >>> last, numbers.read(group) is last
         ({'rate': 0.1}, True)
         """
-        if not self._is_unchanged(group):  # in most steps it is unchanged
-            self._read_changed(group)
-        return self.last_numbers
-
-    def _read_changed(self, group: Group) -> None:
-        """Read a group in which an entry is another object than at the last `read`, as after ``group["lr"] = 0.2``.
-
-        `read` then returns the result, ``self.last_numbers``. It is replaced only if a number has another value.
-        """
+        if self._is_unchanged(group):  # in most steps
+            return self.last_numbers
+        # 1. Read and check the numbers.
         numbers = self.parse(group)
         self._require_complete(group, numbers)
-        if self._has_common_numbers:  # such as of "betas" and "momentum"; after the check, because it changes the group
+        # 2. Write a number that was changed under one key under its other keys, too.
+        if self._has_common_numbers:
             self._write_into_all_keys(group, numbers)
-        if not self._last_entries:  # the first read
-            first_entries = {key: own_copies(group[key]) for key in self.keys}
-            self.requested_entries = first_entries | self.requested_entries  # those of the former reader stay
-        self._last_entries = {key: group[key] for key in self.keys}
-        changed = [name for name, number in numbers.items() if not self._was_read(name, number)]
-        if changed:  # not by ``group["lr"] = float("0.1")`` if it was 0.1: another object, but an equal number
+        # 3. Record the entries: the current ones, with which the next call compares, and those of the first read.
+        for key in self.keys:
+            self._last_entries[key] = group[key]
+            if key not in self.requested_entries:
+                self.requested_entries[key] = own_copies(group[key])
+        # 4. Keep the former dict if all values are equal, as after ``group["lr"] = float("0.1")`` if it was 0.1.
+        if not all(map(self._was_read, numbers.keys(), numbers.values())):
             self.last_numbers = numbers
+        return self.last_numbers
 
     def _require_complete(self, group: Group, numbers: Numbers) -> None:
         """Raise ValueError if a group lacks a hyperparameter. ``numbers`` are those that it has, by dotted name."""
