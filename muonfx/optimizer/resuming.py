@@ -266,23 +266,26 @@ def _are_close(first: object, second: object) -> bool:
     >>> _are_close(0.1, 0.1 + 1e-9), _are_close((0.9, 0.95), [0.9, 0.95]), _are_close(0.1, None)
     (True, True, False)
     """
-    first = _without_tensor(first)
-    second = _without_tensor(second)
-    if isinstance(first, _SEQUENCES) and isinstance(second, _SEQUENCES):
-        return len(first) == len(second) and all(map(_are_close, first, second))
+    first = _python_value(first)
+    second = _python_value(second)
     if isinstance(first, Real) and isinstance(second, Real):
-        return math.isclose(float(first), float(second), rel_tol=1e-6)  # a float32 has about seven digits
+        return math.isclose(first, second, rel_tol=1e-6)  # a float32 has about seven digits
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_are_close, first, second))
     return first == second
 
 
-_SEQUENCES = (tuple, list)
+def _python_value(value: object) -> object:
+    """Return the number in a tensor of one element, and a list for a tuple or for another tensor, as a table of rates.
 
-
-def _without_tensor(value: object) -> object:
-    """Return the number in a tensor of one element, or the list of the numbers in a schedule's table of rates."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.item() if value.numel() == 1 else value.tolist()
+    >>> _python_value(torch.tensor([0.5])), _python_value(torch.tensor([0.5, 0.25])), _python_value((0.9, 0.95))
+    (0.5, [0.5, 0.25], [0.9, 0.95])
+    """
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def first_lines(lines: Sequence[str], limit: int = 10) -> str:
