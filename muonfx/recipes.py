@@ -10,7 +10,7 @@ from muonfx.core.checks import at_least, in_unit_interval
 from muonfx.core.partition import partition
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
-from muonfx.internal.arguments import accepted_types, check_plain, did_you_mean, plain_arguments
+from muonfx.internal.arguments import check_plain, did_you_mean, plain_arguments
 from muonfx.internal.display import format_list
 from muonfx.routing import Labels, default_labels, default_labels_by_name
 from muonfx.transforms import (
@@ -213,49 +213,47 @@ def lion(
     return chain(scale_by_lion(b1, b2), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))
 
 
-def check_roles(owner: str, numbers: Mapping[str, object], labels: object, number: object = ScalarOrSchedule) -> None:
-    """Check numbers that AdamW may have for each role, such as ``adamw_lr={"embedding": 0.3, "head": 0.002}``.
+def check_roles(owner: str, numbers: Mapping[str, object], labels: object) -> None:
+    """Check the roles in numbers that AdamW may have for each role, such as ``{"embedding": 0.3, "head": 0.002}``.
 
-    A role is a label of some of AdamW's parameters, here "embedding" and "head".
+    A role is a label of some of AdamW's parameters, here "embedding" and "head". AdamW trains the parameters with all
+    labels but "hidden", which is the label of Muon's.
 
     Args:
         owner: the function that received the arguments, for errors.
         numbers: the arguments of that function, by name. Each is a number, or a dict from role to number.
         labels: the labels of the parameters. A dict or `Labels` is checked here; `partition` checks a function or tree.
-        number: the type of the numbers.
 
     Raises:
-        TypeError: a number in a dict has another type.
         ValueError: the keys of a dict are not the labels of AdamW's parameters, or one of them is "muon"; or there is
             no dict, and a label is neither "muon" nor "adamw".
     """
-    numbers_by_role = _numbers_by_role(numbers)
     used_labels = _used_labels(labels)
-    if numbers_by_role:
-        _check_numbers_by_role(owner, numbers_by_role, used_labels, number)
-    else:  # one number for all parameters of AdamW
+    numbers_by_role = _numbers_by_role(numbers)
+    if not numbers_by_role:  # one number for all parameters of AdamW
         first_argument, *_ = numbers
         _require_muon_and_adamw(owner, used_labels, first_argument)
-
-
-def _check_numbers_by_role(
-    owner: str, numbers_by_role: Mapping[str, Mapping[str, object]], used_labels: set[str], number: object
-) -> None:
-    """Raise unless each dict has a number of the type ``number`` for each label of AdamW's parameters.
-
-    AdamW trains the parameters with all labels but "hidden", which is the label of Muon's. If no labels are known, all
-    dicts must have the same keys. The other arguments are as in `check_roles`.
-    """
+        return
     first_argument, *_ = numbers_by_role
-    expected_roles = used_labels or set(numbers_by_role[first_argument])
+    expected_roles = used_labels
+    if not used_labels:  # they are not known yet: all dicts must have the same roles
+        expected_roles = set(numbers_by_role[first_argument])
     if "muon" in expected_roles:  # AdamW would train these parameters
         raise _muon_is_no_role(owner, first_argument)
     expected_roles = expected_roles - {"hidden"}
     for argument, number_of_role in numbers_by_role.items():
         if set(number_of_role) != expected_roles:
             raise _wrong_roles(owner, argument, list(number_of_role), expected_roles)
-        for role, value in number_of_role.items():
-            check_plain(owner, f"{argument}[{role!r}]", value, accepted_types(number, {}))
+
+
+def check_types_by_role(owner: str, numbers: Mapping[str, object], type_names: frozenset[str]) -> None:
+    """Raise TypeError if a number in a dict by role has another type than ``type_names``, such as ``{"float"}``.
+
+    ``owner`` and ``numbers`` are as in `check_roles`. The types of other arguments are checked by their annotations.
+    """
+    for argument, number_of_role in _numbers_by_role(numbers).items():
+        for role, number in number_of_role.items():
+            check_plain(owner, f"{argument}[{role!r}]", number, type_names)
 
 
 def _numbers_by_role(numbers: Mapping[str, Any]) -> dict[str, Mapping[str, object]]:
@@ -390,6 +388,7 @@ def muon_with_adamw(
     for argument, number in numbers.items():
         check_not_negative(argument, number)
     check_roles("muon_with_adamw", numbers, labels)
+    check_types_by_role("muon_with_adamw", numbers, frozenset({"float", "Schedule"}))
     if isinstance(labels, Labels):
         matrices = with_views(matrices, labels)
     muon_label = "muon"

@@ -19,7 +19,14 @@ from muonfx.optimizer.constructing import constructed_together
 from muonfx.optimizer.group_numbers import scalar
 from muonfx.optimizer.named_parameters import NamedParameters, NamedTensors, named_pairs, resolve_groups
 from muonfx.optimizer.transform_optimizer import TransformOptimizer
-from muonfx.recipes import check_decay, check_not_negative, check_roles, muon_with_adamw, with_views
+from muonfx.recipes import (
+    check_decay,
+    check_not_negative,
+    check_roles,
+    check_types_by_role,
+    muon_with_adamw,
+    with_views,
+)
 from muonfx.routing import Labels, Route, default_labels
 from muonfx.sharding.layout import Layout
 from muonfx.transforms import orthogonalize, scale_by_adam
@@ -226,7 +233,8 @@ def _transform(
     check_decay("momentum", momentum)
     adam = _adam(betas)
     label_of = labels_for(labels, params, model, roles=has_roles)
-    check_roles("Muon", adamw_numbers, label_of, float)
+    check_roles("Muon", adamw_numbers, label_of)
+    check_types_by_role("Muon", adamw_numbers, frozenset({"float"}))
     if adamw_weight_decay is None:
         adamw_weight_decay = weight_decay
     return muon_with_adamw(
