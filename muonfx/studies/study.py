@@ -134,11 +134,10 @@ def study(
             runs = [Run(rate, int(seed)) for rate in rates_by_name[name] for seed in seeds]
             for batch_of_runs in _trained_together(runs, vmap=vmap):
                 sweep = _sweep(task, name, transform_at, batch_of_runs, eval_params.get(name))
-                saves = None
+                path = None
                 if folder is not None:
                     path = Path(folder) / _file_name(name, batch_of_runs)
-                    saves = _Saves(path, name, batch_of_runs, report_steps)
-                losses = _losses_at(sweep, report_steps, saves, report, name)
+                losses = _losses_at(sweep, name, batch_of_runs, report_steps, path, report)
                 rows += _rows(name, batch_of_runs, report_steps, losses, has_validation=task.validation is not None)
     return rows
 
@@ -177,23 +176,29 @@ def _sweep(
         ) from error
 
 
-def _losses_at(sweep: Sweep, report_steps: list[int], saves: _Saves | None, report: Report, name: str) -> Tensor:
+def _losses_at(
+    sweep: Sweep, name: str, runs: list[Run], report_steps: list[int], path: Path | None, report: Report
+) -> Tensor:
     """Train several runs of an optimizer together, and return their losses: shape (reports, runs, 2).
 
     The last dim has the training loss and the validation loss. A run is the training at one rate from one seed.
 
     Args:
-        sweep: the runs.
+        sweep: trains the runs.
+        name: the name of the optimizer.
+        runs: the rate and the seed of each run.
         report_steps: the steps after which the losses are recorded, such as [5, 10, 12]. The last one ends the runs.
-        saves: where the runs are saved at each report, so that they can be continued; None to save nothing.
+        path: the folder to which the runs are saved at each report, so that they can be continued; None to save
+            nothing.
         report: receives a line of text at each report.
-        name: the name of the optimizer, for this line.
     """
     progress = sweep.start()
     _warn_of_trained_params(sweep, name)
     losses = torch.full((len(report_steps), len(sweep.seeds), 2), torch.nan, dtype=torch.float64)
     steps_taken = 0
-    if saves is not None:
+    saves: _Saves | None = None
+    if path is not None:
+        saves = _Saves(path, _description_of(name, runs, report_steps, sweep, progress), tree.names(sweep.tx))
         steps_taken, progress, losses = saves.resume(sweep, progress, losses)
     for index, step in enumerate(report_steps):
         if step <= steps_taken:  # the saved study has made this report
@@ -243,25 +248,15 @@ def _rows(name: str, runs: list[Run], report_steps: list[int], losses: Tensor, *
     return rows
 
 
-class _Saves:
-    """The checkpoint of a sweep, which is replaced at each report.
+class _Saves(NamedTuple):
+    """The checkpoint of a sweep, which is replaced at each report."""
 
-    Args:
-        path: the folder of the checkpoint.
-        name: the name of the optimizer.
-        runs: the runs of the sweep.
-        report_steps: the steps after which a run makes a report.
-    """
-
-    def __init__(self, path: Path, name: str, runs: list[Run], report_steps: list[int]) -> None:
-        self.path = path
-        self.description: dict[str, Any] = {
-            "optimizer": name,
-            "rates": list(dict.fromkeys(run.rate for run in runs)),  # each once
-            "seeds": list(dict.fromkeys(run.seed for run in runs)),
-            "reports": report_steps,
-        }
-        self.names_of_numbers: list[str] = []
+    path: Path
+    """The folder of the checkpoint."""
+    description: dict[str, Any]
+    """The arguments and the first losses of the study, by which it is recognized, as `_description_of` returns them."""
+    names_of_numbers: list[str]
+    """The names of the numbers in the description, such as "scale_by_adam.b2"."""
 
     def resume(self, sweep: Sweep, start: Progress, losses: Tensor) -> tuple[int, Progress, Tensor]:
         """Return the number of steps, the progress and the losses with which the runs of a sweep begin or continue.
@@ -269,8 +264,6 @@ class _Saves:
         The arguments are as in `load`. Raise ValueError if another validation batch, or another loss on it, gave the
         saved validation losses. First losses would not show it: with a last layer of zeros, all batches have the same.
         """
-        self.names_of_numbers = tree.names(sweep.tx)  # such as "scale_by_adam.b2"
-        self.description |= _description_of(sweep, start, steps=self.description["reports"][-1])
         steps_taken, progress, losses = self.load(start, losses)
         if steps_taken:  # 0 if nothing was saved
             report_index = self.description["reports"].index(steps_taken)
@@ -349,20 +342,28 @@ def _is_same_item(key: str, saved_value: Any, value: Any) -> bool:
     return is_computed and saved_value is not None and are_same_losses(saved_value, value)
 
 
-def _description_of(sweep: Sweep, start: Progress, steps: int) -> dict[str, Any]:
-    """Return what differs for another transform or another task: the transform, first losses, averages of batches.
+def _description_of(
+    name: str, runs: list[Run], report_steps: list[int], sweep: Sweep, start: Progress
+) -> dict[str, Any]:
+    """Return what identifies a study: its arguments, and what differs for another transform or another task.
 
-    Averages are of the first, the middle and the last step, with keys such as ``"averages of the batches at step 19"``.
-    They show other batches also where the losses do not: if the last layer begins with zeros.
+    These are the transform, first losses, and averages of the batches of the first, the middle and the last step, with
+    keys such as ``"averages of the batches at step 19"``. They show other batches also where the losses do not: if the
+    last layer begins with zeros.
     """
     numbers: list[Any] = []
     for number in tree.leaves(sweep.tx):
         numbers.append(torch.as_tensor(number, dtype=torch.float64).tolist())  # not rounded to float32
     description: dict[str, Any] = {
+        "optimizer": name,
+        "rates": list(dict.fromkeys(run.rate for run in runs)),  # each once
+        "seeds": list(dict.fromkeys(run.seed for run in runs)),
+        "reports": report_steps,
         "transform": sweep.tx.fingerprint,
         "numbers": numbers,
         "first losses": sweep.first_losses(start).tolist(),
     }
+    steps = report_steps[-1]
     for step in sorted({0, steps // 2, steps - 1}):
         description[f"{AVERAGES} at step {step}"] = sweep.batch_averages(step)
     return description
