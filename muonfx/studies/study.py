@@ -16,7 +16,7 @@ from muonfx import checkpoint, tree
 from muonfx.core.checks import warn_caller
 from muonfx.core.transform import Transform
 from muonfx.core.value import walk
-from muonfx.internal.arguments import plain_arguments
+from muonfx.internal.arguments import check_plain, plain_arguments
 from muonfx.internal.progress import Report, reporting
 from muonfx.studies.checks import (
     are_same_losses,
@@ -411,10 +411,13 @@ def _rates_by_name(
         rates = dict.fromkeys(optimizers, rates)
     if set(rates) != set(optimizers):
         raise ValueError(f"rates: found rates for {sorted(rates)}, expected rates for {sorted(optimizers)}")
-    # Each optimizer needs a rate. As floats, because the caller may have given ints or numbers of numpy.
+    # Each optimizer needs a rate. As floats, because the caller may have given ints or tensors.
     rates_by_name: dict[str, list[float]] = {}
     for name in optimizers:
-        rates_of_name = [float(rate) for rate in rates[name]]
+        rates_of_name: list[float] = []
+        for rate in rates[name]:
+            number = check_plain("study", "rates", rate, frozenset({"float"}))
+            rates_of_name.append(float(number))
         if not rates_of_name or len(set(rates_of_name)) < len(rates_of_name):
             raise ValueError(f"rates: found {rates_of_name} for {name!r}, expected at least one rate, each once")
         rates_by_name[name] = rates_of_name

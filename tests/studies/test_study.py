@@ -596,6 +596,12 @@ ONE_RUN: dict[str, Any] = {"rates": [0.1], "seeds": [3], "steps": 2, "progress":
 SEVERAL_RUNS: dict[str, Any] = {"rates": [0.1, 0.2], "seeds": [0, 1], "steps": 2, "progress": False}
 
 
+@pytest.mark.parametrize("rate", ["1e-3", True, None, 0.1j])
+def test_a_rate_that_is_no_number_is_named(rate: Any) -> None:
+    with pytest.raises(TypeError, match=r"^study: rates must be a number or a 0-d tensor, found "):
+        mfx.study(TASK, OPTIMIZERS, **{**ONE_RUN, "rates": [rate]})
+
+
 def result_of(value: Any) -> Any:
     return lambda *_: value
 
