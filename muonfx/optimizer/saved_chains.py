@@ -33,8 +33,8 @@ class VisitedTransform(NamedTuple):
     """A transform for named parameters, as an optimizer without `Stepping` has it."""
 
     inner: Transform
-    visits: tuple[Visit, ...]
-    """The visit of the transform, then the visits of the transforms that it calls."""
+    root: Visit
+    """The visit of the transform, with the visits of the transforms that it calls."""
     rules: Mapping[str, UpdateRule]
     """The transforms of each parameter, by name."""
 
@@ -59,7 +59,7 @@ def chains_of(visited: Stepping | VisitedTransform, names: Iterable[str]) -> dic
         indices_of_transforms = visited.rules[name].indices
         key = (indices_of_transforms, *[_text_for(name, argument) for argument in arguments])
         if key not in chain_of_key:
-            chain_of_key[key] = _chain_of(name, visited.inner, visited.visits[0])
+            chain_of_key[key] = _chain_of(name, visited.inner, visited.root)
         chain_of[name] = chain_of_key[key]
     return chain_of
 
@@ -103,7 +103,8 @@ def _chain_of(name: str, tx: Transform, visited: Visit) -> Transform:
             inner_chains.append(_chain_of(name, child, call))
         else:
             inner_chains.append(identity())  # keeps the number of inner transforms, as `with_children` requires
-    return _without_schedules(_for_parameter(tx.with_children(inner_chains), name))
+    chain_of_name = _for_parameter(tx.with_children(inner_chains), name)
+    return _without_schedules(chain_of_name)
 
 
 def _chain_of_label(name: str, tx: Transform, visited: Visit) -> Transform:

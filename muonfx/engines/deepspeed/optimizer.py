@@ -406,8 +406,8 @@ class ZeroOptimizer(Optimizer):
 
     def _visited(self) -> VisitedTransform:
         """Return the transform with its visits, from which the chain of each parameter is read."""
-        visits = tuple(visit(self.tx, self._whole_params))
-        return VisitedTransform(self.tx, visits, update_rules_of(visits))
+        visits = visit(self.tx, self._whole_params)
+        return VisitedTransform(self.tx, visits[0], update_rules_of(visits))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.
