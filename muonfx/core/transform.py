@@ -283,15 +283,13 @@ class Transform(Recorded):
 
         For ``scale_by_learning_rate(linear_schedule(1.0, 0.0, 4))``, it is ``{"learning_rate": linear_schedule(...)}``.
         """
+        schedule_parts = [part for part in self.parts if isinstance(part, Schedule)]
+        if not schedule_parts:
+            return {}
         schedules: dict[str, Schedule] = {}
-        schedule_parts = [value for value in self.parts if isinstance(value, Schedule)]
-        if not schedule_parts:  # the usual case, found fast
-            return schedules
         arguments = self.arguments
-        for name, types in self.factory.definition.accepted_types.items():  # such as "learning_rate" and {"float"}
-            # An argument that is annotated with Schedule alone is passed to the constructor as it is.
-            takes_number = "float" in types and "Schedule" not in types
-            if takes_number and isinstance(arguments[name], Schedule):
+        for name in self.factory.definition.number_parameters:  # such as "learning_rate"
+            if isinstance(arguments[name], Schedule):
                 schedules[name] = arguments[name]
         return schedules
 
@@ -369,15 +367,19 @@ class Transform(Recorded):
         """
         if self._schedules:
             # `follow` calls the lambda with the numbers of a step, such as {"factor": 0.75}, in place of the schedules.
-            built = follow(self._schedules, lambda numbers: self._build({**self.arguments, **numbers}))
+            init, update = follow(self._schedules, lambda numbers: self._build({**self.arguments, **numbers}))
         else:
-            built = self._build(self.arguments)
+            init, update = self._build(self.arguments)
+        return Functions(functools.partial(outside_autocast, init), update)
+
+    def _build(self, arguments: Mapping[str, Any]) -> InitAndUpdate:
+        """Call the decorated function, and return its result, ``(init, update)``. Raise TypeError if it is none."""
+        init_and_update = super()._build(arguments)
         # A user's function may return something else. The tests of this package check its own functions.
         is_ours = self.factory.definition.is_ours
         if not is_ours and not torch.compiler.is_compiling():
-            check_functions(self.factory.__name__, built)
-        init, update = built
-        return Functions(functools.partial(outside_autocast, init), update)
+            check_functions(self.factory.__name__, init_and_update)
+        return init_and_update
 
     @LazyOfStructure
     def extras(self) -> Extras:

@@ -55,6 +55,8 @@ class Definition:
     """By parameter, the names of the types that its annotation accepts, such as "float"."""
     name: str | None
     """The permanent public name, such as "acme.my_momentum", or None."""
+    number_parameters: tuple[str, ...]
+    """The parameters for which the constructor receives a number: if a schedule was passed, the number of a step."""
     remembers: bool
     """True if the constructor takes a cache (`Memory`) as its first argument."""
     transparent: bool
@@ -89,6 +91,14 @@ def _types_of_arguments(
         if types - {"None"} == _SCALAR_OR_SCHEDULE:
             accepted[argument] = types - {"Tensor", "Schedule"}
     return accepted
+
+
+def _takes_number(types: frozenset[str]) -> bool:
+    """Return True if a constructor that is annotated with these types receives a number, also for a schedule.
+
+    `ScalarOrSchedule` counts as {"float"}. With "Schedule" among the types, it receives a schedule as it is.
+    """
+    return "float" in types and "Schedule" not in types
 
 
 class Factory(Protocol):
@@ -130,13 +140,15 @@ def make_factory(
     if name is not None:
         _check_public_name(name)
     parameters = dict(inspect.signature(constructor).parameters)
+    accepted_types = _types_of_arguments(parameters, constructor)
     module = constructor.__module__ or ""  # None for a function in a bare exec()
     # All facts that follow from the function and its signature are computed here, once, and not at each call.
     cast("Factory", factory).definition = Definition(
         constructor=constructor,
         parameters=parameters,
         kinds=tuple([(argument, parameter.kind.name) for argument, parameter in parameters.items()]),
-        accepted_types=_types_of_arguments(parameters, constructor),
+        accepted_types=accepted_types,
+        number_parameters=tuple([argument for argument, types in accepted_types.items() if _takes_number(types)]),
         name=name,
         remembers=getattr(constructor, "takes_memory", False),
         transparent=transparent,
