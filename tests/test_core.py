@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import muonfx as mfx
 from muonfx.core.hyperparams import with_hyperparams
 from muonfx.core.transform import within
-from muonfx.core.value import parts_of, prepared
+from muonfx.core.value import named_numbers, prepared
 from muonfx.testing.violation import require_same
 
 
@@ -61,7 +61,7 @@ def test_numeric_arguments_are_listed_by_dotted_name():
     masked = mfx.chain(
         mfx.masked(mfx.scale_by_adam(), {"w": True}), mfx.scale_by_learning_rate(mfx.constant_schedule(1))
     )
-    assert list(dict(parts_of(masked))) == [
+    assert list(named_numbers(masked)) == [
         "masked.inner.b1",
         "masked.inner.b2",
         "masked.inner.eps",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from muonfx import tree
-from muonfx.core.value import Recorded, parts_of, walk, with_numbers
+from muonfx.core.value import Recorded, named_numbers, walk, with_numbers
 from muonfx.internal.arguments import check_plain, did_you_mean, float_of
 
 R = TypeVar("R", bound=Recorded)
@@ -37,7 +37,7 @@ def hyperparams(tx: Recorded) -> dict[str, float | Tensor]:
     {'momentum.decay': 0.9, 'scale.factor': -0.1}
     """
     _check_recorded("hyperparams", tx)
-    return dict(parts_of(tx))
+    return named_numbers(tx)
 
 
 def _check_recorded(owner: str, tx: object) -> None:
@@ -70,7 +70,7 @@ def with_hyperparams(tx: R, changes: Mapping[str, Any]) -> R:
     chain(momentum(decay=0.9), scale(factor=-0.2))
     """
     _check_recorded("with_hyperparams", tx)
-    numbers = dict(parts_of(tx))
+    numbers = named_numbers(tx)
     unknown = sorted(changes.keys() - numbers.keys())
     if unknown:
         advice = did_you_mean(unknown[0], numbers)

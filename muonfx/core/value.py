@@ -657,18 +657,22 @@ def prepared(recorded: R) -> R:
     return recorded
 
 
-def parts_of(recorded: Recorded, name: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted name, number) pairs for the numeric arguments of a transform and of its inner transforms.
+def named_numbers(recorded: Recorded, name: str = "") -> dict[str, Any]:
+    """Return the numeric arguments of a transform and of its inner transforms, by dotted name.
 
     The names begin with ``name``, the dotted name of the transform, such as "muon.momentum".
+
+    >>> import muonfx as mfx
+    >>> named_numbers(mfx.chain(mfx.momentum(0.9), mfx.scale(-0.1)), "muon")
+    {'muon.momentum.decay': 0.9, 'muon.scale.factor': -0.1}
     """
-    numbers: list[tuple[str, Any]] = []
+    numbers: dict[str, Any] = {}
     for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
-        full_name = joined_name(name, argument)  # "muon.momentum" and "decay" give "muon.momentum.decay"
+        full_name = joined_name(name, argument)
         if isinstance(value, Recorded):  # an inner transform or a schedule, with numbers of its own
-            numbers += parts_of(value, full_name)
+            numbers |= named_numbers(value, full_name)
         else:
-            numbers.append((full_name, value))
+            numbers[full_name] = value
     return numbers
 
 

@@ -18,7 +18,7 @@ from muonfx.core.chain import ORDER_IS_CHECKED, chain, chain_entries
 from muonfx.core.extras import EXTRAS_OVER_RANKS
 from muonfx.core.partition import partition
 from muonfx.core.transform import Declaration, Locality, ShortNames, Transform
-from muonfx.core.value import Recorded, joined_name, make_factory, part_names, parts_of, prepared
+from muonfx.core.value import Recorded, joined_name, make_factory, named_numbers, part_names, prepared
 from muonfx.tree import PyTree
 
 Path = tuple[Any, ...]
@@ -120,7 +120,7 @@ def _own_numbers(tx: Transform) -> list[str]:
         if isinstance(value, Transform):
             continue
         if isinstance(value, Recorded):  # a schedule
-            names += [number for number, _ in parts_of(value, name)]
+            names += named_numbers(value, name)  # the keys
         else:
             names.append(name)
     return names

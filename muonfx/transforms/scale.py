@@ -13,7 +13,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule, Schedule
 from muonfx.core.simple import no_state
 from muonfx.core.transform import Position
-from muonfx.core.value import parts_of
+from muonfx.core.value import numbers_of
 from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrixwise import matrix_locality, name_patterns, on_stacks
 from muonfx.tree import Present, PyTree
@@ -85,7 +85,7 @@ def _position_of_factor(factor: object) -> Position | None:
     """
     numbers: list[object] = [factor]
     if isinstance(factor, Schedule):  # its arguments, such as 1.0, -1.0 and 10
-        numbers = [number for _, number in parts_of(factor)]
+        numbers = numbers_of(factor)
     floats = [number for number in numbers if isinstance(number, float)]
     has_negative = min(floats, default=0.0) < 0.0
     has_positive = max(floats, default=0.0) > 0.0

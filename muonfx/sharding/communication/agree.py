@@ -23,7 +23,7 @@ from torch import Tensor
 from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.checks import warn_caller
-from muonfx.core.value import parts_of
+from muonfx.core.value import named_numbers
 from muonfx.internal.tracing import without_transforms
 from muonfx.sharding.communication.differences import Facts, difference_text, errors_by_rank, first_difference, listed
 from muonfx.sharding.communication.messages import all_objects, collective, host_device
@@ -273,7 +273,7 @@ def comparable_numbers(tx: Transform) -> dict[str, object]:
     """Return the current hyperparameters of a transform by dotted name, such as "muon.momentum"."""
     cache = tx.derived
     if "numbers" not in cache:
-        cache["numbers"] = dict(parts_of(tx))
+        cache["numbers"] = named_numbers(tx)
     if not tx.tensors:
         return cache["numbers"]
     return {name: comparable(number) for name, number in cache["numbers"].items()}
