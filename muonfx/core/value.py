@@ -5,9 +5,10 @@ pickling, ``replace``, fingerprint and pytree structure all follow from these tw
 numeric arguments, so ``torch.func`` can batch over a value or differentiate with respect to it.
 
 An argument is either a *part* (a float, a tensor, or another recorded value), which is a child in the pytree, or fixed
-structure (an int, a string, a dtype, a function, or a float inside a container). The factory decides which when it is
-called, and stores the arguments as a *skeleton*: a dict with a hole in place of each part. Unflattening fills parts
-into the skeleton. ``torch.func.vmap`` unflattens with arbitrary objects, so their types must not decide again.
+(an int, a string, a dtype, a function, or a float inside a container). The factory decides which when it is called, and
+stores the arguments in two pieces. For ``momentum(0.9)``, the parts are ``(0.9,)``, and the *template* is
+``{"decay": *, "nesterov": True, ...}``, with a *blank*, printed as ``*``, in place of each part. Unflattening fills
+parts into the template. ``torch.func.vmap`` unflattens with arbitrary objects, so their types must not decide again.
 """
 
 from __future__ import annotations
@@ -232,20 +233,20 @@ def with_memory(constructor: Callable[Concatenate[Memory, P], Any]) -> Callable[
     return cast("Callable[P, Any]", constructor)
 
 
-class _Hole:
-    """A placeholder in an argument for a number, transform or schedule, which is stored separately."""
+class _Blank:
+    """Takes the place of a part in the template: of a number, transform or schedule, which is stored separately."""
 
     def __repr__(self) -> str:
         return "*"
 
     def __reduce__(self) -> str:
-        return "_HOLE"
+        return "_BLANK"
 
 
-_HOLE = _Hole()
+_BLANK = _Blank()
 
 _CONTAINERS = (tuple, list, dict)
-"""The types of arguments in which transforms and tensors are replaced by placeholders."""
+"""The types of arguments in which transforms and tensors are parts."""
 
 
 def parts_within(argument: object) -> list[object]:
@@ -264,21 +265,21 @@ def parts_within(argument: object) -> list[object]:
     return parts
 
 
-def _with_holes(argument: Any) -> object:
-    """Return an argument with a placeholder for each tensor, transform and schedule in it, as in `parts_within`.
+def _with_blanks(argument: Any) -> object:
+    """Return an argument with a blank in place of each tensor, transform and schedule in it, as in `parts_within`.
 
     A float in a container stays, because only a float that is itself an argument is a number that can be changed.
 
-    >>> _with_holes({"a": torch.tensor(0.1), "b": 0.2})  # a placeholder prints as *
+    >>> _with_blanks({"a": torch.tensor(0.1), "b": 0.2})  # a blank prints as *
     {'a': *, 'b': 0.2}
     """
     if isinstance(argument, (Recorded, Tensor)):
-        return _HOLE
+        return _BLANK
     kind: Any = type(argument)
     if kind is dict:
-        return {key: _with_holes(item) for key, item in _items(argument)}
+        return {key: _with_blanks(item) for key, item in _items(argument)}
     if kind in (tuple, list):
-        return kind(map(_with_holes, argument))
+        return kind(map(_with_blanks, argument))
     return argument
 
 
@@ -302,41 +303,35 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     return items
 
 
-def _join(skeleton: Any, values: Iterator[object]) -> Any:
-    """Replace the placeholders in a container by the next of ``values``, in order. It undoes `_with_holes`.
+def _filled(template: Any, parts: Iterator[object]) -> Any:
+    """Return a template with the next of ``parts``, in order, in place of each blank. It undoes `_with_blanks`.
 
-    >>> _join({"decay": _HOLE, "nesterov": True, "betas": (_HOLE, _HOLE)}, iter([0.9, 0.8, 0.7]))
+    >>> _filled({"decay": _BLANK, "nesterov": True, "betas": (_BLANK, _BLANK)}, iter([0.9, 0.8, 0.7]))
     {'decay': 0.9, 'nesterov': True, 'betas': (0.8, 0.7)}
     """
-    items = skeleton.values() if type(skeleton) is dict else skeleton
-    # Fill the items one by one. An inner container takes its own numbers from the same iterator, so the order is kept.
-    joined: list[Any] = []
-    for item in items:
-        if item is _HOLE:
-            joined.append(next(values))
-        elif type(item) in _CONTAINERS:
-            joined.append(_join(item, values))
-        else:
-            joined.append(item)
-    # Build a container of the same type: a dict with the old keys, a tuple or a list.
-    if type(skeleton) is dict:
-        return dict(zip(skeleton, joined, strict=True))
-    return type(skeleton)(joined)
+    if template is _BLANK:
+        return next(parts)
+    kind = type(template)
+    if kind is dict:
+        return {key: _filled(item, parts) for key, item in template.items()}
+    if kind in (tuple, list):
+        return kind([_filled(item, parts) for item in template])
+    return template  # a fixed value, such as True
 
 
-def _names_of_holes(skeleton: Any, name: str) -> list[str]:
-    """Return the dotted name of each placeholder in an argument, which is itself called ``name``.
+def _names_of_blanks(template: Any, name: str) -> list[str]:
+    """Return the dotted name of each blank in the template of an argument, which is itself called ``name``.
 
-    >>> _names_of_holes({"muon": _HOLE, "adamw": [_HOLE, 2]}, "transforms")
+    >>> _names_of_blanks({"muon": _BLANK, "adamw": [_BLANK, 2]}, "transforms")
     ['transforms.muon', 'transforms.adamw.0']
     """
-    if skeleton is _HOLE:  # the argument itself is a number or a transform
+    if template is _BLANK:  # the argument itself is a number or a transform
         return [name]
-    if type(skeleton) not in _CONTAINERS:  # a fixed value, such as True
+    if type(template) not in _CONTAINERS:  # a fixed value, such as True
         return []
     names: list[str] = []
-    for key, item in _items(skeleton):
-        names += _names_of_holes(item, joined_name(name, str(key)))
+    for key, item in _items(template):
+        names += _names_of_blanks(item, joined_name(name, str(key)))
     return names
 
 
@@ -349,8 +344,8 @@ class Structure:
 
     kind: type[Recorded]
     factory: Factory
-    skeleton: dict[str, object]
-    """The arguments by name, with a hole in place of each part."""
+    template: dict[str, object]
+    """The arguments by name, with a blank in place of each part: ``{"decay": *, "nesterov": True}``."""
     memory: Memory = field(default_factory=dict, repr=False)
     """The cache that the constructor receives. Not part of `derived`, because compiled steps depend on its contents."""
     derived: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -370,7 +365,7 @@ class Structure:
             return True
         if self.kind is not other.kind or self.factory != other.factory:
             return False
-        return same(self.skeleton, other.skeleton)  # `==` would ignore the order of dicts, and equate 1 and True
+        return same(self.template, other.template)  # `==` would ignore the order of dicts, and equate 1 and True
 
     def __hash__(self) -> int:
         return hash((self.kind, self.factory))
@@ -403,8 +398,8 @@ class Recorded:
     def _record(cls, factory: Factory, /, *args: object, **kwargs: object) -> Self:
         """Check the arguments of a call, such as ``momentum(0.9)``, and return a value that stores them.
 
-        They are stored in two pieces. For this call, ``parts`` is ``[0.9]``, and ``skeleton`` has a placeholder for the
-        decay and all other arguments as they are: ``{"decay": *, "nesterov": True, ...}``.
+        They are stored in two pieces. For this call, ``parts`` is ``[0.9]``, and ``template`` has a blank for the decay
+        and all other arguments as they are: ``{"decay": *, "nesterov": True, ...}``.
         """
         definition = factory.definition
         signature = inspect.Signature(list(definition.parameters.values()))
@@ -412,20 +407,18 @@ class Recorded:
         bound.apply_defaults()
         # The numbers, transforms and schedules among the arguments are stored apart: they are children in the pytree.
         parts: list[object] = []
-        skeleton: dict[str, object] = {}  # the arguments by name, with placeholders for the parts
+        template: dict[str, object] = {}
         for name, argument in bound.arguments.items():
             if argument is not definition.parameters[name].default:  # defaults are correct, so they need no check
                 argument = cls._checked(factory, name, argument)
             argument = definition.as_float(name, argument)
-            if isinstance(argument, (float, Tensor, Recorded)):
-                skeleton[name] = _HOLE
+            if isinstance(argument, float):  # not one in a container, which is fixed
+                template[name] = _BLANK
                 parts.append(argument)
-            elif type(argument) in _CONTAINERS:  # its tensors and transforms are parts, but its floats are fixed
-                skeleton[name] = _with_holes(argument)
-                parts += parts_within(argument)
             else:
-                skeleton[name] = argument
-        return cls._from(Structure(cls, factory, skeleton), parts)
+                template[name] = _with_blanks(argument)
+                parts += parts_within(argument)
+        return cls._from(Structure(cls, factory, template), parts)
 
     @classmethod
     def _checked(cls, factory: Factory, name: str, argument: Any) -> Any:
@@ -451,10 +444,10 @@ class Recorded:
 
         They are ["decay"] for ``decay=0.9``, none for ``nesterov=True``, and the keys of a dict of transforms.
         """
-        skeleton = self.structure.skeleton[argument]  # the argument, with the placeholder _HOLE for each of these
-        if type(skeleton) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
-            return _names_of_holes(skeleton, "")
-        return _names_of_holes(skeleton, argument)
+        template = self.structure.template[argument]
+        if type(template) is dict:  # its items have its keys as names: "muon", not "transforms.muon"
+            return _names_of_blanks(template, "")
+        return _names_of_blanks(template, argument)
 
     @classmethod
     def _from(cls, structure: Structure, values: Iterable[object]) -> Self:
@@ -500,7 +493,7 @@ class Recorded:
     @property
     def arguments(self) -> dict[str, Any]:
         """A dict with all arguments of the call that created this value, by name, including defaults."""
-        return _join(self.structure.skeleton, iter(self.parts))
+        return _filled(self.structure.template, iter(self.parts))
 
     def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Call a function that has the factory's signature, with arguments from a dict by name.
@@ -561,7 +554,7 @@ class Recorded:
 
     def _new_structure(self) -> Structure:
         """Return a copy of ``structure`` without its cached results."""
-        return Structure(self.structure.kind, self.structure.factory, self.structure.skeleton)
+        return Structure(self.structure.kind, self.structure.factory, self.structure.template)
 
     def _prepare(self) -> None:
         """Call the decorated function now and cache its result, so that bad arguments raise before the first use."""
@@ -631,7 +624,7 @@ def _unpickled(structure: Structure, parts: Sequence[object]) -> Recorded:
     """Return the value that `Recorded.__reduce__` pickled. New arguments of its factory have their defaults."""
     recorded = Recorded._from(structure, parts)
     parameters = structure.factory.definition.parameters
-    if structure.skeleton.keys() == parameters.keys():
+    if structure.template.keys() == parameters.keys():
         return recorded
     arguments = recorded.arguments
     removed = {name: value for name, value in arguments.items() if name not in parameters}
@@ -745,23 +738,23 @@ def walk(recorded: Recorded, name: str = "") -> Iterator[tuple[str, Recorded]]:
 
 
 def part_names(recorded: Recorded) -> tuple[str, ...]:
-    """Return the dotted names of a transform's own numbers and inner transforms, in order."""
+    """Return the dotted names of a transform's own numbers and inner transforms, in the order of `Recorded.parts`.
+
+    >>> import muonfx as mfx
+    >>> part_names(mfx.momentum()), part_names(mfx.chain(mfx.momentum(), mfx.scale(-0.1)))
+    (('decay',), ('momentum', 'scale'))
+    """
     cache = recorded.structure.derived  # shared with transforms that differ only in numbers
-    if "part_names" not in cache:
-        cache["part_names"] = _part_names(recorded)
-    return cache["part_names"]
-
-
-def _part_names(recorded: Recorded) -> tuple[str, ...]:
-    """Return the names of the numbers and inner transforms among a transform's arguments, such as ("decay",)."""
-    # A transparent wrapper, such as `offload`, has one inner transform and no name of its own.
-    if recorded.factory.definition.transparent:
-        return ("",)
+    if "part_names" in cache:
+        return cache["part_names"]
     names: list[str] = []
-    for argument, skeleton in recorded.structure.skeleton.items():
-        if skeleton is _HOLE or type(skeleton) in _CONTAINERS:  # most arguments have no parts, such as nesterov=True
+    if recorded.factory.definition.transparent:  # such as `offload`: its only part, a transform, adds no name
+        names.append("")
+    else:
+        for argument in recorded.structure.template:
             names += recorded._names_of_parts(argument)
-    return tuple(names)
+    cache["part_names"] = tuple(names)
+    return cache["part_names"]
 
 
 def _text_of_call(recorded: Recorded) -> str:
@@ -771,8 +764,8 @@ def _text_of_call(recorded: Recorded) -> str:
     that a new argument with a default does not change the fingerprints of old checkpoints.
     """
     recorded = strip_transparent(recorded)
-    parts = [part if isinstance(part, Recorded) else _HOLE for part in recorded.parts]  # with "*" for each number
-    arguments = _join(recorded.structure.skeleton, iter(parts))
+    parts = [part if isinstance(part, Recorded) else _BLANK for part in recorded.parts]  # with "*" for each number
+    arguments = _filled(recorded.structure.template, iter(parts))
     texts: list[str] = []
     for name, argument in arguments.items():
         text = _text_of_argument(argument)
@@ -782,12 +775,12 @@ def _text_of_call(recorded: Recorded) -> str:
     return f"{public_name(recorded.factory)}({','.join(texts)})"
 
 
-_NUMBER = repr(_HOLE)
+_NUMBER = repr(_BLANK)
 """The text of a number, and of an argument without a default: "*"."""
 
 
 def _text_of_argument(argument: object) -> str:
-    """Return an argument, in which numbers are placeholders, as text for the fingerprint: "(*,True)", for example.
+    """Return an argument, in which numbers are blanks, as text for the fingerprint: "(*,True)", for example.
 
     A fingerprint identifies a transform in checkpoints, also if a run resumes with another learning rate.
     """
