@@ -93,27 +93,33 @@ def _skips_steps(tx: Transform) -> bool:
 
 
 def _effect_of_every_call(tx: Transform, *, after_zeros: bool) -> str:
-    """Return what a call of a transform does even if updates are zero, for a warning; "" for nothing.
+    """Return what each call of a transform changes, also if its updates are zero, for a warning; "" for nothing.
 
-    ``after_zeros`` is True if the transform receives updates of zero at most calls, since it follows an `accumulate`.
+    A momentum changes its state, and a weight decay the parameters. ``after_zeros`` is True if the transform receives
+    updates of zero at most calls, since it follows an `accumulate`.
 
     >>> _effect_of_every_call(mfx.momentum(), after_zeros=True)
     'changes its state'
     >>> _effect_of_every_call(mfx.scale(2.0), after_zeros=True)
     ''
     """
-    if tx._schedules:
+    # 1. By its declaration. The transforms that it calls are examined on their own.
+    if tx._schedules:  # such as a decaying rate: it counts the calls
         return "advances its schedule"
-    # Children are examined on their own, and an observer, such as a recorder of metrics, may run at every call.
-    if tx.children or tx.position == "observer":
+    calls_others = bool(tx.children)
+    is_observer = tx.position == "observer"  # it may run at every call, as one that records metrics does
+    if calls_others or is_observer:
         return ""
+    # 2. By one step on an example of a parameter.
     example = _run_on_zeros(tx)
     if example is None:
         return ""
     updates, state = example
-    if list(tree.tensors(state)):
+    has_state = list(tree.tensors(state)) != []
+    if has_state:
         return "changes its state"
-    if after_zeros and any(bool(leaf.any()) for leaf in tree.tensors(updates)):
+    adds_to_zeros = any(bool(leaf.any()) for leaf in tree.tensors(updates))
+    if after_zeros and adds_to_zeros:
         return "changes the parameters"
     return ""
 
