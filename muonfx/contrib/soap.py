@@ -155,7 +155,67 @@ def scale_by_soap(
         """Declare a factor or a basis of one side: -2 for the rows, or -1 for the columns."""
         return MatrixSlot(functools.partial(start, side=side, longest=max_precondition_size))
 
-    step = functools.partial(_step, b1=b1, b2=b2, eps=eps, is_kl=factors == "kl", refresh=refresh)
+    def step(u: Tensor, s: SoapState) -> tuple[Tensor, SoapState]:
+        """Return Adam's update in the current bases, then average the factors and refresh the bases.
+
+        The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
+        (R). For m by n gradients g, p and left have the shape (..., m, m), and q and right (..., n, n). A basis and a
+        factor are empty if the side is too long.
+        """
+        is_first = s.count == 0
+        is_due = s.count.remainder(refresh) == 0
+        t = s.count.clamp(min=1.0)  # the first gradient is not averaged
+        c1 = 1.0 - torch.pow(b1, t)
+        c2 = 1.0 - torch.pow(b2, t)
+        # Products round by the strides and the alignment of their factors, which copies have in common.
+        g = u.clone(memory_format=torch.contiguous_format)
+        g = _limited(g)
+        p = s.left_basis.clone(memory_format=torch.contiguous_format)
+        q = s.right_basis.clone(memory_format=torch.contiguous_format)
+
+        # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) (p^T g q)^2. The first gradient changes neither.
+        rotated_g = _rotate(g, p, q)
+        new_m = running_average(s.mu, g, b1)
+        new_v = running_average(s.nu, rotated_g.square(), b2)
+        m = torch.where(is_first, s.mu, new_m)
+        v = torch.where(is_first, s.nu, new_v)
+
+        # update = p (p^T (m / c1) q / (sqrt(v / c2) + eps)) q^T. For the first gradient, it is zero.
+        root = ew.safe_sqrt(v / c2)
+        divisor = torch.where(is_first, 1.0, root + eps)
+        rotated_m = _rotate(m, p, q)
+        rotated_update = rotated_m / divisor / c1
+        update = _rotate(rotated_update, p.mT, q.mT)
+        update = torch.where(is_first, 0.0, update)
+
+        # L = b2 L + (1 - b2) g g^T,  R = b2 R + (1 - b2) g^T g. KL-SOAP whitens g by the other factor first.
+        g_for_left = g
+        g_for_right = g.mT
+        if factors == "kl":
+            # The averages started at zero. This start has the weight 1 - c2, and all gradients together have c2.
+            missing = 1.0 / c2 - 1.0  # (1 - c2) / c2
+            g_for_left = _whiten(g, s.right, q, missing)
+            g_for_right = _whiten(g.mT, s.left, p, missing)
+        left = _averaged(s.left, g_for_left, b2)
+        right = _averaged(s.right, g_for_right, b2)
+
+        # A new basis has another order of columns, and the second moment is sorted likewise.
+        if left.shape[-1]:
+            p, order = _refreshed(left, p, is_due, is_first)
+            v = v.take_along_dim(order.mT, -2)
+        if right.shape[-1]:
+            q, order = _refreshed(right, q, is_due, is_first)
+            v = v.take_along_dim(order, -1)
+        return update, SoapState(
+            count=s.count + 1.0,
+            mu=m,
+            nu=v,
+            left=left,
+            right=right,
+            left_basis=p,
+            right_basis=q,
+        )
+
     return SoapState(
         count=MatrixSlot(),
         mu=Slot(),
@@ -165,88 +225,6 @@ def scale_by_soap(
         left_basis=slot(_identity, -2),
         right_basis=slot(_identity, -1),
     ), step
-
-
-def _step(
-    u: Tensor, s: SoapState, *, b1: Scalar, b2: Scalar, eps: Scalar, is_kl: bool, refresh: int
-) -> tuple[Tensor, SoapState]:
-    """Return Adam's update in the current bases, then average the factors and refresh the bases.
-
-    The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
-    (R). The shapes are (..., rows, columns) for u, m and v, (..., rows, rows) for p and left, and (..., columns,
-    columns) for q and right. A basis and a factor are empty if the side is too long.
-    """
-    is_first = s.count == 0
-    is_due = s.count.remainder(refresh) == 0
-    t = s.count.clamp(min=1.0)  # the first gradient is not averaged
-    c1 = 1.0 - torch.pow(b1, t)
-    c2 = 1.0 - torch.pow(b2, t)
-    # Products round by the strides and the alignment of their factors, which copies have in common.
-    g = u.clone(memory_format=torch.contiguous_format)
-    g = _limited(g)
-    p = s.left_basis.clone(memory_format=torch.contiguous_format)
-    q = s.right_basis.clone(memory_format=torch.contiguous_format)
-
-    # m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) (p^T g q)^2. The first gradient changes neither.
-    rotated_g = _rotate(g, p, q)
-    new_m = running_average(s.mu, g, b1)
-    new_v = running_average(s.nu, rotated_g.square(), b2)
-    m = torch.where(is_first, s.mu, new_m)
-    v = torch.where(is_first, s.nu, new_v)
-
-    # update = p (p^T (m / c1) q / (sqrt(v / c2) + eps)) q^T. For the first gradient, it is zero.
-    root = ew.safe_sqrt(v / c2)
-    divisor = torch.where(is_first, 1.0, root + eps)
-    rotated_m = _rotate(m, p, q)
-    rotated_update = rotated_m / divisor / c1
-    update = _rotate(rotated_update, p.mT, q.mT)
-    update = torch.where(is_first, 0.0, update)
-
-    # A new basis has another order of columns, and the second moment is sorted likewise.
-    left, right = _averaged_factors(g, p, q, s, b2, c2, is_kl)
-    if left.shape[-1]:
-        p, order = _refreshed(left, p, is_due, is_first)
-        v = v.take_along_dim(order.mT, -2)
-    if right.shape[-1]:
-        q, order = _refreshed(right, q, is_due, is_first)
-        v = v.take_along_dim(order, -1)
-    return update, SoapState(
-        count=s.count + 1.0,
-        mu=m,
-        nu=v,
-        left=left,
-        right=right,
-        left_basis=p,
-        right_basis=q,
-    )
-
-
-def _averaged_factors(
-    g: Tensor, p: Tensor, q: Tensor, s: SoapState, b2: Scalar, c2: Tensor, is_kl: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the factors after the m by n gradients g: ``b2 L + (1 - b2) g g^T`` and ``b2 R + (1 - b2) g^T g``.
-
-    If ``is_kl``, as in KL-SOAP, ``g R^-1 g^T / n`` and ``g^T L^-1 g / m`` take the place of the products.
-
-    Args:
-        g: the gradients.
-        p: orthogonal matrices, whose columns are near the eigenvectors of the old L.
-        q: the same for the old R.
-        s: the state with the old L, ``s.left``, and the old R, ``s.right``.
-        b2: the weight of the old factors.
-        c2: Adam's bias correction of their averages, ``1 - b2^t``.
-        is_kl: True for KL-SOAP.
-    """
-    g_for_left = g
-    g_for_right = g.mT
-    if is_kl:
-        # The averages started at zero. This start has the weight 1 - c2, and all gradients together have c2.
-        missing = 1.0 / c2 - 1.0  # (1 - c2) / c2
-        g_for_left = _whiten(g, s.right, q, missing)
-        g_for_right = _whiten(g.mT, s.left, p, missing)
-    left = _averaged(s.left, g_for_left, b2)
-    right = _averaged(s.right, g_for_right, b2)
-    return left, right
 
 
 def _zeros(matrix: Tensor, side: int, longest: int) -> Tensor:
