@@ -15,7 +15,7 @@ from muonfx.polar.iteration import unit_power
 from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import WideStateDtype
 from muonfx.transforms.matrices import MatrixView
-from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, StateAndMatrixStep, matrixwise
+from muonfx.transforms.matrixwise import MatrixCost, MatrixSlot, matrixwise
 from muonfx.transforms.scale import of_leaves
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -44,7 +44,11 @@ def normalize_rows(*, view: MatrixView = MatrixView()):
         tensor([[ 1., -1.],
                 [ 0.,  0.]])
     """
-    return _to_unit_rms_over(-1)
+
+    def step(u: Tensor, s: EmptyState):
+        return _to_unit_rms(u, dim=(-1,)), s  # over the columns j
+
+    return EmptyState(), step
 
 
 @matrixwise(position="sets_size")
@@ -68,7 +72,11 @@ def normalize_columns(*, view: MatrixView = MatrixView()):
         tensor([[ 1.,  0.],
                 [-1.,  0.]])
     """
-    return _to_unit_rms_over(-2)
+
+    def step(u: Tensor, s: EmptyState):
+        return _to_unit_rms(u, dim=(-2,)), s  # over the rows i
+
+    return EmptyState(), step
 
 
 @matrixwise(position="sets_size")
@@ -93,7 +101,11 @@ def normalize_matrices(*, view: MatrixView = MatrixView()):
         tensor([[ 0.2000,  1.0000],
                 [ 1.0000, -1.4000]])
     """
-    return _to_unit_rms_over(-2, -1)
+
+    def step(u: Tensor, s: EmptyState):
+        return _to_unit_rms(u, dim=(-2, -1)), s  # over all elements of a matrix
+
+    return EmptyState(), step
 
 
 @transform(locality=Locality.LEAF, reads_params=False, position="sets_size")
@@ -111,10 +123,6 @@ def normalize_leaves():
     """
     divide_by_rms = functools.partial(_to_unit_rms, dim=(-1,))  # `of_leaves` passes flattened leaves
     return of_leaves(divide_by_rms)
-
-
-def _to_unit_rms_over(*dim: int) -> StateAndMatrixStep:
-    return EmptyState(), lambda u, s: (_to_unit_rms(u, dim), s)
 
 
 def _to_unit_rms(x: Tensor, dim: tuple[int, ...]) -> Tensor:
