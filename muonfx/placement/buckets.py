@@ -227,24 +227,30 @@ class BucketedState:
         self._new_leaves = list(self._leaves)  # a leaf whose parameter is in no bucket stays as it is
         # The indices of the leaves without a parameter, which every bucket updates.
         self._counters = [index for index, parameter in enumerate(parameters) if parameter is None]
-        self._indices_of_buckets = _leaves_of_buckets(parameters, buckets)
-        # For each leaf that moves, the tensor in the store to which its new value is written; empty without loads.
+        # For each bucket, the indices of its leaves that move, and of those that stay on the device.
+        self._moving: list[list[int]] = []
+        self._staying: list[list[int]] = []
+        has_loads = store != IN_MEMORY and not store.is_direct(device)
+        for indices in _leaves_of_buckets(parameters, buckets):
+            moving: list[int] = []
+            staying: list[int] = []
+            for index in indices:
+                if has_loads and moves(self._leaves[index], parameters[index]):
+                    moving.append(index)
+                else:
+                    staying.append(index)
+            self._moving.append(moving)
+            self._staying.append(staying)
+        # For each leaf that moves, the tensor in the store to which its new value is written. The first load starts.
         self._target_of: dict[int, Tensor] = {}
-        if store != IN_MEMORY and not store.is_direct(device):
-            indices = sorted(itertools.chain.from_iterable(self._indices_of_buckets))
-            moving = [index for index in indices if moves(self._leaves[index], parameters[index])]
-            self._target_of = self._allocate_targets(store, device, moving)
-        # The first load starts now.
         self._transfer: BucketTransfer | None = None
-        if self._target_of:
+        if any(self._moving):
+            all_moving = sorted(itertools.chain.from_iterable(self._moving))
+            self._target_of = self._allocate_targets(store, device, all_moving)
             stored_buckets: list[list[Tensor]] = []
-            for bucket_index in range(len(buckets)):
-                stored_buckets.append([self._leaves[index] for index in self._moving(bucket_index)])
+            for moving in self._moving:
+                stored_buckets.append([self._leaves[index] for index in moving])
             self._transfer = BucketTransfer(device, stored_buckets, on_disk=store.on_disk)
-
-    def _moving(self, bucket_index: int) -> list[int]:
-        """Return the indices of the leaves of a bucket that are loaded from the store; others stay on the device."""
-        return [index for index in self._indices_of_buckets[bucket_index] if index in self._target_of]
 
     def _allocate_targets(self, store: Store, device: torch.device, indices: Sequence[int]) -> dict[int, Tensor]:
         """Return, by index, the tensor in the store to which the new value of each of these leaves is written.
@@ -278,16 +284,15 @@ class BucketedState:
         leaves = list(self._leaves)
         # 1. Copies of the leaves that the update may overwrite, and that the caller or a later bucket reads.
         caller_keeps_state = not self._donate.state
-        is_last_bucket = bucket_index == len(self._indices_of_buckets) - 1
+        is_last_bucket = bucket_index == len(self._moving) - 1
         if self.may_write_state and caller_keeps_state:
-            staying = [index for index in self._indices_of_buckets[bucket_index] if index not in self._target_of]
-            _copy_tensors(leaves, staying)
+            _copy_tensors(leaves, self._staying[bucket_index])
         if self.may_write_state and (caller_keeps_state or not is_last_bucket):
             _copy_tensors(leaves, self._counters)  # such as the step count: each bucket advances it from the same value
         # 2. The leaves that move are loaded, so they are copies already.
         if self._transfer is not None:
             loaded = self._transfer.fetch(bucket_index)
-            for index, leaf in zip(self._moving(bucket_index), loaded, strict=True):
+            for index, leaf in zip(self._moving[bucket_index], loaded, strict=True):
                 leaves[index] = leaf
         return tree.unflatten(self._treedef, leaves)
 
@@ -298,14 +303,17 @@ class BucketedState:
         """
         new_leaves = tree.leaves(new_state)
         # A counter has the same new value in every bucket.
-        for index in (*self._indices_of_buckets[bucket_index], *self._counters):
-            # The next state has the tensors of the store in place of those on the device.
-            self._new_leaves[index] = self._target_of.get(index, new_leaves[index])
-        if self._transfer is not None:
-            moving = self._moving(bucket_index)
-            new_values = [new_leaves[index] for index in moving]
-            targets = [self._target_of[index] for index in moving]
-            self._transfer.put(bucket_index, new_values, targets)
+        for index in (*self._staying[bucket_index], *self._counters):
+            self._new_leaves[index] = new_leaves[index]
+        if self._transfer is None:
+            return
+        # The next state has the tensors of the store in place of those on the device.
+        moving = self._moving[bucket_index]
+        for index in moving:
+            self._new_leaves[index] = self._target_of[index]
+        new_values = [new_leaves[index] for index in moving]
+        targets = [self._target_of[index] for index in moving]
+        self._transfer.put(bucket_index, new_values, targets)
 
     def copied_from_buffers(self, updates: PyTree) -> PyTree:
         """Return updates, with copies of those in a transfer buffer, which the next bucket overwrites."""
