@@ -497,64 +497,63 @@ def applying(tx: Transform):
 
 
 class PlacedTransforms:
-    """A cache of placed transforms. A transform is rewritten once for its structure and the shapes of parameters."""
+    """Calls `placed`, which is slow, once for the structure of a transform and the names and shapes of parameters.
+
+    For ``momentum(0.9)`` and a later ``momentum(0.8)``, it is called once. The number in its result is then replaced.
+
+    Args:
+        where: where the transforms run.
+        global_like: a function from this rank's parameters to meta tensors in the shapes of the whole parameters. None
+            in one process, whose parameters are whole.
+    """
 
     LIMIT = 64
-    """The number of entries at which the cache is cleared: a chain that is made in each step may be new each time."""
+    """The number of results at which all are dropped: a chain that is made in each step may be new each time."""
 
     def __init__(self, where: Where, global_like: Callable[[PyTree], PyTree] | None = None) -> None:
-        # global_like(local) returns meta tensors of the whole parameters; None in one process
         self.where = where
         self._global_like = global_like
-        self._entries: dict[Hashable, list[_Entry]] = {}
+        self._results: dict[Hashable, _PlacedFor] = {}
 
     def __call__(self, tx: Transform, params: PyTree, visited: Visit | None = None) -> Transform:
         """Return the transform that runs ``tx`` where its tensors are, such as on this rank's shards in ``params``.
 
-        It is made by `placed`, which is slow, and then cached. ``momentum(0.9)`` and a later ``momentum(0.8)`` use one
-        entry of the cache, in which the number is replaced. ``visited`` is the first `Visit` of ``tx``, if known.
+        ``visited`` is the first `Visit` of ``tx``, if the caller has it.
         """
-        # 1. Look for an entry with the same structures (containers and names, without numbers and tensors) and shapes.
+        # The containers and names of both, without numbers and tensors.
         key = tx.treedef, tree.flatten(params)[1]
-        for entry in self._entries.get(key, ()):
-            # One layout always gives the same global shapes.
-            if self._global_like is not None or entry.fits(params):
-                return entry.with_numbers_of(tx)
-        # 2. If there is none, add one. A full cache is cleared before.
-        number_of_entries = sum(map(len, self._entries.values()))
-        if number_of_entries >= self.LIMIT:
-            self._entries.clear()
-        # Meta tensors with the shapes of the whole parameters; in one process, ``params`` are whole.
-        global_like = self._global_like or meta_like
-        meta_params = global_like(params)
-        rewritten = placed(tx, meta_params, self.where, visited=visited)
-        self._entries.setdefault(key, []).append(_Entry(meta_params, tx, rewritten))
-        return rewritten
+        result = self._results.get(key)
+        if result is None or not self._has_shapes_of(params, result):
+            if len(self._results) >= self.LIMIT:
+                self._results.clear()
+            global_like = self._global_like or meta_like
+            meta_params = global_like(params)
+            result = _PlacedFor(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
+            self._results[key] = result
+        if result.tx is not tx:  # it has the numbers of an earlier call
+            result.placed = with_numbers(result.placed, iter(numbers_of(tx)))
+            result.tx = tx
+        return result.placed
 
-
-@dataclass(eq=False)
-class _Entry:
-    """A transform that was placed for parameters of some shapes. It has the numbers of the latest call."""
-
-    meta_params: PyTree
-    original: Transform
-    """The transform whose numbers `placed` has."""
-    placed: Transform
-
-    def fits(self, params: PyTree) -> bool:
-        """Return True if parameters have the shapes of `meta_params`. A leaf that is None fits any shape."""
+    def _has_shapes_of(self, params: PyTree, result: _PlacedFor) -> bool:
+        """Return True if a transform was placed for parameters of these shapes. A leaf that is None fits any shape."""
+        if self._global_like is not None:  # one layout always gives the same global shapes
+            return True
         # A parameter that was None before has no known shape, so the transform is placed again for it.
-        for leaf, meta_leaf in zip(tree.leaves(params), tree.leaves(self.meta_params), strict=True):
+        for leaf, meta_leaf in zip(tree.leaves(params), tree.leaves(result.meta_params), strict=True):
             if leaf is not None and (meta_leaf is None or meta_leaf.shape != leaf.shape):
                 return False
         return True
 
-    def with_numbers_of(self, tx: Transform) -> Transform:
-        """Return the placed transform with the numbers of ``tx``, which has the structure of the original."""
-        if self.original is not tx:
-            self.placed = with_numbers(self.placed, iter(numbers_of(tx)))
-            self.original = tx
-        return self.placed
+
+@dataclass(eq=False)
+class _PlacedFor:
+    """A result of `placed`, with the parameters and the transform for which it was made."""
+
+    meta_params: PyTree
+    tx: Transform
+    """The transform whose numbers `placed` has: the one of the latest call."""
+    placed: Transform
 
 
 # ------------------------------------------------------------------------------------------------------------- reports

@@ -111,7 +111,7 @@ def test_a_chain_made_anew_at_each_step_is_not_remembered_for_ever() -> None:
         out, state = transforms(tx, params).run(params, state, params)
         wanted, expected = tx.update(params, expected, params)
         assert torch.equal(out["a"], wanted["a"])
-    assert len(transforms._entries) <= PlacedTransforms.LIMIT
+    assert len(transforms._results) <= PlacedTransforms.LIMIT
 
 
 MANY_SHAPES = {
