@@ -16,7 +16,6 @@ from muonfx import tree
 from muonfx.core import Donation, Transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import EmptyState
-from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Placeholder, record_calls, stand_in
 from muonfx.placement.arguments import Arguments, device_of
 from muonfx.placement.buckets import (
@@ -54,20 +53,42 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
     store.require(specs)
 
 
+class StateParameters:
+    """Finds the parameter of each leaf of a transform's state, once for all steps.
+
+    Transforms that differ in numbers only share it, since it is one of their arguments.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[tuple[str, ...], int], list[str | None]] = {}
+
+    def of(self, state: PyTree, updates: PyTree) -> list[str | None]:
+        """Return the name of the parameter to which each leaf of the state belongs, or None.
+
+        It is found once for the names of the updates and a number of leaves.
+
+        >>> StateParameters().of({"count": 1, "trace": {"w": torch.zeros(2)}}, {"w": torch.ones(2)})
+        [None, 'w']
+        """
+        key = tuple(tree.names(updates)), len(tree.leaves(state))
+        if key not in self._results:
+            self._results[key] = parameters_of(state, updates)
+        return self._results[key]
+
+
 @stand_in
-@with_memory
-def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[list[str]]):
+def in_buckets(tx: Transform, bucket_bytes: int, buckets: list[list[str]], state_parameters: StateParameters):
     """Return a transform that runs ``tx`` on a bucket of parameters at a time, to bound its temporary memory.
 
-    ``tx`` must work leaf by leaf. The state stays in memory as a whole. The decorators make a transform of the returned
-    functions: `stand_in` one like ``tx``, and `with_memory` one that has the dict ``_cache`` between its calls.
+    ``tx`` must work leaf by leaf. The state stays in memory as a whole. The decorator `stand_in` makes a transform like
+    ``tx`` of the returned functions.
 
     Args:
-        _cache: stores which parameter each leaf of the state belongs to, so that it is found once.
         tx: the transform to run.
         bucket_bytes: the bytes of parameters in a bucket.
         buckets: the names of the parameters in each bucket, such as ``[["q", "k"], ["mlp"]]``, for the usual step. A
             step with other parameters, or without some of them, divides its parameters into buckets again.
+        state_parameters: finds the parameter of each leaf of the state.
     """
     names_in_buckets = sorted(itertools.chain.from_iterable(buckets))
 
@@ -77,12 +98,12 @@ def in_buckets(_cache: Memory, tx: Transform, bucket_bytes: int, buckets: list[l
         has_other_params = sorted(_leaves_by_name(params)) != names_in_buckets
         if has_other_params:
             current_buckets = buckets_by_shape(params, bucket_bytes)
-        # 1. All parameters are one bucket. This is before the cache is written, because `torch.cond` may trace such a
-        # step in a branch, where nothing may be changed.
+        # 1. All parameters are one bucket. This is before `state_parameters` stores a result, because `torch.cond` may
+        # trace such a step in a branch, where nothing may be changed.
         if len(current_buckets) <= 1:
             return tx.run(updates, state, params, donate=donate, **extras)
         # 2. A tensor of the state has no parameter, so it is in no bucket.
-        parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
+        parameters = state_parameters.of(state, updates)  # for each leaf of the state, the parameter's name
         if not can_be_divided(state, parameters):
             return tx.run(updates, state, params, donate=donate, **extras)
         # 3. Several buckets.
@@ -106,8 +127,7 @@ def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
 
 
 @stand_in
-@with_memory
-def in_store(_cache: Memory, tx: Transform, store: Store, *, whole: bool = False):
+def in_store(tx: Transform, store: Store, state_parameters: StateParameters, *, whole: bool = False):
     """Run a transform, and load its state from a store before each step, bucket by bucket if it works leaf by leaf.
 
     The store is host memory or a disk, where the state is between steps. Only the state of one bucket of parameters,
@@ -132,7 +152,7 @@ def in_store(_cache: Memory, tx: Transform, store: Store, *, whole: bool = False
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         """Run ``tx``, bucket by bucket unless ``whole``. The next state is in the store again."""
-        parameters = remembered_parameters(_cache, state, updates)  # for each leaf of the state, the parameter's name
+        parameters = state_parameters.of(state, updates)  # for each leaf of the state, the parameter's name
         buckets = [tree.names(updates)]
         if not whole and can_be_divided(state, parameters):  # a sum over all leaves, for example, is in no bucket
             sizes = sizes_of(_leaves_by_name(updates), state, parameters)
@@ -171,8 +191,7 @@ def skippable(tx: Transform):
 
 
 @stand_in
-@with_memory
-def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivision, store: Store):
+def with_own_state_in_store(tx: Transform, division: StateDivision, store: Store, state_parameters: StateParameters):
     """Run a wrapper, a transform that calls others, such as `accumulate`. Its own state is in a store between steps.
 
     Its own state is the part of its state that belongs to none of its inner transforms, such as a sum of gradients. It
@@ -194,7 +213,7 @@ def with_own_state_in_store(_cache: Memory, tx: Transform, division: StateDivisi
         """Load the wrapper's own state, run ``tx``, and write this state back to the store."""
         own_state, inner_states = division.split(state)  # such as the sum of gradients, and the state of Muon
         device = device_of(updates, params)
-        parameters = remembered_parameters(_cache, own_state, updates)  # for each leaf, the parameter's name
+        parameters = state_parameters.of(own_state, updates)  # for each leaf, the parameter's name
         all_names = tree.names(updates)
         with BucketedState(store, device, own_state, parameters, [all_names], donate) as one_bucket:
             # 1. Load the own state from the store.
@@ -257,14 +276,6 @@ class StateDivision(NamedTuple):
         for index, inner_state in zip(self.inner_indices, inner_states, strict=True):
             subtrees[index] = inner_state
         return tree.unflatten(self.structure, subtrees)
-
-
-def remembered_parameters(memory: Memory, state: PyTree, updates: PyTree) -> list[str | None]:
-    """Return the parameter to which each leaf of a state belongs, or None. It is found once for a set of leaves."""
-    key = "parameters", tuple(tree.names(updates)), len(tree.leaves(state))
-    if key not in memory:
-        memory[key] = parameters_of(state, updates)
-    return memory[key]
 
 
 def _run_in_buckets(

@@ -41,6 +41,7 @@ from muonfx.internal.display import Report, Row, Table
 from muonfx.placement.arguments import meta_like
 from muonfx.placement.bucketed import (
     StateDivision,
+    StateParameters,
     buckets_by_shape,
     in_buckets,
     in_store,
@@ -318,7 +319,7 @@ def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, app
     if applies:  # within a bucket, so that its updates are freed before the next bucket
         tx = applying(tx)
     if where.is_offloaded:
-        return in_store(tx, where.store)
+        return in_store(tx, where.store, StateParameters())
     # In memory, buckets bound the memory of updates, which `applying` frees, and of temporary tensors. Elementwise
     # transforms, the only ones that run on shards, have few of these.
     saves_memory = applies or not where.is_sharded
@@ -329,7 +330,7 @@ def _place_leaf_by_leaf(tx: Transform, meta_params: PyTree, where: Where, *, app
     buckets = buckets_by_shape(meta_params, where.bucket_bytes)
     if len(buckets) <= 1:
         return tx
-    return in_buckets(tx, where.bucket_bytes, buckets)
+    return in_buckets(tx, where.bucket_bytes, buckets, StateParameters())
 
 
 def _place_whole_tree(visited: Visit, where: Where) -> Transform:
@@ -343,7 +344,7 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
     if where.is_offloaded:  # it cannot run bucket by bucket, so its whole state is loaded in each step
-        return in_store(tx, where.store, whole=True)
+        return in_store(tx, where.store, StateParameters(), whole=True)
     return tx
 
 
@@ -363,7 +364,8 @@ def _place_wrapper(visited: Visit, where: Where, *, applies: bool = False) -> Tr
     rewritten = visited.tx.with_children(inner_transforms)
     # 2. Its own state, such as a sum of gradients.
     if where.is_offloaded:
-        return with_own_state_in_store(rewritten, StateDivision.of(visited.tx, visited.params), where.store)
+        division = StateDivision.of(visited.tx, visited.params)
+        return with_own_state_in_store(rewritten, division, where.store, StateParameters())
     return rewritten
 
 

@@ -19,9 +19,9 @@ from muonfx.core.chain import chain_entries
 from muonfx.core.donation import NOTHING
 from muonfx.core.extras import sum_over_leaves
 from muonfx.core.transform import stacked
-from muonfx.core.value import Memory, with_memory
 from muonfx.core.visit import Visit, stand_in, visit, with_inner
 from muonfx.placement.arguments import Arguments, meta_like
+from muonfx.placement.bucketed import StateParameters
 from muonfx.placement.placed import PlacedTransforms, Where
 from muonfx.placement.store import Store
 from muonfx.sharding.communication.agree import warn_together
@@ -203,7 +203,7 @@ class Binding:
 
     def on_owners(self, tx: Transform) -> Transform:
         """Return a transform that runs ``tx``, which needs whole matrices, with each matrix on one rank (its owner)."""
-        return _on_owners(tx, self)
+        return _on_owners(tx, self, StateParameters())
 
     def on_all(self, tx: Transform) -> Transform:
         """Return a transform that gathers the whole tree on every rank and runs ``tx`` on it there."""
@@ -333,13 +333,11 @@ class Binding:
 
 
 @stand_in
-@with_memory
-def _on_owners(_memory: Memory, tx: Transform, binding: Binding):
+def _on_owners(tx: Transform, binding: Binding, state_parameters: StateParameters):
     """Run a transform that needs whole matrices, or neighbours in a chain that do, with each matrix on one rank.
 
     The rank that computes a matrix is its owner: the matrix is gathered there, updated, and scattered. `stand_in` makes
-    a transform like `tx` of the two functions below. `with_memory` supplies `_memory`, a dict that the transform has
-    between its calls. It remembers which parameter each leaf of the state belongs to.
+    a transform like `tx` of the two functions below.
     """
 
     # Usually there is one stage. But a wrapper may call its inner transform for some parameters, and then for others.
@@ -354,7 +352,7 @@ def _on_owners(_memory: Memory, tx: Transform, binding: Binding):
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
         call = Arguments(updates, state, params, donate, extras)
         stage = stage_for(tuple(tree.names(call.like)), tree.device_of(call.like))
-        return stage.update(call, _memory)
+        return stage.update(call, state_parameters)
 
     return init, update
 

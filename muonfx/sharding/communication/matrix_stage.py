@@ -53,9 +53,8 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.core import Transform
-from muonfx.core.value import Memory
 from muonfx.placement.arguments import Arguments, device_of
-from muonfx.placement.bucketed import remembered_parameters
+from muonfx.placement.bucketed import StateParameters
 from muonfx.placement.buckets import BucketedState, init_in_buckets
 from muonfx.placement.store import IN_MEMORY, Store
 from muonfx.sharding.communication.messages import Exchange, copied, lists_by_rank
@@ -93,14 +92,14 @@ class MatrixStage:
         # With the state in host memory or on disk, it is built bucket by bucket.
         return init_in_buckets(self.store, self._names_of_buckets(), params, init_bucket)
 
-    def update(self, call: Arguments, memory: Memory) -> tuple[PyTree, PyTree]:
+    def update(self, call: Arguments, state_parameters: StateParameters) -> tuple[PyTree, PyTree]:
         """Return this rank's updates and its next state. All ranks call this together.
 
         Args:
             call: this rank's arguments of `update`, with local tensors.
-            memory: a dict that the transform has between its calls.
+            state_parameters: finds the parameter of each leaf of the state, if it is divided into buckets.
         """
-        return Step(self, call, memory).run()
+        return Step(self, call, state_parameters).run()
 
     def _names_of_buckets(self) -> list[list[str]]:
         """Return the parameters whose state is built with each bucket. There is at least one bucket, perhaps empty.
@@ -195,14 +194,13 @@ class Step:
     results of the previous one are scattered.
     """
 
-    def __init__(self, stage: MatrixStage, call: Arguments, memory: Memory) -> None:
+    def __init__(self, stage: MatrixStage, call: Arguments, state_parameters: StateParameters) -> None:
         """Find this rank's shards and the buckets of the step.
 
         Args:
             stage: the transforms, and the plan of their matrices.
             call: this rank's arguments of `update`, with local tensors.
-            memory: a dict that the transform has between its calls. If the state is divided into buckets, it remembers
-                the parameter of each leaf of the state.
+            state_parameters: finds the parameter of each leaf of the state, if it is divided into buckets.
         """
         self.stage = stage
         self._call = call
@@ -223,7 +221,7 @@ class Step:
         if is_divided:
             device = device_of(call.updates, call.params)
             names = [bucket.computed_names for bucket in self._buckets]
-            parameters = remembered_parameters(memory, call.state, call.updates)  # of each leaf of the state
+            parameters = state_parameters.of(call.state, call.updates)  # of each leaf of the state
             self._bucketed = BucketedState(stage.store, device, call.state, parameters, names, call.donate)
 
     def _find_names_to_overwrite(self) -> set[str]:
