@@ -14,7 +14,7 @@ from muonfx.core.checks import warn_caller
 from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import Scalar, Schedule, constant_schedule
 from muonfx.core.transform import require_transform, within
-from muonfx.core.value import Memory, with_memory
+from muonfx.core.value import checked_by
 from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.leafwise import WideStateDtype, copies, params_for, read_wide, write
 from muonfx.tree import Present, PyTree, device_of
@@ -43,10 +43,17 @@ class ScheduleFreeState(NamedTuple):
     """The state of the inner transform."""
 
 
+def _warn_of_inner(tx: Transform) -> None:
+    """Warn if the inner transform of a `schedule_free` has another learning rate than it, or a momentum."""
+    inner = tx.arguments["inner"]
+    if tx.arguments["weight_lr_power"] != 0.0:  # else the weights do not depend on the rate
+        _warn_of_another_rate(inner, tx.arguments["learning_rate"])
+    _warn_of_momentum(inner)
+
+
+@checked_by(_warn_of_inner)
 @transform(locality=lambda inner, *_, **__: inner.locality, combinator=Combinator(Locality.ELEMENT), position="last")
-@with_memory
 def schedule_free(
-    _memory: Memory,
     inner: Transform,
     learning_rate: Rate,
     b1: Scalar = 0.9,
@@ -108,11 +115,6 @@ def schedule_free(
         raise ValueError(f"b1 must be in (0, 1], found {b1!r}")
     weight_lr_power = checks.at_least("weight_lr_power", weight_lr_power, 0.0)
     checks.state_dtype("dtype", dtype)
-    if not (_memory or torch.compiler.is_compiling()):
-        _memory["checked"] = True  # warn once, not again when numbers change
-        if weight_lr_power != 0.0:  # else the weights do not depend on the rate
-            _warn_of_another_rate(inner, learning_rate)
-        _warn_of_momentum(inner)
 
     def init(params: PyTree) -> ScheduleFreeState:
         device = device_of(params)

@@ -11,12 +11,9 @@ from muonfx import tree
 from muonfx.core.donation import NOTHING, Donation
 from muonfx.core.order import check_order
 from muonfx.core.transform import Combinator, Locality, Transform, entries_of, transform
-from muonfx.core.value import Memory, part_names, with_memory
+from muonfx.core.value import checked_by, part_names
 from muonfx.tree import PyTree
 from muonfx.tree.elementwise import wide_dtype
-
-ORDER_IS_CHECKED = "order_is_checked"
-"""The key in the memory of a `chain` that marks it as checked by `check_order`."""
 
 
 def chain_entries(tx: Transform) -> dict[str, Transform] | None:
@@ -62,12 +59,12 @@ def donation_of_outputs(tx: Transform, outputs: PyTree, updates: PyTree, donatio
     return Donation(updates=may_overwrite, state=donation.state)
 
 
+@checked_by(lambda tx: check_order("chain", entries_of(tx.arguments["transforms"])))
 @transform(
     locality=lambda *transforms: widest(entries_of(transforms).values()),
     combinator=Combinator(in_sequence=True),
 )
-@with_memory
-def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
+def chain(*transforms: Transform | tuple[str, Transform]):
     """Apply transforms in sequence: each transform receives the updates that the previous transform returned.
 
     The state is a dict from the name of each transform to its state. If a name repeats, it gets a suffix (``scale``,
@@ -93,10 +90,6 @@ def chain(_memory: Memory, *transforms: Transform | tuple[str, Transform]):
         ['momentum', 'rate']
     """
     entries = entries_of(transforms)
-    # Chains that differ only in numbers share `_memory`, a dict, so the order is checked for the first of them only.
-    if not _memory and not torch.compiler.is_compiling():
-        check_order("chain", entries)
-        _memory[ORDER_IS_CHECKED] = True
 
     def init(params: PyTree) -> dict[str, PyTree]:
         return {name: tx.functions.init(params) for name, tx in entries.items()}

@@ -32,6 +32,7 @@ from muonfx.core.argument_texts import code_of_value, public_name, same, text_of
 from muonfx.internal.arguments import accepted_types_of, bind, check_plain, float_of, hint
 from muonfx.tree import NAMESPACE
 
+F = TypeVar("F", bound=Callable[..., Any])
 V = TypeVar("V")
 
 Memory = dict[object, Any]
@@ -66,6 +67,8 @@ class Definition:
     """True if the constructor belongs to muonfx, whose tests already check the results of ``init`` and ``update``."""
     declaration: object
     """Further options of the decorator; for `transform`, a `Declaration`."""
+    check: Callable[[Any], None] | None = None
+    """The function of `checked_by`, or None."""
 
     def is_number(self, name: str) -> bool:
         """Return True if an argument is annotated as a number: ``float`` or `ScalarOrSchedule`, perhaps ``| None``."""
@@ -136,7 +139,11 @@ def make_factory(
     @functools.wraps(constructor)
     def factory(*args: object, **kwargs: object) -> Any:
         recorded = recorded_class._record(factory, *args, **kwargs)
-        return prepared(recorded)  # runs the constructor now, so that bad arguments raise here
+        prepared(recorded)  # runs the constructor now, so that bad arguments raise here
+        check = cast("Factory", factory).definition.check
+        if check is not None and not torch.compiler.is_compiling():
+            check(recorded)
+        return recorded
 
     if name is not None:
         _check_public_name(name)
@@ -157,6 +164,21 @@ def make_factory(
         declaration=declaration,
     )
     return factory
+
+
+def checked_by(check: Callable[[Any], None]) -> Callable[[F], F]:
+    """Decorate a factory, so that each call passes its result to a function, which may raise an error or warn.
+
+    Unlike the constructor, the function does not run again for a copy with other numbers, which a schedule may make at
+    every step. So it can warn, and take its time.
+    """
+
+    def decorate(factory: F) -> F:
+        checked: Any = factory
+        checked.definition = dataclasses.replace(checked.definition, check=check)
+        return factory
+
+    return decorate
 
 
 def _check_public_name(name: object) -> None:
@@ -764,7 +786,12 @@ def _text_of_call(recorded: Recorded) -> str:
     that a new argument with a default does not change the fingerprints of old checkpoints.
     """
     recorded = strip_transparent(recorded)
-    parts = [part if isinstance(part, Recorded) else _BLANK for part in recorded.parts]  # with "*" for each number
+    parts: list[object] = []
+    for part in recorded.parts:
+        if isinstance(part, Recorded):  # an inner transform or a schedule
+            parts.append(part)
+        else:  # a number stays a blank, whose text is "*"
+            parts.append(_BLANK)
     arguments = _filled(recorded.structure.template, iter(parts))
     texts: list[str] = []
     for name, argument in arguments.items():

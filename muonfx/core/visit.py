@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from muonfx import tree
-from muonfx.core.chain import ORDER_IS_CHECKED, chain, chain_entries
+from muonfx.core.chain import chain, chain_entries
 from muonfx.core.extras import EXTRAS_OVER_RANKS
 from muonfx.core.partition import partition
 from muonfx.core.transform import Declaration, Locality, ShortNames, Transform
@@ -397,8 +397,6 @@ def as_chain(members: Mapping[str, Transform]) -> Transform:
     >>> as_chain({"rate": mfx.scale(-0.1)})
     chain(('rate', scale(factor=-0.1)))
     """
-    # A call of `chain` does the same, with the check: it stores its arguments, and then runs the constructor.
+    # A call of `chain` does the same and then checks the order: it stores its arguments, and runs the constructor.
     factory: Any = chain
-    unprepared = Transform._record(factory, *members.items())
-    unprepared.structure.memory[ORDER_IS_CHECKED] = True  # the constructor reads this, and skips the check
-    return prepared(unprepared)
+    return prepared(Transform._record(factory, *members.items()))
