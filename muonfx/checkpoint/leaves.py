@@ -27,7 +27,7 @@ from muonfx import tree
 from muonfx.core import Transform
 from muonfx.core.checks import check_tree
 from muonfx.core.transform import require_transform
-from muonfx.core.value import strip_transparent
+from muonfx.core.value import without_stand_ins
 from muonfx.internal.display import Table
 from muonfx.internal.wrappers import MAY_BE_WRAPPED, unwrapped
 from muonfx.sharding.shards.boxes import Box, cover
@@ -383,7 +383,7 @@ class StateSpec:
 
     def of_chain(self, tx: Transform) -> StateSpec:
         """Return a copy with the fingerprint of a transform, which `load` compares with that in the checkpoint."""
-        return replace(self, fingerprint=tx.fingerprint, chain=repr(strip_transparent(tx)), transform=tx)
+        return replace(self, fingerprint=tx.fingerprint, chain=repr(without_stand_ins(tx)), transform=tx)
 
     def unflatten(self, leaves: dict[str, Any]) -> PyTree:
         """Return a state tree with the leaves of a dict by name, or None where the dict has no entry."""
@@ -432,5 +432,5 @@ def spec(tx: Transform, params: PyTree) -> StateSpec:
     meta = tree.map(lambda leaf: torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta"), params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # labels without a parameter are reported when the state itself is made
-        state = strip_transparent(tx).init(meta)
+        state = without_stand_ins(tx).init(meta)
     return spec_of_named(named_tensors(state), state, tx)

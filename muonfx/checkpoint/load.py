@@ -36,7 +36,7 @@ from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
 from muonfx.core.precision import product_dtypes
 from muonfx.core.transform import require_transform
-from muonfx.core.value import strip_transparent
+from muonfx.core.value import without_stand_ins
 from muonfx.internal.renaming import Rename
 from muonfx.sharding.transform import Sharded, from_global, is_global, to_global
 from muonfx.tree import PyTree, Spec
@@ -720,7 +720,7 @@ def _product_dtype(tx: Transform, name: str, saved_dtype: str, device: torch.dev
     param_dtype = torch.float32
     if saved_dtype == "float64":
         param_dtype = torch.float64
-    dtype_of_part = product_dtypes(strip_transparent(tx), [param_dtype], device)
+    dtype_of_part = product_dtypes(without_stand_ins(tx), [param_dtype], device)
     return dtype_of_part.get(name, saved_dtype)
 
 

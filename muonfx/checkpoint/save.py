@@ -42,7 +42,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
 from muonfx.core.transform import require_transform
-from muonfx.core.value import strip_transparent
+from muonfx.core.value import without_stand_ins
 from muonfx.sharding.shards.dtensors import is_dtensor
 from muonfx.sharding.transform import Sharded, is_global, to_global
 from muonfx.tree import PyTree
@@ -382,7 +382,7 @@ def _description_of(tx: Transform, dtypes: Collection[torch.dtype], device: torc
 
     The parameters have these dtypes and this device, which is None if there are none.
     """
-    plain_tx = strip_transparent(tx)  # without wrappers such as offload, which change no number
+    plain_tx = without_stand_ins(tx)  # without wrappers such as offload, which change no number
     products: dict[str, str] = {}
     if device is not None:
         products = product_dtypes(plain_tx, dtypes, device)

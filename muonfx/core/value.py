@@ -61,8 +61,11 @@ class Definition:
     """The parameters for which the constructor receives a number: if a schedule was passed, the number of a step."""
     remembers: bool
     """True if the constructor takes a cache (`Memory`) as its first argument."""
-    transparent: bool
-    """True if a value of this factory represents its only part, and adds nothing to the dotted name of that part."""
+    is_stand_in: bool
+    """True if a value of this factory takes the place of its only part, as ``offload(tx)`` takes the place of ``tx``.
+
+    It adds nothing to the dotted names of the numbers in this part, and to its fingerprint.
+    """
     is_ours: bool
     """True if the constructor belongs to muonfx, whose tests already check the results of ``init`` and ``update``."""
     declaration: object
@@ -125,7 +128,7 @@ def make_factory(
     declaration: object = None,
     *,
     name: str | None = None,
-    transparent: bool = False,
+    is_stand_in: bool = False,
 ) -> Any:
     """Turn a function into a factory: a function with the same signature whose calls return recorded values.
 
@@ -133,7 +136,7 @@ def make_factory(
     decorator `transform` makes a factory of the function ``momentum``. A call ``momentum(0.9)`` then returns a
     `Transform` (the ``recorded_class``) that stores 0.9.
 
-    ``declaration``, ``name`` and ``transparent`` are fields of `Definition`, which describes the factory.
+    ``declaration``, ``name`` and ``is_stand_in`` are fields of `Definition`, which describes the factory.
     """
 
     @functools.wraps(constructor)
@@ -159,7 +162,7 @@ def make_factory(
         number_parameters=tuple([argument for argument, types in accepted_types.items() if _takes_number(types)]),
         name=name,
         remembers=getattr(constructor, "takes_memory", False),
-        transparent=transparent,
+        is_stand_in=is_stand_in,
         is_ours=module.partition(".")[0] == _PACKAGE,
         declaration=declaration,
     )
@@ -727,9 +730,9 @@ def with_numbers(recorded: R, numbers: Iterator[object]) -> R:
     return cast("R", Recorded._from(recorded.structure, new_parts))
 
 
-def strip_transparent(value: Any) -> Any:
-    """Return ``tx`` for ``offload(tx)`` and other wrappers declared ``transparent``; return other values unchanged."""
-    while isinstance(value, Recorded) and value.factory.definition.transparent:
+def without_stand_ins(value: Any) -> Any:
+    """Return ``tx`` for ``offload(tx)`` and other values that stand in for their only part; else the value itself."""
+    while isinstance(value, Recorded) and value.factory.definition.is_stand_in:
         (value,) = value.parts
     return value
 
@@ -737,7 +740,7 @@ def strip_transparent(value: Any) -> Any:
 def joined_name(name: str, argument: str) -> str:
     """Return the dotted name of an argument of the transform ``name``: "muon.decay" for "muon" and "decay".
 
-    The outermost transform has the name "". The argument of a transparent wrapper is called "" and adds nothing.
+    The outermost transform has the name "". The part of a stand-in, such as `offload`, is called "" and adds nothing.
     """
     if not name:
         return argument
@@ -770,7 +773,7 @@ def part_names(recorded: Recorded) -> tuple[str, ...]:
     if "part_names" in cache:
         return cache["part_names"]
     names: list[str] = []
-    if recorded.factory.definition.transparent:  # such as `offload`: its only part, a transform, adds no name
+    if recorded.factory.definition.is_stand_in:  # such as `offload`: its only part, a transform, adds no name
         names.append("")
     else:
         for argument in recorded.structure.template:
@@ -785,7 +788,7 @@ def _text_of_call(recorded: Recorded) -> str:
     For example, "muonfx.chain(transforms=(muonfx.momentum(nesterov=False),muonfx.scale()))". Defaults are left out, so
     that a new argument with a default does not change the fingerprints of old checkpoints.
     """
-    recorded = strip_transparent(recorded)
+    recorded = without_stand_ins(recorded)
     parts: list[object] = []
     for part in recorded.parts:
         if isinstance(part, Recorded):  # an inner transform or a schedule

@@ -23,7 +23,7 @@ from muonfx.tree import PyTree
 
 Path = tuple[Any, ...]
 
-stand_in = functools.partial(make_factory, Transform, declaration=Declaration(), transparent=True)
+stand_in = functools.partial(make_factory, Transform, declaration=Declaration(), is_stand_in=True)
 """A decorator for transforms that take the place of their only argument: they have its name, numbers and state."""
 
 

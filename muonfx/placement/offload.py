@@ -64,7 +64,7 @@ def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
         locality=lambda tx, to, *, bucket_bytes: tx.locality,
         reads_params=lambda tx, to, *, bucket_bytes: tx.reads_params,
     )
-    return make_factory(Offloaded, constructor, declaration, transparent=True)
+    return make_factory(Offloaded, constructor, declaration, is_stand_in=True)
 
 
 @_factory

@@ -257,7 +257,7 @@ class Placed(Transform):
         return str(self.tree())
 
 
-_returns_placed = functools.partial(make_factory, Placed, declaration=Declaration(), transparent=True)
+_returns_placed = functools.partial(make_factory, Placed, declaration=Declaration(), is_stand_in=True)
 """A decorator like `stand_in`, for a function that returns a `Placed` transform."""
 
 

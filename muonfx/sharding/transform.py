@@ -101,7 +101,7 @@ class Sharded(Outermost):
 
 def _factory(constructor: Callable[P, InitAndUpdate]) -> Callable[P, Transform]:
     """Decorate the function `sharded`, so that its result has the inner transform's hyperparameters and state."""
-    return make_factory(Sharded, constructor, Declaration(), transparent=True)
+    return make_factory(Sharded, constructor, Declaration(), is_stand_in=True)
 
 
 @_factory

@@ -23,7 +23,7 @@ from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.patterns import warn_of_unmatched
 from muonfx.core.transform import patterns_in, require_transform, stacked
-from muonfx.core.value import strip_transparent
+from muonfx.core.value import without_stand_ins
 from muonfx.internal.arguments import plain_arguments
 from muonfx.internal.display import Report, Table
 from muonfx.placement.buckets import split_into_buckets
@@ -553,6 +553,6 @@ def plan_for(
     meta = layout.meta()
     warn_of_unmatched(patterns_in(tx), meta)
     # A run is a sequence of neighbouring transforms that need whole matrices. Each run has a plan of its own.
-    runs = runs_of(strip_transparent(tx), meta)
+    runs = runs_of(without_stand_ins(tx), meta)
     plans = [plan_run(run, names, layout, torch.device(device), settings) for run, names in runs]
     return Plan(tuple(plans), layout.size)
