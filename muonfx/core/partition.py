@@ -467,7 +467,7 @@ def _resolve_masked(tx: Transform, params: PyTree) -> Transform:
 )
 @with_memory
 def partition(
-    _memory: Memory,
+    _memory: Memory,  # a cache, supplied by `with_memory` and not by callers
     transforms: dict[str, Transform],
     labels: PyTree | Mapping[str, str | None] | Callable[[PyTree], PyTree],
 ):
@@ -541,7 +541,9 @@ def partition(
 )
 @with_memory
 def masked(
-    _memory: Memory, inner: Transform, mask: PyTree | Mapping[str, bool] | Condition | Callable[[PyTree], PyTree]
+    _memory: Memory,  # a cache, supplied by `with_memory` and not by callers
+    inner: Transform,
+    mask: PyTree | Mapping[str, bool] | Condition | Callable[[PyTree], PyTree],
 ):
     """Apply a transform to the parameters that a mask selects; the updates of others are returned unchanged.
 
