@@ -127,23 +127,46 @@ def buckets_by_shape(params: PyTree, limit: int) -> list[list[str]]:
 
 
 @stand_in
-def in_store(tx: Transform, store: Store, state_parameters: StateParameters, *, whole: bool = False):
-    """Run a transform, and load its state from a store before each step, bucket by bucket if it works leaf by leaf.
+def in_store(tx: Transform, store: Store, state_parameters: StateParameters):
+    """Run a transform that works leaf by leaf, and load its state from a store before each step, bucket by bucket.
 
     The store is host memory or a disk, where the state is between steps. Only the state of one bucket of parameters,
     and of the next, is on the device at a time. ``tx`` receives and returns it as tensors on the device. For AdamW with
-    a bucket of 64 MiB, these are 128 MiB of moments instead of all. A transform that needs all leaves at once has
-    ``whole=True``: all parameters are one bucket.
+    a bucket of 64 MiB, these are 128 MiB of moments instead of all.
     """
 
     def init(params: PyTree) -> PyTree:
         """Return the initial state, with its tensors in the store. Nothing is stored for meta tensors."""
+        if device_of(params).type == "meta":
+            return tx.functions.init(params)
+        return init_in_store(store, tx.functions.init, params)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
+        """Run ``tx`` bucket by bucket. The next state is in the store again."""
+        parameters = state_parameters.of(state, updates)  # for each leaf of the state, the parameter's name
+        buckets = [tree.names(updates)]
+        if can_be_divided(state, parameters):  # a sum over all leaves, for example, is in no bucket
+            sizes = sizes_of(_leaves_by_name(updates), state, parameters)
+            buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]  # `tx` runs once without updates
+        call = Arguments(updates, state, params, donate, extras)
+        return _run_in_buckets(tx, call, store, parameters, buckets)
+
+    return init, update
+
+
+@stand_in
+def whole_in_store(tx: Transform, store: Store, state_parameters: StateParameters):
+    """Run a transform that needs all leaves at once, and load its whole state from a store before each step.
+
+    The store is host memory or a disk, where the state is between steps. `in_store` is for any other transform.
+    """
+
+    def init(params: PyTree) -> PyTree:
+        """Return the initial state, with its tensors in the store. Nothing is stored for meta tensors."""
+        state = tx.functions.init(params)
         device = device_of(params)
         if device.type == "meta":
-            return tx.functions.init(params)
-        if not whole:
-            return init_in_store(store, tx.functions.init, params)
-        state = tx.functions.init(params)
+            return state
         parameters = parameters_of(state, params)
         nbytes = sum(sizes_of(tree.names(params), state, parameters).values())
         if nbytes and not store.is_direct(device):  # a direct store needs no copy on the device
@@ -151,14 +174,10 @@ def in_store(tx: Transform, store: Store, state_parameters: StateParameters, *, 
         return store_away(store, device, state, parameters)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, *, donate: Donation = NOTHING, **extras: Any):
-        """Run ``tx``, bucket by bucket unless ``whole``. The next state is in the store again."""
+        """Run ``tx`` with all parameters in one bucket. The next state is in the store again."""
         parameters = state_parameters.of(state, updates)  # for each leaf of the state, the parameter's name
-        buckets = [tree.names(updates)]
-        if not whole and can_be_divided(state, parameters):  # a sum over all leaves, for example, is in no bucket
-            sizes = sizes_of(_leaves_by_name(updates), state, parameters)
-            buckets = split_into_buckets(sizes, store.bucket_bytes) or [[]]  # `tx` runs once without updates
         call = Arguments(updates, state, params, donate, extras)
-        return _run_in_buckets(tx, call, store, parameters, buckets)
+        return _run_in_buckets(tx, call, store, parameters, [tree.names(updates)])
 
     return init, update
 

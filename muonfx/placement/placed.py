@@ -46,6 +46,7 @@ from muonfx.placement.bucketed import (
     in_buckets,
     in_store,
     skippable,
+    whole_in_store,
     with_own_state_in_store,
 )
 from muonfx.placement.store import IN_MEMORY, Store
@@ -344,7 +345,7 @@ def _place_whole_tree(visited: Visit, where: Where) -> Transform:
         assert where.ranks is not None
         tx = where.ranks.on_all(tx)
     if where.is_offloaded:  # it cannot run bucket by bucket, so its whole state is loaded in each step
-        return in_store(tx, where.store, StateParameters(), whole=True)
+        return whole_in_store(tx, where.store, StateParameters())
     return tx
 
 
@@ -606,12 +607,12 @@ def grouped(outer: Visit) -> list[list[Visit]]:
     >>> [[visited.tx.name for visited in group] for group in groups]
     [['momentum'], ['orthogonalize', 'normalize_neurons']]
     """
-    if chain_entries(outer.tx) is None:
-        return [[visited] for visited in outer.calls]
+    is_chain = chain_entries(outer.tx) is not None
+    if not is_chain:  # each transform runs alone
+        return [[inner] for inner in outer.calls]
     # In a chain, each member receives the result of the one before it: neighbours that need whole matrices can use
     # matrices that were gathered once.
-    executions = {visited: execution_of(visited) for visited in outer.calls}
-    return _run_together(executions)
+    return _run_together({inner: execution_of(inner) for inner in outer.calls})
 
 
 def matrix_stages(root: Visit) -> Iterator[list[Visit]]:
