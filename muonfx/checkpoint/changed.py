@@ -213,10 +213,16 @@ def _labels_of_params(groups: list[Group]) -> dict[str, Any]:
     >>> _labels_of_params([{"label": "muon", "param_names": ["_orig_mod.up"]}])
     {'up': 'muon'}
     """
-    label_of: dict[str, Any] = {}
+    return {name: group.get("label") for name, group in _groups_by_param(groups).items()}
+
+
+def _groups_by_param(groups: list[Group]) -> dict[str, Group]:
+    """Return the group of each parameter, by its name without the prefixes of wrappers."""
+    group_of: dict[str, Group] = {}
     for group in groups:
-        label_of.update(dict.fromkeys(group["param_names"], group.get("label")))
-    return {plain_name: label_of[name] for name, plain_name in unwrapped(label_of).items()}
+        group_of.update(dict.fromkeys(group["param_names"], group))
+    # All names at once: "module." is the prefix of a wrapper only if all parameters of the model have it.
+    return {plain_name: group_of[name] for name, plain_name in unwrapped(group_of).items()}
 
 
 def _scheduler_text(step: int | None) -> str:
@@ -253,10 +259,11 @@ def _with_keys_of(groups: list[Group], saved_groups: list[Group]) -> tuple[list[
     """
     converted_groups: list[Group] = []
     texts: list[str] = []
+    group_of = _groups_by_param(groups)
     for saved_group in saved_groups:
         converted = dict(saved_group)
         converted.pop(CHAINS, None)  # the code of the chain that was saved, which may be another one now
-        group = _group_with_params_of(saved_group, groups)
+        group = _group_with_params_of(saved_group, group_of)
         new_keys: list[str] = []
         for key, old_key in _old_keys(group, saved_group).items():
             if old_key is None:
@@ -271,15 +278,15 @@ def _with_keys_of(groups: list[Group], saved_groups: list[Group]) -> tuple[list[
     return converted_groups, texts
 
 
-def _group_with_params_of(saved_group: Group, groups: list[Group]) -> Group:
-    """Return the group of the optimizer that has the parameters of a saved group; an empty dict if it has none of them.
+def _group_with_params_of(saved_group: Group, group_of: Mapping[str, Group]) -> Group:
+    """Return the group of the optimizer that has a parameter of a saved group; an empty dict if it has none of them.
 
-    If they are in several groups now, this is the first, and the optimizer then refuses the saved groups.
+    If they are in several groups now, the optimizer refuses the saved groups, so that any of these will do.
+    ``group_of`` has the group of each parameter of the optimizer.
     """
-    saved_params = set(unwrapped(saved_group.get("param_names", ())).values())
-    for group in groups:
-        if not saved_params.isdisjoint(unwrapped(group["param_names"]).values()):
-            return group
+    for name in saved_group["param_names"]:
+        if name in group_of:
+            return group_of[name]
     return {}
 
 

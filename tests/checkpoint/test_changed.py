@@ -692,6 +692,19 @@ def test_a_number_that_two_transforms_could_have_is_not_given_to_both(tmp_path: 
     assert "'inner.clip_by_global_norm.max_norm' stay as in this optimizer" in account.groups
 
 
+def test_the_new_numbers_of_groups_stay_where_a_child_has_the_name_of_a_wrapper(tmp_path: Path) -> None:
+    """ "module." is the prefix of a wrapper only if all names begin with it."""
+    names = ("module.weight", "weight")
+    params = {name: nn.Parameter(torch.ones(2, 2)) for name in names}
+    members = [mfx.momentum(0.9), mfx.scale_by_learning_rate(0.1)]
+    groups: list[Any] = [{"params": [(name, params[name])]} for name in names]
+    path = ck.save(tmp_path, mfx.TransformOptimizer(groups, mfx.chain(*members)))
+    scaled_groups = [{**group, "scale.factor": factor} for group, factor in zip(groups, (2.0, 3.0), strict=True)]
+    optimizer = mfx.TransformOptimizer(scaled_groups, mfx.chain(mfx.scale(1.0), *members))
+    ck.load_changed(path, optimizer)
+    assert [group["scale.factor"] for group in optimizer.param_groups] == [2.0, 3.0]
+
+
 def test_an_account_of_other_groups_reports_no_failure(tmp_path: Path) -> None:
     path = ck.save(tmp_path, optimizer_of(model_of(), BEFORE))
     found = ck.load_changed(path, optimizer_of(model_of(), AFTER))
