@@ -97,16 +97,21 @@ class TrackedGroups:
         return None
 
     def follow(self, groups: Sequence[Group], rules: UpdateRules) -> None:
-        """Read the hyperparameters from param groups that a user or an engine has edited.
+        """Read the hyperparameters from param groups, if a user or an engine has edited them.
 
         For example, the user has moved a parameter from ``groups[0]["params"]`` to ``groups[1]["params"]``. Raise
         ValueError, before any change, if a tensor is no parameter of the optimizer, or if a group lacks
         hyperparameters. ``rules`` has the transforms of each parameter, by name.
         """
-        if self._are_recorded(groups):  # not edited
-            return
+        if not self._are_recorded(groups):
+            self.adopt(groups, self._parameters.names_of(groups, added={}), rules)
+
+    def adopt(self, groups: Sequence[Group], names_per_group: Sequence[list[str]], rules: UpdateRules) -> None:
+        """Read the hyperparameters from edited param groups, which have the named parameters: ``[["w"], ["b"]]``.
+
+        Raise ValueError, before any change, if a group lacks hyperparameters of its parameters.
+        """
         # 1. Check all groups before any is changed.
-        names_per_group = self._parameters.names_of(groups)
         for group, names in zip(groups, names_per_group, strict=True):
             _require_all_hyperparams(group, names, rules)
         # 2. Add the entries that a group of an optimizer must have.

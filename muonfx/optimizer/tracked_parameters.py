@@ -318,15 +318,6 @@ class TrackedParameters:
         for model in self.models:
             yield from model.modules()
 
-    def saved(self) -> tuple[dict[str, TrackedParameter], dict[str, Source]]:
-        """Return what `restore` needs to undo `track` and `leave_out`."""
-        return dict(self.tracked), dict(self._frozen)
-
-    def restore(self, saved: tuple[dict[str, TrackedParameter], dict[str, Source]]) -> None:
-        """Undo all changes since `saved` was called."""
-        self.tracked, self._frozen = saved
-        self.version += 1
-
     # ------------------------------------------------------------------------------------------ replaced parameters
 
     def are_current(self) -> bool:
@@ -492,17 +483,20 @@ class TrackedParameters:
             name_of[tracked.param] = name  # a tied tensor that is in both keeps the name of its state
         return name_of
 
-    def names_of(self, groups: Iterable[Group]) -> list[list[str]]:
+    def names_of(self, groups: Iterable[Group], added: NamedTensors) -> list[list[str]]:
         """Return the names of the parameters in each group that a user or engine has edited: ``[["w"], ["b"]]``.
 
         A new tensor gets the name of the tensor that it replaces. Raise ValueError if a tensor replaces no parameter,
-        or if a parameter is in the groups twice or not at all.
+        or if a parameter is in the groups twice or not at all. ``added`` are parameters that get state just now, by
+        name.
         """
-        known_name_of = self._names_of_known()
+        name_of = self._names_of_known()
+        for name, param in added.items():
+            name_of[param] = name
         names_per_group: list[list[str]] = []
         times = Counter[str]()
         for index, group in enumerate(groups):
-            names = self._names_in(index, group, known_name_of)
+            names = _names_in(index, group, name_of)
             names_per_group.append(names)
             times.update(names)
         self._require_each_once(times)
@@ -526,31 +520,6 @@ class TrackedParameters:
                 f"param_groups: {len(removed)} of {len(self.tracked)} parameters were removed, such as {removed[0]!r}: "
                 "put them back; to stop training a parameter, set requires_grad_(False) and .grad = None"
             )
-
-    def _names_in(self, index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[str]:
-        """Return the names of the parameters in a group that was edited; raise ValueError if a tensor has no name.
-
-        A new tensor has the name at its position in "param_names": it replaces the parameter that was there. For
-        example, ``{"params": [weight, new], "param_names": ["w", "b"]}`` gives ``["w", "b"]``.
-
-        Args:
-            index: the index of the group in ``param_groups``, for the message.
-            group: the group.
-            name_of: the names of the tensors that are parameters already.
-        """
-        params: list[Tensor] = list(group["params"])
-        former_names: list[str] = list(group.get("param_names", ()))
-        # The names belong to the tensors only if there is one for each, and each is of a parameter of the optimizer.
-        has_name_for_each = len(former_names) == len(params) and self.tracked.keys() >= set(former_names)
-        names: list[str] = []
-        for position, param in enumerate(params):
-            if param in name_of:  # a known tensor has its name at any position, so that users can move it
-                names.append(name_of[param])
-            elif has_name_for_each:
-                names.append(former_names[position])
-            else:
-                raise _new_tensor(index, param, len(params), len(former_names))
-        return names
 
     # ---------------------------------------------------------------------------------- parameters that are in no group
 
@@ -612,6 +581,32 @@ def _params_of_fsdp2(module: nn.Module) -> list[Any]:
         if group is not None:
             records += group.fsdp_params
     return records
+
+
+def _names_in(index: int, group: Group, name_of: Mapping[Tensor, str]) -> list[str]:
+    """Return the names of the parameters in a group that was edited; raise ValueError if a tensor has no name.
+
+    A new tensor has the name at its position in "param_names": it replaces the parameter that was there. For example,
+    ``{"params": [weight, new], "param_names": ["w", "b"]}`` gives ``["w", "b"]``.
+
+    Args:
+        index: the index of the group in ``param_groups``, for the message.
+        group: the group.
+        name_of: the names of all tensors that are parameters already.
+    """
+    params: list[Tensor] = list(group["params"])
+    former_names: list[str] = list(group.get("param_names", ()))
+    # The names belong to the tensors only if there is one for each, and each is of a parameter of the optimizer.
+    has_name_for_each = len(former_names) == len(params) and set(former_names) <= set(name_of.values())
+    names: list[str] = []
+    for position, param in enumerate(params):
+        if param in name_of:  # a known tensor has its name at any position, so that users can move it
+            names.append(name_of[param])
+        elif has_name_for_each:
+            names.append(former_names[position])
+        else:
+            raise _new_tensor(index, param, len(params), len(former_names))
+    return names
 
 
 def _new_tensor(index: int, param: Tensor, param_count: int, name_count: int) -> ValueError:

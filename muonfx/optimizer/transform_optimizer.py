@@ -236,7 +236,7 @@ class TransformOptimizer(Optimizer):
         # 3. Create the groups, then the state. torch's constructor calls `add_param_group` for each group. That looks
         # up which transforms update its parameters, so it needs the attributes above.
         super().__init__(groups, {})
-        self._create_state(None)
+        self._create_state(self._stepping)
         self._rate_check = OneRateCheck(self._tracked_groups.rates())
         self._rounding_check = RoundingCheck()
         self._rounding_check.check(self._stepping, self._tracked_groups.groups, named)
@@ -357,7 +357,7 @@ class TransformOptimizer(Optimizer):
         # Otherwise torch's constructor calls this for each group of its argument.
         pairs = named_pairs(params_of(param_group))
         trained_pairs = [(name, param) for name, param in pairs if name in self._stepping.rules]
-        self._add_groups(param_group, trained_pairs, as_one=False)
+        self._add_groups(self._stepping, param_group, trained_pairs, as_one=False)
 
     def _add_trained(self, param_group: Group) -> None:
         """Add parameters after construction, as `add_param_group` describes it.
@@ -365,42 +365,45 @@ class TransformOptimizer(Optimizer):
         Frozen parameters, and those with the label None, are put into no group.
         """
         self.follow_model()  # first, so that the state that is kept is of the current parameters
+        # 1. Find the parameters to train. Nothing is changed yet.
         named = self._named_params()
-        names = self._parameters.names
-        pairs = with_known_names(named_pairs(params_of(param_group), names), names)
+        name_of = self._parameters.names
+        pairs = with_known_names(named_pairs(params_of(param_group), name_of), name_of)
         check_once([*named.items(), *pairs])  # no parameter is added twice
         frozen, unfrozen = divide_frozen(dict(pairs))
         if pairs and not unfrozen:
             raise ValueError(f"{pairs[0][0]!r} is frozen: call requires_grad_() before add_param_group")
-        with self._undone_on_error() as former:
-            self._extend_stepping(unfrozen, named)
-            trained, _left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
-            if pairs and not trained:
-                raise ValueError(
-                    f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
-                    "another label for it"
-                )
-            self._add_groups(param_group, list(trained.items()), as_one=True)
-            self._create_state(former)  # earlier parameters keep their values
-            # Later steps find tensors that replace the added parameters.
-            self._parameters.add_models(models_of([param_group]))
-            self._parameters.track(trained)
-            self._parameters.leave_out(frozen)
+        stepping = self._extended_stepping(unfrozen, named)
+        trained, _left_out = divide(unfrozen, stepping.rules)  # those left out have the label None
+        if pairs and not trained:
+            raise ValueError(
+                f"{pairs[0][0]!r} has the label None, so that it is not trained: recreate the optimizer with "
+                "another label for it"
+            )
+        # 2. Add their groups, and create their state. Earlier parameters keep theirs.
+        with self._groups_restored_on_error():
+            self._add_groups(stepping, param_group, list(trained.items()), as_one=True)
+            self._create_state(stepping)
+        # 3. Later steps find tensors that replace the added parameters.
+        self._parameters.add_models(models_of([param_group]))
+        self._parameters.track(trained)
+        self._parameters.leave_out(frozen)
         self._rounding_check.check(self._stepping, self._tracked_groups.groups, trained)
 
-    def _extend_stepping(self, added: NamedTensors, earlier: NamedTensors) -> None:
-        """Replace `_stepping`, which is for fixed parameters, by one that also updates ``added`` parameters.
+    def _extended_stepping(self, added: NamedTensors, earlier: NamedTensors) -> Stepping:
+        """Return an object like `_stepping`, which is for fixed parameters, that also updates ``added`` parameters.
 
         ``earlier`` are the parameters that the optimizer trains already. Both are by name.
         """
         tx = self._transform_for(added)  # has labels for them
         all_params = {**earlier, **added}
-        self._stepping = self._stepping_for(tx, all_params, self._parameters.not_trained_params())
+        return self._stepping_for(tx, all_params, self._parameters.not_trained_params())
 
-    def _add_groups(self, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
+    def _add_groups(self, stepping: Stepping, group: Group, pairs: NamedPairs, *, as_one: bool) -> None:
         """Add a param group for named parameters to ``param_groups``, or one for each label.
 
         Args:
+            stepping: has the transforms of the parameters.
             group: the group of the caller, such as ``{"params": ..., "lr": 0.1}``. Hyperparameters that it lacks are
                 added.
             pairs: the names and the parameters.
@@ -412,7 +415,7 @@ class TransformOptimizer(Optimizer):
             super().add_param_group(empty_group)
             return
         self._callers_tensors.note(entries)  # to warn if the caller writes into a tensor of which groups have copies
-        for new_group in new_groups(self._stepping, entries, pairs, as_one=as_one):
+        for new_group in new_groups(stepping, entries, pairs, as_one=as_one):
             self._append_group(new_group)
 
     def _append_group(self, group: Group) -> None:
@@ -567,28 +570,31 @@ class TransformOptimizer(Optimizer):
         grads = _gradients_of(named)
         return self._stepping.snapshot(self._current["state"], params, grads, self._tracked_groups.groups)
 
-    def _create_state(self, former: FormerState | None) -> None:
-        """Create a state for the parameters in the groups, and show it in ``optimizer.state``.
+    def _create_state(self, stepping: Stepping) -> None:
+        """Create a state for the parameters in the groups by ``stepping``, and use both from now on.
 
-        ``former`` is the state before parameters were added or replaced; None at construction. Leaves that it has keep
-        its values. All other leaves have their initial values.
+        If parameters were added or replaced, each leaf that the state so far has keeps its value. All other leaves have
+        their initial values. Until the new state is complete, only the records of the groups change.
         """
-        if self._parameters.on_meta:  # the former state has no values
-            former = None
-        self._tracked_groups.record(self._groups, self._stepping.rules)
+        self._tracked_groups.record(self._groups, stepping.rules)
         named = self._named_params()
+        former: FormerState | None = None
+        is_first = "state" not in self._current
+        if not is_first and not self._parameters.on_meta:  # on the meta device, a state has no values to keep
+            former = FormerState(self._stepping, self._current["state"])
         # In inference mode, as in Lightning's hooks of validation, new tensors could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            state = self._stepping.init(named, self._tracked_groups.groups, former)
+            state = stepping.init(named, self._tracked_groups.groups, former)
         require_tensors(state)
         if former is None:
-            self._current["initial"] = InitialState(named, state)
+            initial = InitialState(named, state)
         else:
             # A path names a leaf, such as ("momentum", "trace", "0.weight"). Only leaves of added parameters are new.
             added_paths = set(tree.paths(state)).difference(tree.paths(former.state))
             initial = with_new_leaves(self._current["initial"], added_paths, named, state, former.state)
-            self._current["initial"] = initial
+        self._stepping = stepping
         self._current["state"] = state
+        self._current["initial"] = initial
         self._show_all(named)
 
     def _update_initial_state(self) -> None:
@@ -782,12 +788,12 @@ class TransformOptimizer(Optimizer):
         """
         if not self._parameters.on_meta:  # else the state has no values that it could lose
             check_real(named)
-        with self._undone_on_error() as former, warnings.catch_warnings():
+        with self._groups_restored_on_error(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # construction has given the warnings
-            self._stepping = self._stepping_for(self.tx, named, self._parameters.not_trained_params())
-            _require_same_rules(self._stepping.rules, former.stepping.rules)
+            stepping = self._stepping_for(self.tx, named, self._parameters.not_trained_params())
+            _require_same_rules(stepping.rules, self._stepping.rules)
             self._put_in_groups(named)
-            self._create_state(former)
+            self._create_state(stepping)
 
     def _add_params_in_groups(self, added: NamedTensors) -> None:
         """Train parameters of the model that were written into ``param_groups``, and not given to `add_param_group`.
@@ -795,48 +801,40 @@ class TransformOptimizer(Optimizer):
         For example, Lightning writes them there when a run with unfrozen layers is resumed. They get state, and their
         groups get the hyperparameters that are missing. ``added`` are these parameters, by their names in the model.
         """
-        with self._undone_on_error() as former:
-            self._extend_stepping(added, self._tracked_groups.named)
-            names_left_out = added.keys() - self._stepping.rules.keys()  # those with the label None
-            if names_left_out:
-                raise ValueError(
-                    f"param_groups: {min(names_left_out)!r} was added, but its label is None, so that it is not "
-                    "trained: remove it from the groups, or recreate the optimizer with other labels"
-                )
-            self._parameters.track(added)  # first: the lookup of names in groups raises for unknown tensors
-            self._complete_groups_with(added)
-            self._tracked_groups.follow(self._groups, self._stepping.rules)
-            self._create_state(former)  # earlier parameters keep their values
-
-    def _complete_groups_with(self, added: NamedTensors) -> None:
-        """Add missing hyperparameters, such as "momentum", to the groups that have one of the added parameters."""
-        names_per_group = self._parameters.names_of(self._groups)
-        for group, names in zip(self._groups, names_per_group, strict=True):
-            has_added = not added.keys().isdisjoint(names)
-            if has_added:
-                complete_entries(self._stepping, distinct_rules(names, self._stepping.rules), group)
+        stepping = self._extended_stepping(added, self._tracked_groups.named)
+        names_left_out = added.keys() - stepping.rules.keys()  # those with the label None
+        if names_left_out:
+            raise ValueError(
+                f"param_groups: {min(names_left_out)!r} was added, but its label is None, so that it is not "
+                "trained: remove it from the groups, or recreate the optimizer with other labels"
+            )
+        with self._groups_restored_on_error():
+            names_per_group = self._parameters.names_of(self._groups, added)
+            for group, names in zip(self._groups, names_per_group, strict=True):
+                has_added = not added.keys().isdisjoint(names)
+                if has_added:  # add hyperparameters that it lacks, such as "momentum"
+                    complete_entries(stepping, distinct_rules(names, stepping.rules), group)
+            self._tracked_groups.adopt(self._groups, names_per_group, stepping.rules)
+            self._create_state(stepping)  # earlier parameters keep their values
+        self._parameters.track(added)
 
     @contextmanager
-    def _undone_on_error(self) -> Generator[FormerState]:
-        """Return a context manager that undoes changes of the optimizer if an error is raised in its block.
+    def _groups_restored_on_error(self) -> Generator[None]:
+        """Return a context manager that undoes all changes of the param groups if an error is raised in its block.
 
-        For example, if a parameter cannot be added, the optimizer has the groups and attributes that it had before. The
-        state is not restored, because a block sets it after all checks. The value of the context manager is the state
-        before the block, with the object that created it.
+        For example, if a parameter cannot be added, the optimizer has the groups that it had before.
         """
-        former = FormerState(self._stepping, self._current["state"])
-        former_initial = self._current["initial"]
-        former_parameters = self._parameters.saved()
-        former_tracked_groups = self._tracked_groups.groups
-        former_groups = [dict(group) for group in self._groups]  # copies, because a block changes the dicts
+        tracked_groups = self._tracked_groups.groups
+        entries_per_group = [dict(group) for group in self._groups]  # copies, because a block changes the dicts
         try:
-            yield former
+            yield
         except BaseException:
-            self._stepping = former.stepping
-            self._current["initial"] = former_initial
-            self._parameters.restore(former_parameters)
-            self._tracked_groups.groups = former_tracked_groups
-            _restore_groups(self._groups, former_groups)
+            self._tracked_groups.groups = tracked_groups
+            # The dicts stay the same objects, because a scheduler may have them.
+            del self._groups[len(entries_per_group) :]  # those that were added
+            for group, entries in zip(self._groups, entries_per_group, strict=True):
+                group.clear()
+                group.update(entries)
             raise
 
     # ----------------------------------------------------------------------------------------------------- stepping
@@ -1169,17 +1167,6 @@ def _layout_for(named: NamedTensors, layout: LayoutLike) -> Layout | None:
             f"{type(layout).__name__}: create one, as in muonfx.sharding.zero(params)"
         )
     return layout
-
-
-def _restore_groups(groups: list[Group], former_groups: Sequence[Group]) -> None:
-    """Remove the groups that were added at the end, and give the others their former entries.
-
-    The dicts stay the same objects, because a scheduler may have them.
-    """
-    del groups[len(former_groups) :]
-    for group, former_group in zip(groups, former_groups, strict=True):
-        group.clear()
-        group.update(former_group)
 
 
 def _require_same_rules(rules: UpdateRules, former_rules: UpdateRules) -> None:
