@@ -186,8 +186,11 @@ class TrackedParameters:
         """Where the frozen parameters are, by name. It keeps no weights of a model alive, which may be large."""
         self._left_out = self._sources_of(left_out)
         """The same for the parameters with the label None."""
-        self._new_in_groups: dict[str, Tensor] = {}
-        """New tensors of the models that the groups have already, by name, while the state is of the former ones."""
+        self._put_in_groups: dict[str, Tensor] = {}
+        """The tensor that the optimizer has put into its groups for each parameter, by name.
+
+        It is the one that has state or, until the state moves, a newer one of a model. Others are of an engine.
+        """
         self.version = 0
         """How often `tracked` was changed, so that `GradientCheck` searches the models again after a change."""
         self.track(trained)
@@ -270,7 +273,7 @@ class TrackedParameters:
                     position = former_position
             # No weak references to tensors: torch.utils.swap_tensors, used to convert in place, rejects such tensors.
             self.tracked[name] = TrackedParameter(param, param.shape, param.device, _placement(param), position)
-            self._new_in_groups.pop(name, None)  # the state belongs to the new tensor now
+            self._put_in_groups[name] = param
         self._remove_from_frozen(named)
         self.version += 1
 
@@ -400,13 +403,13 @@ class TrackedParameters:
 
         For example, the DTensors after ``fully_shard(model)``. The state moves to them later, such as at the next step.
         """
-        # The tensor that the optimizer has put into the groups for each name, at construction or by an earlier call.
-        former_params = {name: self._new_in_groups.get(name, tracked.param) for name, tracked in self.tracked.items()}
-        new_params = self._replaced_in_models(former_params)
-        if not new_params:
+        replacement_of: dict[Tensor, Tensor] = {}
+        for name, new_param in self._replaced_in_models(self._put_in_groups).items():
+            former_param = self._put_in_groups[name]
+            replacement_of[former_param] = new_param
+            self._put_in_groups[name] = new_param
+        if not replacement_of:  # usually
             return
-        self._new_in_groups.update(new_params)
-        replacement_of = {former_params[name]: new_param for name, new_param in new_params.items()}
         for group in groups:
             group["params"] = [replacement_of.get(param, param) for param in group["params"]]
 
@@ -431,11 +434,10 @@ class TrackedParameters:
         return _without_tied(replaced, named)  # the third case
 
     def _is_of_engine(self, name: str, param_in_groups: Tensor) -> bool:
-        """Return True if the tensor in the groups is an engine's: it has no state, and is not new from a model."""
+        """Return True if an engine has put the tensor into the groups: it has no state, and the optimizer did not."""
         has_state = param_in_groups is self.tracked[name].param
-        is_from_model = param_in_groups is self._new_in_groups.get(name)
-        is_known = has_state or is_from_model
-        return not is_known
+        is_of_optimizer = param_in_groups is self._put_in_groups[name]
+        return not has_state and not is_of_optimizer
 
     def _temporary_in_fsdp2(self) -> set[int]:
         """Return the ids of the tensors that FSDP2 has put into modules for the time of forward and backward.
@@ -545,20 +547,19 @@ class TrackedParameters:
         """Return the models' parameters, by name, that should be in the optimizer and are not. ``named`` are in it.
 
         For example, the weight of a layer that was added to the model after the optimizer was created. If the optimizer
-        was given only some parameters of a model, this returns only tensors that have their names.
+        was given only some parameters of a model, others may be another optimizer's: the result then has only tensors
+        with the names of its own parameters, which have replaced them.
         """
-        left_out = _existing(self._left_out)
-        known_ids = {id(param) for param in [*named.values(), *left_out.values()]}
+        known_params = {*named.values(), *_existing(self._left_out).values()}
         outside: dict[str, Tensor] = {}
         for known_model in self._models:
             model = known_model.ref()
             if model is None:  # it was deleted
                 continue
             for name, param in model.named_parameters():
-                if id(param) in known_ids or name in self._left_out:  # in the optimizer, or left out by its label
-                    continue
-                # A parameter of another name may be another optimizer's, unless this one was given the whole model.
-                if known_model.names is None or name in known_model.names or name in named:
+                is_known = param in known_params or name in self._left_out  # left out because of the label None
+                is_expected = known_model.names is None or name in known_model.names or name in named
+                if is_expected and not is_known:
                     outside[name] = param
         return outside
 
