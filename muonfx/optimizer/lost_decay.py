@@ -29,6 +29,7 @@ from muonfx.transforms.scale import scale_each
 _COUNTS = (0, *[2**power for power in range(21)])
 """The steps at which a schedule is evaluated: 0, 1, 2, 4, ..., 2**20. One of them is near the end of any warmup."""
 
+_NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 _LARGEST_RMS = 1000.0
 """Parameters have smaller values; memory that was allocated and not yet written may have any."""
@@ -71,39 +72,39 @@ class RoundingCheck:
             groups: the param groups, which have the rates and decays.
             params: the parameters to check by name. Others in the groups are not checked.
         """
-        narrow_params = _narrow_params(stepping, params)
-        unchecked = {name: param for name, param in narrow_params.items() if name not in self._checked}
-        if not unchecked:
+        unchecked: dict[str, Tensor] = {}
+        for name, param in params.items():
+            if param.dtype in _NARROW_DTYPES and name not in self._checked and _is_rounded(param):
+                unchecked[name] = param
+        if not unchecked:  # at nearly every step
             return
         self._checked.update(unchecked)
+        rounded = _without_master_copies(unchecked, stepping)
         # The warning of lost decay says that other updates of this size are lost, too, so that one warning suffices.
-        lost_changes = _lost_decays(stepping, groups, unchecked)
+        lost_changes = _lost_decays(stepping, groups, rounded)
         if lost_changes:
             warn_caller(_no_effect(lost_changes, params))
             return
-        lost_updates = _lost_updates(stepping, groups, unchecked)
+        lost_updates = _lost_updates(stepping, groups, rounded)
         lost_size = sum([params[name].numel() for name in lost_updates])
-        size = sum([param.numel() for param in unchecked.values()])
+        size = sum([param.numel() for param in rounded.values()])
         if lost_updates and lost_size >= size / 2:  # not norms alone, whose weights are large
             warn_caller(_updates_lost(lost_updates, params))
 
 
-def _narrow_params(stepping: Stepping, params: NamedTensors) -> NamedTensors:
-    """Return the parameters in bfloat16 or float16 that a step may round, by name.
+def _is_rounded(param: Tensor) -> bool:
+    """Return True if steps round a parameter: not a frozen one, and none without values, on meta or a fake tensor."""
+    return param.requires_grad and not param.is_meta and not isinstance(param, FakeTensor)
 
-    Left out are parameters of which `master_params` has float32 copies, frozen parameters, and parameters without
-    values: on the meta device, or fake tensors.
-    """
-    narrow_params: dict[str, Tensor] = {}
-    for name, param in params.items():
-        has_values = not param.is_meta and not isinstance(param, FakeTensor)
-        if param.requires_grad and has_values and param.dtype in (torch.bfloat16, torch.float16):
-            narrow_params[name] = param
+
+def _without_master_copies(params: NamedTensors, stepping: Stepping) -> NamedTensors:
+    """Return the parameters of which `master_params` has no float32 copies, by name."""
+    without_copies = dict(params)
     for visited in stepping.visits:  # each transform with the names of its parameters
         if visited.tx.factory is master_params:
             for name in visited.param_names:
-                narrow_params.pop(name, None)
-    return narrow_params
+                without_copies.pop(name, None)
+    return without_copies
 
 
 def _lost_decays(stepping: Stepping, groups: Sequence[TrackedGroup], params: NamedTensors) -> dict[str, float]:

@@ -911,7 +911,8 @@ class TransformOptimizer(Optimizer):
         self._stepping.refresh(params, self._tracked_groups.groups)
         if not torch.compiler.is_compiling():
             self._warn_of_rates()
-            self._warn_of_rounding_at_first_step()
+            # Again, because the model may have been converted since the last step, as by ``model.to(torch.bfloat16)``.
+            self._rounding_check.check(self._stepping, self._tracked_groups.groups, params)
         gradients = _gradients_of(params)
         self._check_tensors(params, gradients)
         return params, gradients
@@ -920,11 +921,6 @@ class TransformOptimizer(Optimizer):
         """Warn of rates in the groups that have no effect, or that are equal where they should differ."""
         self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
         self._rate_check.check(self._tracked_groups)
-
-    def _warn_of_rounding_at_first_step(self) -> None:
-        """Warn of parameters that were converted or loaded after construction, as by ``model.to(torch.bfloat16)``."""
-        if self._current["initial"] is not None:  # no step was made
-            self._rounding_check.check(self._stepping, self._tracked_groups.groups, self._named_params())
 
     def _check_tensors(self, params: NamedTensors, gradients: Gradients) -> None:
         """Raise if a step cannot update the parameters with these gradients, and warn of tensors without effect."""

@@ -135,6 +135,24 @@ def test_a_model_that_is_converted_after_construction_is_warned_of_once(how: str
     optimizer.step()
 
 
+@pytest.mark.parametrize("how", ["to(torch.bfloat16)", "half()", "load_state_dict(assign=True)"])
+def test_a_model_that_is_converted_after_a_step_is_warned_of_once(how: str):
+    model = nn.Linear(4, 4)
+    optimizer = LOST["adamw"](model)
+    for converts in (False, True):
+        if converts:
+            CONVERTED[how][1](model)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        if not converts:
+            optimizer.step()
+            continue
+        with pytest.warns(UserWarning, match="weight decay has no effect on 2 of 2") as warned:
+            optimizer.step()
+        assert len(warned) == 1
+    optimizer.step()
+
+
 def test_a_copy_of_an_optimizer_warns_of_a_model_that_is_converted():
     model = nn.Linear(4, 4)
     model, optimizer = copy.deepcopy((model, LOST["adamw"](model)))
