@@ -169,8 +169,6 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
     """
     pairs_of = pairs_by_rule(pairs, stepping.rules)  # a rule: the transforms of a parameter, and its label
     rules = list(pairs_of)
-    if entries:
-        _warn_of_unread(stepping, rules, entries, pairs[0][0])
     if as_one:
         common_entries = with_common_defaults(rules, entries, stepping.defaults)
         labels_with_rate = common_keys(rules).get("lr", {})
@@ -184,15 +182,6 @@ def new_groups(stepping: Stepping, entries: Group, pairs: NamedPairs, *, as_one:
         rule_entries = _entries_for(rule, rules, entries)
         groups.append(_complete_group(stepping, [rule], rule_entries, rule_pairs))
     return groups
-
-
-def _warn_of_unread(stepping: Stepping, rules: Sequence[UpdateRule], entries: Group, name: str) -> None:
-    """Warn of entries for new groups that look like hyperparameters and set none. ``name`` is one of the parameters."""
-    # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
-    group_keys = {hyperparam.key for hyperparam in group_hyperparams(rules, entries)} | common_keys(rules).keys()
-    all_keys = common_keys(set(stepping.rules.values())).keys()
-    for key, value in entries.items():
-        warn_if_unread(key, value, name, group_keys, all_keys)
 
 
 def _entries_for(rule: UpdateRule, rules: Sequence[UpdateRule], entries: Group) -> Group:

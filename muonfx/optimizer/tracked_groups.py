@@ -12,7 +12,14 @@ from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup, re
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.param_groups import warn_if_unread
 from muonfx.optimizer.tracked_parameters import TrackedParameters
-from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, group_hyperparams, keys_by_label, label_of
+from muonfx.optimizer.update_rules import (
+    UpdateRules,
+    common_keys,
+    distinct_rules,
+    group_hyperparams,
+    keys_by_label,
+    label_of,
+)
 
 
 class TrackedGroups:
@@ -134,6 +141,23 @@ class TrackedGroups:
         self.record([tracked.group for tracked in self.groups], rules)
         self._key_counts = self._count_keys()  # last, because `record` may have removed keys
         self._warn_of_unread_keys()
+
+    def warn_of_unread_entries(self, entries: Group, names: Sequence[str], rules: UpdateRules) -> None:
+        """Warn of entries for a new group that look like hyperparameters and set none, such as "weight_dacay".
+
+        ``names`` are the parameters of the group, and ``rules`` has the transforms and hyperparameters of each
+        parameter.
+        """
+        if not entries:  # usually
+            return
+        group_rules = distinct_rules(names, rules)
+        keys = [hyperparam.key for hyperparam in group_hyperparams(group_rules, entries)]
+        # A group of several labels may have the common key "weight_decay", and "adamw.weight_decay" for one label.
+        group_keys = {*keys, *common_keys(group_rules)}
+        all_keys = common_keys(set(rules.values())).keys()
+        for key, value in entries.items():
+            if warn_if_unread(key, value, names[0], group_keys, all_keys):
+                self._reported.add(key)  # the next step, which reads the keys of all groups, does not warn again
 
     def _warn_of_unread_keys(self) -> None:
         """Warn once of each key of a group that looks like a hyperparameter and sets none, such as "weight_dacay"."""

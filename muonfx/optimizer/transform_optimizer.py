@@ -415,6 +415,8 @@ class TransformOptimizer(Optimizer):
             super().add_param_group(empty_group)
             return
         self._callers_tensors.note(entries)  # to warn if the caller writes into a tensor of which groups have copies
+        names = [name for name, _param in pairs]
+        self._tracked_groups.warn_of_unread_entries(entries, names, stepping.rules)
         for new_group in new_groups(stepping, entries, pairs, as_one=as_one):
             self._append_group(new_group)
 

@@ -694,13 +694,15 @@ def test_a_key_close_to_a_hyperparameter_warns_once(key: str, meant: str, when: 
     message = rf"'{key}' in the group of 'neck\.weight' is kept, but .*{meant}"
     if when == "construction":
         with pytest.warns(UserWarning, match=message):
-            mfx.Muon([{"params": weight, key: 0.5}, {"params": biases}], model=model)
+            optimizer = mfx.Muon([{"params": weight, key: 0.5}, {"params": biases}], model=model)
+        train(model, optimizer)
         return
     empty = {"params": [], "weight_decay": 0.0}
     optimizer = mfx.Muon([{"params": weight if when == "written" else biases}, empty], model=model)
     if when == "added":
         with pytest.warns(UserWarning, match=message):
             optimizer.add_param_group({"params": weight, key: 0.5})
+        train(model, optimizer)
         return
     optimizer.add_param_group({"params": biases})
     train(model, optimizer)
