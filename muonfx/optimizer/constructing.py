@@ -27,14 +27,14 @@ def constructed_together(constructor: Constructor) -> Constructor:
     @functools.wraps(constructor)
     def construct(self: Any, *args: Any, **options: Any) -> None:
         """Call ``constructor(self, params, ...)``; if it raises on this rank, raise on the other ranks, too."""
-        # After an error, `_group_of` reads `params` again, and an iterator can be read once only.
+        # After an error, `_group_in` reads `params` again, and an iterator can be read once only.
         if args:  # the first is ``params``
             params, *others = args
             args = (_without_iterators(params), *others)
         elif "params" in options:
             options["params"] = _without_iterators(options["params"])
         # `construction` sends an error of the constructor to the ranks of this group, which it finds only then.
-        with construction(lambda: _group_of(args, options)):
+        with construction(lambda: _group_in(args, options)):
             constructor(self, *args, **options)
 
     return cast("Constructor", construct)
@@ -59,24 +59,31 @@ def _without_iterators(params: Any) -> Any:
     return items
 
 
-def _group_of(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that construct an optimizer together; None if this process is alone.
+def _group_in(args: Sequence[Any], options: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks that construct an optimizer together, from the arguments of the optimizer.
 
-    ``args`` and ``options`` are the arguments of the optimizer. For example, ``Muon(model, layout=zero(params))`` is
-    constructed on all ranks of the layout, and ``Muon(model)`` of plain parameters on this rank alone.
+    For example, ``Muon(model, layout=zero(params))`` is constructed on all ranks of the layout, and ``Muon(model)`` of
+    plain parameters on this rank alone, so that the result is None.
+    """
+    params = args[0] if args else options.get("params")
+    return group_of(params, _layout_in(args, options))
+
+
+def group_of(params: Any, layout: object) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks that create an optimizer's state together; None if this process is alone.
+
+    Args:
+        params: the parameters: a model, or tensors in any container.
+        layout: their layout, a function that creates one, or None.
     """
     if not dist.is_initialized():  # one process
         return None
-    layout = _layout_in(args, options)
     if isinstance(layout, Layout):
         return layout.group
     if layout is not None:
         return _group_of_function(layout)
     # Without a layout, only DTensors are distributed. Plain parameters belong to this process.
-    params = args[0] if args else options.get("params")
-    if _are_on_all_ranks(params):
-        return dist.group.WORLD
-    return None
+    return _group_of_meshes(params)
 
 
 def _layout_in(args: Sequence[Any], options: Mapping[str, Any]) -> object:
@@ -99,16 +106,21 @@ def _group_of_function(layout: object) -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
-def _are_on_all_ranks(params: Any) -> bool:
-    """Return True if some parameters are DTensors, and each of their meshes has all ranks.
+def _group_of_meshes(params: Any) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks over which DTensors are sharded; None without DTensors.
 
-    A mesh is the set of ranks over which a DTensor is sharded. In a pipeline, a stage has a mesh of some ranks only.
+    In a pipeline, a stage has one mesh, of some ranks only, whose group is returned. Several meshes of some ranks have
+    no common group yet, and the result is None, because this rank cannot create one alone.
     """
     tensors: Iterable[Any] = tree.leaves(params)
     if isinstance(params, torch.nn.Module):
         tensors = params.parameters()
-    mesh_sizes: set[int] = set()
-    for tensor in tensors:
-        if is_dtensor(tensor):
-            mesh_sizes.add(tensor.device_mesh.size())
-    return mesh_sizes == {dist.get_world_size()}
+    meshes = {tensor.device_mesh for tensor in tensors if is_dtensor(tensor)}
+    mesh_sizes = {mesh.size() for mesh in meshes}
+    if mesh_sizes == {dist.get_world_size()}:
+        return dist.group.WORLD
+    if len(meshes) == 1:
+        mesh = meshes.pop()
+        if mesh.ndim == 1:
+            return mesh.get_group()
+    return None

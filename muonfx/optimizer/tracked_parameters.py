@@ -398,6 +398,21 @@ class TrackedParameters:
         """Return True if each new tensor has the device, dtype and sharding of the parameter that it replaces."""
         return all(self.tracked[name].placement == _placement(param) for name, param in replaced.items())
 
+    def moved(self, groups: Iterable[Group]) -> list[Tensor]:
+        """Return the tensors in the models and the groups that have replaced parameters of another placement.
+
+        For example, the DTensors after ``fully_shard(model)``. This never raises, also if the groups are wrong.
+        """
+        pairs = list(self._replaced_in_models(self._put_in_groups).items())
+        for group in groups:
+            pairs += zip(group.get("param_names", ()), group.get("params", ()), strict=False)
+        moved: list[Tensor] = []
+        for name, param in pairs:
+            tracked = self.tracked.get(name)
+            if tracked is not None and tracked.param is not param and tracked.placement != _placement(param):
+                moved.append(param)
+        return moved
+
     def put_replacements_into(self, groups: Iterable[Group]) -> None:
         """Put the tensors that have replaced parameters in the models into the param groups, where users expect them.
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Self, TypedDict, TypeVar, cast, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,7 +30,7 @@ from muonfx.internal.display import format_list
 from muonfx.internal.renaming import Rename
 from muonfx.internal.tracing import uncompiled
 from muonfx.internal.wrappers import unwrapped
-from muonfx.optimizer.constructing import constructed_together
+from muonfx.optimizer.constructing import constructed_together, group_of
 from muonfx.optimizer.gradient_check import GradientCheck, require_dense_and_real
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, with_python_numbers
 from muonfx.optimizer.initial_state import InitialState, Path, with_new_leaves
@@ -71,6 +72,7 @@ from muonfx.optimizer.tracked_parameters import TrackedParameters, check_real, c
 from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, warn_of_ascent
 from muonfx.optimizer.whole_state import checked_state, copy_state, require_tensors
 from muonfx.placement.arguments import Arguments
+from muonfx.sharding.communication.waiting import construction
 from muonfx.sharding.layout import Layout
 from muonfx.sharding.plan.assignment import Settings
 from muonfx.sharding.shards.dtensors import is_dtensor
@@ -705,21 +707,34 @@ class TransformOptimizer(Optimizer):
 
     def follow_model(self) -> None:
         """Use tensors that have replaced parameters now, as a step does first. All ranks must call this together."""
-        self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
-        if not self._tracked_groups.are_current(self._groups):  # rarely
-            self._use_tensors(self._follow_groups())
+        self._use_replacements(is_in_step=False)
         self._update_initial_state_alone()
 
-    def _use_replacements_at_step(self) -> None:
-        """Before a step, use tensors that have replaced parameters, and move the state to them.
+    def _use_replacements(self, *, is_in_step: bool) -> None:
+        """Use tensors that have replaced parameters, and move the state to them. All ranks must call this together.
 
-        Raise ValueError if only the replaced tensors have gradients, and not the new ones.
+        In a step, raise ValueError if only the replaced tensors have gradients, and not the new ones.
         """
-        self._adopt_state()
-        if not self._tracked_groups.are_current(self._groups):
+        if self._tracked_groups.are_current(self._groups):  # usually
+            self._adopt_state()
+            return
+        # An error of this rank is reported to the others, which would wait for it where they create the new state.
+        with construction(self._ranks_that_move):
+            self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
             current_params = self._follow_groups()
-            self._parameters.require_new_gradients(current_params)
+            if is_in_step:
+                self._parameters.require_new_gradients(current_params)
             self._use_tensors(current_params)
+
+    def _ranks_that_move(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that move the state together to tensors that have replaced parameters.
+
+        Return None if the state stays where it is, or if this process moves it alone.
+        """
+        moved = self._parameters.moved(self._groups)
+        if not moved:
+            return None
+        return group_of(moved, self._layout)
 
     def _use_replacements_alone(self) -> None:
         """Use tensors that have replaced parameters, as far as this rank can do it without the others.
@@ -885,7 +900,7 @@ class TransformOptimizer(Optimizer):
             if closure is not None:
                 loss = _evaluate(closure)
             if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters only
-                self._use_replacements_at_step()
+                self._use_replacements(is_in_step=True)
         # Again, because `_stepping` may be another object now: over ranks, if the parameters have become DTensors.
         with self._stepping.errors_on_all_ranks():
             params, gradients = self._prepare_step()

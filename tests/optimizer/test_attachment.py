@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
@@ -711,6 +712,53 @@ def test_an_error_of_one_rank_is_raised_on_all_in_the_first_step_after_a_model_w
     ranks = torch.ones(())  # a message that only one rank has sent would arrive in this all-reduce
     dist.all_reduce(ranks, group=here.group)
     assert ranks.item() == 2
+
+
+def wrong_shape(model: nn.Sequential, optimizer: mfx.TransformOptimizer) -> None:
+    mesh = model[2].weight.device_mesh
+    model[2].weight = nn.Parameter(distribute_tensor(torch.ones(3, 3), mesh, src_data_rank=None))
+
+
+def wrong_entry(model: nn.Sequential, optimizer: mfx.TransformOptimizer) -> None:
+    entries = next(iter(optimizer.state.values()))
+    key = next(iter(entries))
+    entries[key] = entries[key].double()
+
+
+def wrong_label(model: nn.Sequential, optimizer: mfx.TransformOptimizer) -> None:
+    LABEL_OF_BIASES[0] = "other"
+
+
+LABEL_OF_BIASES = ["usual"]
+
+
+@pytest.mark.parametrize("reads", ["step", "state_dict"])
+@pytest.mark.parametrize("wrong", [wrong_shape, wrong_entry, wrong_label])
+@on_ranks(2)
+def test_an_error_of_one_rank_is_raised_on_all_where_the_state_moves_to_the_shards(
+    here: Here, wrong: Callable[[nn.Sequential, mfx.TransformOptimizer], None], reads: str
+):
+    """The other ranks would wait for the rank that has the error, until a timeout."""
+
+    def labels(params: dict[str, torch.Tensor]) -> dict[str, str]:
+        return {name: LABEL_OF_BIASES[0] if param.ndim == 1 else "usual" for name, param in params.items()}
+
+    LABEL_OF_BIASES[0] = "usual"
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+    model = made()
+    with quiet():
+        optimizer = mfx.TransformOptimizer(model, mfx.partition({"usual": tx, "other": tx}, labels))
+    one_step(model, optimizer)
+    fully_shard(model, mesh=here.mesh)
+    model(torch.ones(3, 4)).square().sum().backward()
+    if here.rank == 1:
+        wrong(model, optimizer)
+    began = time.monotonic()
+    with pytest.raises(ValueError if here.rank == 1 else sharding.ShardingError) as caught, quiet():
+        getattr(optimizer, reads)()
+    assert time.monotonic() - began < 20
+    if here.rank == 0:
+        assert "rank 1: ValueError" in str(caught.value)
 
 
 @pytest.mark.parametrize(
