@@ -602,22 +602,21 @@ class TransformOptimizer(Optimizer):
         self._show_all(named)
 
     def _update_initial_state(self) -> None:
-        """Before the first step, initialize the state again if parameters were changed after it was made.
+        """Before the first step, initialize the state again if weights were loaded after it was created.
 
-        Weights may be loaded after construction, and some transforms copy or measure the parameters in ``init``.
-        Tensors that the caller has loaded or written are kept. All ranks must call this together.
+        Some transforms copy or measure the parameters in ``init``. Tensors of the state that the caller has loaded or
+        written are kept. All ranks must call this together.
         """
-        if torch.compiler.is_compiling():  # first: to read the record would compile the second step again
+        if torch.compiler.is_compiling():  # first: if a trace read the record, the second step would be compiled again
             return
-        initial = self._current["initial"]
+        initial = self._current["initial"]  # has checksums of the weights and of the tensors of the state
         if initial is None:  # a step was made
             return
         # Not from the groups, which may have been edited since: there, a name may be at the position of another tensor.
         params = {name: param.detach() for name, param in self._tracked_groups.named.items()}
-        has_changed = False
-        if not self._parameters.on_meta:  # parameters on the meta device have no values
-            has_changed = not initial.is_of(params)
-        # All ranks initialize the state again if one of them has changed parameters.
+        has_values = not self._parameters.on_meta
+        has_changed = has_values and not initial.is_of(params)
+        # If one rank has other weights now, all ranks initialize the state again.
         if self._stepping.is_true_on_any_rank(has_changed):
             with torch.no_grad():
                 new_values = self._stepping.initial_state(params)
@@ -626,13 +625,11 @@ class TransformOptimizer(Optimizer):
     def _update_initial_state_alone(self) -> None:
         """In one process, initialize the state again if weights were loaded since it was created.
 
-        Some transforms copy the weights into the state. Over ranks, do nothing: the first step does it, together with
-        all ranks.
+        Over ranks, do nothing: the first step does it, together with all ranks.
         """
         # In this order: if a trace read the record, the second step would be compiled again.
-        if torch.compiler.is_compiling() or self._current["initial"] is None:  # None: a step was made
-            return
-        if not self._is_over_ranks(self._tracked_groups.named):
+        is_before_first_step = not torch.compiler.is_compiling() and self._current["initial"] is not None
+        if is_before_first_step and not self._is_over_ranks(self._tracked_groups.named):
             self._update_initial_state()
 
     def _show_all(self, named: NamedTensors) -> None:
