@@ -193,17 +193,22 @@ def _with_versions(tx: Transform, visited: Visit, groups: Sequence[GroupMembers]
     the same numbers.
     """
     default_of = dict(zip(visited.numbers.names, numbers_of(tx), strict=True))  # by dotted name
-    # Groups with equal numbers have one version. Both dicts have its numbers as key.
-    version_of: dict[tuple[object, ...], Transform] = {}
-    members_of: dict[tuple[object, ...], tuple[str, ...]] = {}
+    # 1. Merge groups with equal numbers.
+    merged_group_of: dict[tuple[object, ...], GroupMembers] = {}  # by the numbers
     for group in groups:
         # A group of parameters that `tx` does not update may lack the numbers: its defaults have no effect.
-        numbers = [group.numbers.get(name, default) for name, default in default_of.items()]
-        key = tuple([_identity(number) for number in numbers])
-        if key not in version_of:
-            version_of[key] = with_numbers(tx, iter(numbers))
-        members_of[key] = (*members_of.get(key, ()), *group.names)
-    return by_groups(tuple(version_of.values()), tuple(members_of.values()))
+        numbers = {name: group.numbers.get(name, default) for name, default in default_of.items()}
+        key = tuple([_identity(number) for number in numbers.values()])
+        if key not in merged_group_of:
+            merged_group_of[key] = GroupMembers([], numbers)
+        merged_group_of[key].names.extend(group.names)
+    # 2. A version of `tx` for each of them.
+    versions: list[Transform] = []
+    members: list[tuple[str, ...]] = []
+    for merged_group in merged_group_of.values():
+        versions.append(with_numbers(tx, iter(merged_group.numbers.values())))
+        members.append(tuple(merged_group.names))
+    return by_groups(tuple(versions), tuple(members))
 
 
 def _identity(number: Number) -> object:

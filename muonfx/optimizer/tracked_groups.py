@@ -237,15 +237,18 @@ def _require_all_hyperparams(group: Group, names: Sequence[str], rules: UpdateRu
 
 
 def _moved_between_transforms(names: Sequence[str], rules: UpdateRules) -> ValueError:
-    """Return an error that shows two of the named parameters of a group, which different transforms update."""
-    first = names[0]
-    first_rule = rules[first]
-    others = [name for name in names if rules[name] != first_rule]
-    other = others[0]
+    """Return an error for a group that lacks hyperparameters, with two of its parameters of different transforms.
+
+    ``names`` are its parameters, and ``rules`` has the transforms and the label of each of them.
+    """
+    first_name = names[0]
+    first_rule = rules[first_name]
+    names_of_other_rules = [name for name in names if rules[name] != first_rule]
+    other_name = names_of_other_rules[0]
     return ValueError(
-        f"param_groups: {first!r} (label {first_rule.label!r}) and {other!r} (label {rules[other].label!r}) are in one "
-        "group, but different transforms update them, and the group lacks hyperparameters of one: recreate the "
-        "optimizer to change a label, or add_param_group to add parameters"
+        f"param_groups: {first_name!r} (label {first_rule.label!r}) and {other_name!r} (label "
+        f"{rules[other_name].label!r}) are in one group, but different transforms update them, and the group lacks "
+        "hyperparameters of one: recreate the optimizer to change a label, or add_param_group to add parameters"
     )
 
 
