@@ -915,35 +915,28 @@ class TransformOptimizer(Optimizer):
     def _prepare_step(self) -> tuple[NamedTensors, Gradients]:
         """Return the parameters and their gradients, two dicts by name, for a step.
 
-        Before that, read changes of the user since the last step, such as a new "lr" in a group. Raise if a step would
-        not train the model, for example because gradients are missing.
+        Before that, read changes of the user since the last step, such as a new "lr" in a group. Raise if a step cannot
+        update the parameters, or would not train the model, for example because gradients are missing.
         """
         params = self._named_params()
-        if not torch.compiler.is_compiling():  # a traced graph is valid for the current parameters and groups only
-            self._tracked_groups.adopt_new_keys(self._stepping.rules)
-        # With a rate that a scheduler has changed. First, because it raises for a wrong number, such as a text.
-        self._stepping.refresh(params, self._tracked_groups.groups)
-        if not torch.compiler.is_compiling():
-            self._warn_of_rates()
-            # Again, because the model may have been converted since the last step, as by ``model.to(torch.bfloat16)``.
-            self._rounding_check.check(self._stepping, self._tracked_groups.groups, params)
         gradients = _gradients_of(params)
-        self._check_tensors(params, gradients)
-        return params, gradients
-
-    def _warn_of_rates(self) -> None:
-        """Warn of rates in the groups that have no effect, or that are equal where they should differ."""
-        self._tracked_groups.warn_of_unread_rate()  # not at construction: schedulers are created later
-        self._rate_check.check(self._tracked_groups)
-
-    def _check_tensors(self, params: NamedTensors, gradients: Gradients) -> None:
-        """Raise if a step cannot update the parameters with these gradients, and warn of tensors without effect."""
+        groups = self._tracked_groups
         require_dense_and_real(gradients)
-        if torch.compiler.is_compiling():
-            return
-        check_writable("step: params", params)
-        self._gradient_check.check(params, gradients)
-        self._callers_tensors.warn_of_written()
+        is_compiling = torch.compiler.is_compiling()  # a traced graph is valid for the current parameters and groups only
+        # 1. The groups: keys that were added, and numbers, such as a rate that a scheduler has changed.
+        if not is_compiling:
+            groups.adopt_new_keys(self._stepping.rules)
+        self._stepping.refresh(params, groups.groups)  # raises for a wrong number, such as a text
+        if not is_compiling:
+            groups.warn_of_unread_rate()  # not at construction: schedulers are created later
+            self._rate_check.check(groups)
+            # 2. The parameters. The model may have been converted since the last step, as by model.to(torch.bfloat16).
+            self._rounding_check.check(self._stepping, groups.groups, params)
+            check_writable("step: params", params)
+            self._gradient_check.check(params, gradients)
+            # 3. Tensors that the caller has given for numbers, and has changed without effect.
+            self._callers_tensors.warn_of_written()
+        return params, gradients
 
     # -------------------------------------------------------------------------------------------------- persistence
 
