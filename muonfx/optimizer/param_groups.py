@@ -1,16 +1,10 @@
-"""Create param groups, warn of keys that no transform reads, and keep other optimizers from stepping on the groups."""
+"""Create param groups, and warn of keys that no transform reads."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence, Set
-from functools import cache
 from typing import Any
-from weakref import WeakSet
-
-import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from muonfx.core.checks import warn_caller
 from muonfx.optimizer.group_numbers import (
@@ -244,59 +238,3 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     require_in_range(stepping.tx, converter.hyperparams, numbers, defaults)
     group.update(converter.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it
-
-
-_owners: WeakSet[Optimizer] = WeakSet()
-
-
-def own_groups(optimizer: Optimizer) -> None:
-    """Make every other optimizer raise if it steps on this optimizer's param groups, unless it wraps this optimizer."""
-    _register_refusal()
-    _owners.add(optimizer)
-
-
-class OwnedGroup(dict[str, Any]):
-    """A param group (a dict) whose class marks it as created by a muonfx optimizer.
-
-    Another optimizer that steps on it raises, even if the muonfx one is deleted. torch.compile cannot trace the class.
-    """
-
-
-@cache
-def _register_refusal() -> None:
-    register_optimizer_step_pre_hook(_refuse_exchanged)
-
-
-def _refuse_exchanged(optimizer: Optimizer, *_: object) -> None:
-    """Raise if an optimizer that was made from the groups of a muonfx optimizer steps in its place.
-
-    For example, accelerate creates ``DeepSpeedCPUAdam(optimizer.param_groups)`` when DeepSpeed offloads. Without an
-    error, the user would train with Adam instead of Muon. torch calls this before each step of any optimizer.
-    """
-    if torch.compiler.is_compiling() or optimizer in _owners:  # a muonfx optimizer
-        return
-    owned_groups = _owned_groups(optimizer.param_groups)
-    if not owned_groups or _calls_owner(optimizer):
-        return
-    labels = [repr(group.get("label")) for group in owned_groups]
-    raise RuntimeError(
-        f"{type(optimizer).__name__} steps on groups of a muonfx optimizer ({', '.join(labels)}), which itself never "
-        "steps: an engine has replaced it. If DeepSpeed offloads the optimizer, accelerate and the Trainer do so "
-        'unless the configuration has "zero_force_ds_cpu_optimizer": false. To use another optimizer on purpose, '
-        "pass plain copies: [dict(group) for group in optimizer.param_groups]"
-    )
-
-
-def _owned_groups(groups: Iterable[Group]) -> list[Group]:
-    """Return those groups that a muonfx optimizer has now, or has had if it marks them by their class `OwnedGroup`."""
-    # Compare groups as objects: a plain copy, ``dict(group)``, is another object, and may be used on purpose.
-    ids_of_owned_groups: set[int] = set()
-    for owner in _owners:
-        ids_of_owned_groups.update(map(id, owner.param_groups))
-    return [group for group in groups if isinstance(group, OwnedGroup) or id(group) in ids_of_owned_groups]
-
-
-def _calls_owner(optimizer: Optimizer) -> bool:
-    """Return True if an optimizer wraps a muonfx optimizer: it has that, whose step it calls, in an attribute."""
-    inner_optimizers = [attribute for attribute in vars(optimizer).values() if isinstance(attribute, Optimizer)]
-    return any(inner in _owners for inner in inner_optimizers)

@@ -55,7 +55,6 @@ from muonfx.optimizer.param_groups import (
     complete_entries,
     defaults_for_schedulers,
     new_groups,
-    own_groups,
 )
 from muonfx.optimizer.resuming import differences, entries_of_code, entries_to_load, numbers_warning
 from muonfx.optimizer.saved_chains import chain_warning, record_of_group
@@ -67,7 +66,7 @@ from muonfx.optimizer.state_entries import (
     warn_of_shared,
 )
 from muonfx.optimizer.stepping import FormerState, Stepping
-from muonfx.optimizer.tracked_groups import OneRateCheck, TrackedGroups
+from muonfx.optimizer.tracked_groups import OneRateCheck, TrackedGroups, own_groups
 from muonfx.optimizer.tracked_parameters import TrackedParameters, check_real, check_usable, models_of
 from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, warn_of_ascent
 from muonfx.optimizer.whole_state import checked_state, copy_state, require_tensors

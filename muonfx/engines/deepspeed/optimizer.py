@@ -41,9 +41,10 @@ from muonfx.engines.deepspeed.parallel import (
 )
 from muonfx.engines.deepspeed.rates import GroupRates
 from muonfx.optimizer.group_numbers import Group, GroupNumbers, TrackedGroup
-from muonfx.optimizer.param_groups import OwnedGroup, defaults_for_schedulers, own_groups
+from muonfx.optimizer.param_groups import defaults_for_schedulers
 from muonfx.optimizer.resuming import differences, entries_of_code, entries_to_load, numbers_warning
 from muonfx.optimizer.saved_chains import VisitedTransform, chain_warning, record_of_group
+from muonfx.optimizer.tracked_groups import OwnedGroup, own_groups
 from muonfx.optimizer.update_rules import UpdateRule, pairs_by_rule, update_rules_of
 from muonfx.sharding.communication.agree import comparable
 from muonfx.sharding.communication.differences import Facts
