@@ -31,7 +31,6 @@ from muonfx.internal.renaming import Rename
 from muonfx.internal.tracing import uncompiled
 from muonfx.internal.wrappers import unwrapped
 from muonfx.optimizer.constructing import constructed_together, group_of
-from muonfx.optimizer.gradient_check import GradientCheck, require_dense_and_real
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, with_python_numbers
 from muonfx.optimizer.initial_state import InitialState, Path, with_new_leaves
 from muonfx.optimizer.local_values import Load
@@ -67,7 +66,14 @@ from muonfx.optimizer.state_entries import (
 )
 from muonfx.optimizer.stepping import FormerState, Stepping
 from muonfx.optimizer.tracked_groups import OneRateCheck, TrackedGroups, own_groups
-from muonfx.optimizer.tracked_parameters import TrackedParameters, check_real, check_usable, models_of
+from muonfx.optimizer.tracked_parameters import (
+    GradientCheck,
+    TrackedParameters,
+    check_real,
+    check_usable,
+    models_of,
+    require_dense_and_real,
+)
 from muonfx.optimizer.update_rules import UpdateRules, distinct_rules, warn_of_ascent
 from muonfx.optimizer.whole_state import checked_state, copy_state, require_tensors
 from muonfx.placement.arguments import Arguments
