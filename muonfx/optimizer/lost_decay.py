@@ -29,7 +29,8 @@ from muonfx.transforms.scale import scale_each
 _COUNTS = (0, *[2**power for power in range(21)])
 """The steps at which a schedule is evaluated: 0, 1, 2, 4, ..., 2**20. One of them is near the end of any warmup."""
 
-_NARROW_DTYPES = (torch.bfloat16, torch.float16)
+NARROW_DTYPES = frozenset({torch.bfloat16, torch.float16})
+"""The dtypes of parameters in which small changes are rounded away."""
 
 _LARGEST_RMS = 1000.0
 """Parameters have smaller values; memory that was allocated and not yet written may have any."""
@@ -74,9 +75,9 @@ class RoundingCheck:
         """
         unchecked: dict[str, Tensor] = {}
         for name, param in params.items():
-            if param.dtype in _NARROW_DTYPES and name not in self._checked and _is_rounded(param):
+            if param.dtype in NARROW_DTYPES and name not in self._checked and _is_rounded(param):
                 unchecked[name] = param
-        if not unchecked:  # at nearly every step
+        if not unchecked:
             return
         self._checked.update(unchecked)
         rounded = _without_master_copies(unchecked, stepping)

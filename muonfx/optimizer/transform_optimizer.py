@@ -34,7 +34,7 @@ from muonfx.optimizer.constructing import constructed_together, group_of
 from muonfx.optimizer.group_numbers import CallersTensors, Group, TrackedGroup, with_python_numbers
 from muonfx.optimizer.initial_state import InitialState, Path, with_new_leaves
 from muonfx.optimizer.local_values import Load
-from muonfx.optimizer.lost_decay import RoundingCheck
+from muonfx.optimizer.lost_decay import NARROW_DTYPES, RoundingCheck
 from muonfx.optimizer.named_parameters import (
     Gradients,
     NamedPairs,
@@ -936,7 +936,9 @@ class TransformOptimizer(Optimizer):
             groups.warn_of_unread_rate()  # not at construction: schedulers are created later
             self._rate_check.check(groups)
             # 2. The parameters. The model may have been converted since the last step, as by model.to(torch.bfloat16).
-            self._rounding_check.check(self._stepping, groups.groups, params)
+            dtypes = {param.dtype for param in params.values()}
+            if not NARROW_DTYPES.isdisjoint(dtypes):
+                self._rounding_check.check(self._stepping, groups.groups, params)
             check_writable("step: params", params)
             self._gradient_check.check(params, gradients)
             # 3. Tensors that the caller has given for numbers, and has changed without effect.
