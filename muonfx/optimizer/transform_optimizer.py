@@ -746,19 +746,22 @@ class TransformOptimizer(Optimizer):
         """
         try:
             self._adopt_state()
-            if not self._tracked_groups.are_current(self._groups) and not self._must_add_over_ranks():
-                current_params = self._follow_groups()
-                if not self._must_move_over_ranks(current_params):
-                    self._use_tensors(current_params)
+            if not self._tracked_groups.are_current(self._groups):
+                self._follow_groups_alone()
             self._update_initial_state_alone()
         except (TypeError, ValueError):
             # Groups or ``optimizer.state`` may have been edited wrongly on one rank only.
             if not self._stepping.is_over_ranks:
                 raise
 
-    def _must_add_over_ranks(self) -> bool:
-        """Return True if all ranks must create state together, for parameters that were put into the groups."""
-        return self._stepping.is_over_ranks and bool(self._parameters.added_in(self._groups))
+    def _follow_groups_alone(self) -> None:
+        """Use tensors that have replaced parameters, unless all ranks must create or move state together for them."""
+        must_add = bool(self._parameters.added_in(self._groups))
+        if must_add and self._stepping.is_over_ranks:
+            return
+        current_params = self._follow_groups()
+        if not self._must_move_over_ranks(current_params):
+            self._use_tensors(current_params)
 
     def _must_move_over_ranks(self, current_params: NamedTensors) -> bool:
         """Return True if all ranks must move the state together, such as after ``fully_shard(model)``."""
