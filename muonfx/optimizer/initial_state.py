@@ -22,8 +22,8 @@ K = TypeVar("K", bound=Hashable)
 Path = tuple[object, ...]
 
 
-class _Leaf(NamedTuple):
-    """A tensor of the state as ``init`` has returned it."""
+class _LeafRecord(NamedTuple):
+    """By what a later write into a tensor of the state is found."""
 
     version: int
     """The number of writes into it. A caller may load the values that it has, such as zeros: it is written then."""
@@ -41,11 +41,12 @@ class InitialState:
     """
 
     def __init__(self, params: NamedTensors, state: PyTree, paths: Set[Path] | None = None) -> None:
+        """Record the leaves and the parameters by checksums: a leaf counts as written if its checksum has changed."""
         leaves = _tensors(state)
         if paths is not None:
             leaves = {path: leaf for path, leaf in leaves.items() if path in paths}
-        self._leaves = _recorded(leaves)
-        self._params = _checksums(params)
+        self._record_of_leaf = _recorded(leaves)
+        self._checksum_of_param = _checksums(params)
 
     @classmethod
     def to_renew(cls, state: PyTree, paths: Set[Path]) -> InitialState:
@@ -55,14 +56,17 @@ class InitialState:
 
     def is_of(self, params: NamedTensors) -> bool:
         """Return True if the parameters have the values from which the state was made. Syncs with the device."""
-        return _checksums(params) == self._params
+        return _checksums(params) == self._checksum_of_param
 
     def unwritten(self, state: PyTree) -> set[Path]:
         """Return the paths of the leaves that still have initial values and that no write has changed."""
         leaves = _tensors(state)
-        # Version and checksum now: a leaf is unwritten if both are as in the record.
-        recorded = _recorded({path: leaves[path] for path in self._leaves})
-        return {path for path, leaf in recorded.items() if leaf == self._leaves[path]}
+        new_record_of_leaf = _recorded({path: leaves[path] for path in self._record_of_leaf})
+        unwritten: set[Path] = set()
+        for path, record in self._record_of_leaf.items():
+            if record == new_record_of_leaf[path]:
+                unwritten.add(path)
+        return unwritten
 
     def renew(self, params: NamedTensors, state: PyTree, new_values: PyTree) -> InitialState:
         """Copy the initial values for new weights into a state, and return a new record, of the tensors copied.
@@ -114,17 +118,17 @@ def _tensors(state: PyTree) -> dict[Path, Tensor]:
     return tensors
 
 
-def _recorded(leaves: Mapping[Path, Tensor]) -> dict[Path, _Leaf]:
+def _recorded(leaves: Mapping[Path, Tensor]) -> dict[Path, _LeafRecord]:
     """Return a record of each tensor by path. A later record differs if somebody has written into the tensor.
 
     A record has the version of the tensor, which is torch's count of writes, and a checksum of its values.
     """
     checksum_of = _checksums(leaves)
-    recorded: dict[Path, _Leaf] = {}
+    recorded: dict[Path, _LeafRecord] = {}
     for path, leaf in leaves.items():
         # Torch counts no writes into inference tensors: with -1 in all records, only the checksum shows them.
         version = -1 if leaf.is_inference() else leaf._version
-        recorded[path] = _Leaf(version, checksum_of[path])
+        recorded[path] = _LeafRecord(version, checksum_of[path])
     return recorded
 
 
