@@ -86,6 +86,15 @@ def _common_numbers_of(visits: Sequence[Visit], groups: Sequence[TrackedGroup]) 
     return common
 
 
+def _has_tensors(numbers_per_group: Sequence[Mapping[str, Number]]) -> bool:
+    """Return True if a number of a param group is a tensor. Usually all are floats."""
+    for numbers in numbers_per_group:
+        for number in numbers.values():
+            if isinstance(number, Tensor):
+                return True
+    return False
+
+
 def _require_values_of_numbers(groups: Sequence[TrackedGroup]) -> None:
     """Raise ValueError if a number of a group, such as "lr", is a tensor on the meta device, which has no value."""
     for tracked in groups:
@@ -296,7 +305,7 @@ class Stepping:
         if last is not None and last.groups is groups and all(map(is_, numbers, last.numbers)):
             last.common_tensors.check()  # a caller may have written into a tensor
             return
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and _has_tensors(numbers):
             if tree.device_of(params).type != "meta":
                 _require_values_of_numbers(groups)
             separate_tensors(groups, self._callers_tensors)  # each group gets its own tensors

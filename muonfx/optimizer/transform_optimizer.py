@@ -235,19 +235,20 @@ class TransformOptimizer(Optimizer):
         self._callers_tensors = CallersTensors()
         self._steppings = []
         frozen, unfrozen = divide_frozen(named)
-        self._stepping = self._stepping_for(tx, unfrozen, frozen)
-        trained, left_out = divide(unfrozen, self._stepping.rules)  # those left out have the label None
-        warn_of_ascent(self._stepping.root, self._stepping.rules, trained)
+        stepping = self._stepping_for(tx, unfrozen, frozen)
+        self._stepping = stepping
+        trained, left_out = divide(unfrozen, stepping.rules)  # those left out have the label None
+        warn_of_ascent(stepping.root, stepping.rules, trained)
         self._track(TrackedParameters(models_of(params), model, trained, frozen, left_out))
-        self._callers_tensors.note(self._stepping.defaults)
+        self._callers_tensors.note(stepping.defaults)
         # 3. Create the groups, then the state. torch's constructor calls `add_param_group` for each group. That looks
         # up which transforms update its parameters, so it needs the attributes above.
         super().__init__(groups, {})
-        self._create_state(self._stepping)
+        self._create_state(stepping)
         self._rate_check = OneRateCheck(self._tracked_groups.rates())
         self._rounding_check = RoundingCheck()
-        self._rounding_check.check(self._stepping, self._tracked_groups.groups, named)
-        self.defaults.update(defaults_for_schedulers(self.param_groups))
+        self._rounding_check.check(stepping, self._tracked_groups.groups, named)
+        self.defaults.update(defaults_for_schedulers(self._groups))
         own_groups(self)
 
     def __repr__(self) -> str:
