@@ -624,9 +624,15 @@ class TransformOptimizer(Optimizer):
         has_changed = has_values and not initial.is_of(params)
         # If one rank has other weights now, all ranks initialize the state again.
         if self._stepping.is_true_on_any_rank(has_changed):
+            new_values = self._initial_state_again(params)
             with torch.no_grad():
-                new_values = self._stepping.initial_state(params)
                 self._current["initial"] = initial.renew(params, self._current["state"], new_values)
+
+    def _initial_state_again(self, params: NamedTensors) -> PyTree:
+        """Return the initial state of the parameters, without the warnings that construction has given."""
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self._stepping.initial_state(params)
 
     def _update_initial_state_alone(self) -> None:
         """In one process, initialize the state again if weights were loaded since it was created.
@@ -697,7 +703,7 @@ class TransformOptimizer(Optimizer):
             return []
         if self._stepping.is_over_ranks:  # the caller may have removed them on one rank only
             raise _emptied_over_ranks(removed_names[0])
-        initial_leaves = tree.leaves(self._stepping.initial_state(named))
+        initial_leaves = tree.leaves(self._initial_state_again(named))
         removed = set(removed_names)
         loads: list[Load] = []
         for leaf in self._current["entries"].leaves:

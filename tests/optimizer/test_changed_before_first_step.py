@@ -216,6 +216,15 @@ def test_a_parameter_replaced_after_a_step_may_be_unused():
         optimizer.step()
 
 
+def test_the_warnings_of_init_are_given_once_if_weights_are_loaded():
+    model, tx = nn.Linear(6, 6, bias=False), CHAINS["muon"]()
+    with pytest.warns(UserWarning, match="no parameter has the label 'b'"):
+        optimizer = mfx.TransformOptimizer(model, mfx.partition({"a": tx, "b": tx}, {"weight": "a"}))
+    model.load_state_dict({"weight": weights(1)})
+    model(torch.ones(6)).sum().backward()
+    optimizer.step()  # initializes the state again
+
+
 def test_a_list_of_betas_is_read_after_a_change_in_place():
     model = nn.Linear(3, 3)
     optimizer = mfx.TransformOptimizer(model, mfx.adamw(0.1))
