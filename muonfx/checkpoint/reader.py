@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from io import FileIO
 from itertools import groupby
 from operator import attrgetter
@@ -55,6 +55,20 @@ def _fill(file: FileIO, begin: int, destination: memoryview) -> None:
             raise OSError(errno.EIO, "it ends too early")
         begin += count
         destination = destination[count:]  # a view of the memory that is still to fill
+
+
+def _check_size_and_header(file: FileIO, path: Path, data_file: DataFile) -> None:
+    """Raise unless an open file has the size, and the checksum of the header, that the index has for this file.
+
+    For example ``DataFile(name="data-...", nbytes=96, header_nbytes=72, header_crc32="0f3a91c2")``.
+    """
+    nbytes = file.seek(0, os.SEEK_END)
+    if nbytes != data_file.nbytes:
+        raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {data_file.nbytes}")
+    header = bytearray(data_file.header_nbytes)
+    _fill(file, 0, memoryview(header))
+    if checksum_of(header) != data_file.header_crc32:
+        raise CorruptError(f"{path}: the header of the data file is damaged")
 
 
 class _Block(NamedTuple):
@@ -187,23 +201,16 @@ class DataReader:
         return self._files[number]
 
     def _open(self, data_file: DataFile) -> FileIO:
-        """Open a data file, and check its size and header, which shows most damage before any values are read.
-
-        The index has the size of the file, and the size and checksum of its header.
-        """
+        """Open a data file, and check its size and header, which shows most damage before any values are read."""
         path = self.folder / data_file.name
-        with _reading(path), ExitStack() as stack:
+        with _reading(path):
             file = open_regular(path)
-            stack.callback(close_read, file)  # after an error below, the file is closed
-            nbytes = file.seek(0, os.SEEK_END)
-            if nbytes != data_file.nbytes:
-                raise CorruptError(f"{path}: the data file has {nbytes} bytes, expected {data_file.nbytes}")
-            header = bytearray(data_file.header_nbytes)
-            _fill(file, 0, memoryview(header))
-            if checksum_of(header) != data_file.header_crc32:
-                raise CorruptError(f"{path}: the header of the data file is damaged")
-            stack.pop_all()  # without errors, the file stays open
-            return file
+            try:
+                _check_size_and_header(file, path, data_file)
+            except BaseException:
+                close_read(file)
+                raise
+        return file
 
     def transfers_to(self, destinations: Mapping[str, Any]) -> list[Transfer]:
         """Return the copies that fill ``destinations``, a dict from leaf name to a tensor or this rank's shards."""
@@ -264,7 +271,6 @@ class DataReader:
 
     def verify(self) -> Index:
         """Read every byte of the checkpoint, verify all checksums, and return the index."""
-        self.check_files()
         for name, leaf in self.index.leaves.items():
             for chunk in leaf.chunks:
                 buffer = torch.empty(chunk.box.numel * leaf.spec.dtype.itemsize, dtype=torch.uint8)
