@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from muonfx.checkpoint.errors import CheckpointError, CorruptError
-from muonfx.checkpoint.folder import checkpoints, clean, inspect, with_reader
+from muonfx.checkpoint.folder import checkpoints, clean, inspect, open_all_files
 from muonfx.checkpoint.load import verify
 from muonfx.internal.display import Table, format_bytes, printable
 
@@ -52,8 +52,7 @@ def _inspect(path: Path) -> int:
     rows: list[tuple[str, ...]] = []
     for checkpoint in paths:
         try:
-            # Opens all data files and checks their sizes and headers, which takes less time than to read every byte.
-            index = with_reader(checkpoint, lambda reader: reader.index)
+            index = open_all_files(checkpoint)
         except CheckpointError as error:
             rows.append((checkpoint.name, "?", "?", "?", str(error)))
         else:

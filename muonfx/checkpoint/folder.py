@@ -292,16 +292,12 @@ def _errors_of_folder(folder: Path) -> Generator[None]:
         raise CheckpointError(f"{folder}: the folder cannot be read: {error.strerror}") from error
 
 
-def _problem(path: Path, *, verify: bool = False) -> CheckpointError | None:
-    """Return the error of a damaged checkpoint; None if all files are good. With ``verify``, read every byte."""
-    try:
-        if verify:
-            with_reader(path, DataReader.verify)
-        else:
-            with_reader(path, lambda reader: None)  # opens the files, which checks their sizes and headers
-    except CheckpointError as error:
-        return error
-    return None
+def open_all_files(path: Path) -> Index:
+    """Open all files of a checkpoint, which checks their sizes and headers, and return the index.
+
+    It takes less time than to read every byte, and shows most damage. Raise if a file is missing or damaged.
+    """
+    return with_reader(path, lambda reader: reader.index)
 
 
 def latest(folder: StrPath, *, verify: bool = False) -> Path | None:
@@ -329,15 +325,19 @@ def latest(folder: StrPath, *, verify: bool = False) -> Path | None:
     with _errors_of_folder(folder):
         _warn_of_leftovers(folder)
     for path in reversed(checkpoints(folder)):
-        problem = _problem(path, verify=verify)
-        if problem is None:
+        try:
+            if verify:
+                with_reader(path, DataReader.verify)
+            else:
+                open_all_files(path)
+        except FormatError:
+            raise
+        except CheckpointError as error:
+            is_removed = isinstance(error, NotFoundError) and not os.path.islink(path)
+            if not is_removed:  # since the folder was listed
+                warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {error}", stacklevel=2)
+        else:
             return path
-        if isinstance(problem, FormatError):
-            raise problem
-        is_removed = isinstance(problem, NotFoundError) and not os.path.islink(path)
-        if is_removed:  # since the folder was listed
-            continue
-        warnings.warn(f"{path.name} is not used, and an older checkpoint is tried: {problem}", stacklevel=2)
     return None
 
 
@@ -385,7 +385,7 @@ def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
     Of the steps 1, 2, 8 and 9, all good, with ``keep=2`` and step 2 just ``written``, these are 1 and 8. Step 2 can be
     the newest if a run has started again from an earlier step.
     """
-    good = [path for path in paths if _problem(path) is None]
+    good = [path for path in paths if _is_undamaged(path)]
     if len(good) <= keep:  # none is obsolete, and damaged ones stay with them
         return []
     # In the example, 8 and 9 have the highest steps, and 2 takes the place of 8.
@@ -399,6 +399,15 @@ def _obsolete(paths: list[Path], keep: int, written: Path | None) -> list[Path]:
         if path in good and path not in kept:
             obsolete.append(path)
     return obsolete
+
+
+def _is_undamaged(path: Path) -> bool:
+    """Return whether all files of a checkpoint can be opened, and have the sizes and headers that the index has."""
+    try:
+        open_all_files(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _remove(path: Path) -> bool:
