@@ -168,29 +168,35 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
         return plain_name_of
     # The names in one dict of the state, as those in "momentum/trace", are unwrapped together: the "module." of
     # DataParallel is removed only if all of them begin with it, since a model may have a module of this name.
-    for upper_levels, leaf_name_of in _params_by_upper_levels(plain_name_of).items():
-        for param_name, plain_param_name in unwrapped(leaf_name_of).items():
-            if plain_param_name != param_name:
-                leaf_name = leaf_name_of[param_name]
-                plain_name_of[leaf_name] = name_of((plain_param_name,), upper_levels)
+    names_in_dict: dict[str, list[str]] = {}
+    for name in plain_name_of:
+        upper_levels, _, _ = name.rpartition("/")
+        names_in_dict.setdefault(upper_levels, []).append(name)
+    for upper_levels, leaf_names in names_in_dict.items():
+        plain_name_of |= _plain_names_in_dict(upper_levels, leaf_names)
     return plain_name_of
 
 
-def _params_by_upper_levels(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Group the names of leaves by all levels but the last, which is the name of a parameter.
+def _plain_names_in_dict(upper_levels: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the names of the leaves in one dict without the prefixes of wrappers. All begin with ``upper_levels``.
 
-    The result has a dict for each group, from the name of a parameter to the name of the leaf.
+    Names without such a prefix are left out.
 
-    >>> _params_by_upper_levels(["momentum/trace/fc.weight", "momentum/trace/fc.bias"])
-    {'momentum/trace': {'fc.weight': 'momentum/trace/fc.weight', 'fc.bias': 'momentum/trace/fc.bias'}}
+    >>> _plain_names_in_dict("trace", ["trace/module.a", "trace/module.b"])
+    {'trace/module.a': 'trace/a', 'trace/module.b': 'trace/b'}
     """
-    leaf_names_of: dict[str, dict[str, str]] = {}
+    param_of: dict[str, str] = {}
     for name in names:
-        upper_levels, _, last_level = name.rpartition("/")
-        param_name = _key_of(last_level)
-        if isinstance(param_name, str):  # the parameters of a list have no names: the last level is an index
-            leaf_names_of.setdefault(upper_levels, {})[param_name] = name
-    return leaf_names_of
+        param = _key_of(name.rpartition("/")[2])
+        if isinstance(param, str):  # the parameters of a list have no names: the last level is an index
+            param_of[name] = param
+    plain_param_of = unwrapped(param_of.values())
+    plain_name_of: dict[str, str] = {}
+    for name, param in param_of.items():
+        plain_param = plain_param_of[param]
+        if plain_param != param:
+            plain_name_of[name] = name_of((plain_param,), upper_levels)
+    return plain_name_of
 
 
 def in_section(name: str, section: str | None) -> bool:
