@@ -6,7 +6,6 @@ The name of a leaf has the levels of the transform, the variable and the paramet
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -101,25 +100,24 @@ def _stored_transforms(states: States, stored_states: States) -> dict[str, str]:
     >>> _stored_transforms({"new/muon": momentum}, {"muon": momentum})
     {'new/muon': 'muon'}
     """
-    # 1. States that have not moved come from the same name.
+    # 1. A state that has not moved comes from the same name.
     stored_transform_of: dict[str, str] = {}
     for transform, shapes in states.items():
         if transform in stored_states and _can_come_from(shapes, stored_states[transform]):
             stored_transform_of[transform] = transform
-    # 2. Others may have moved: each comes from the closest of the states of the checkpoint that are not used yet.
-    unused_states = {name: shapes for name, shapes in stored_states.items() if name not in stored_transform_of}
-    closest_of: dict[str, str] = {}
+    # 2. Each other state may have moved. It comes from the closest of the states that no unmoved one comes from.
+    free_states = {name: shapes for name, shapes in stored_states.items() if name not in stored_transform_of}
+    moved_to: dict[str, list[str]] = {}  # by the transform in the checkpoint: those that may have its state now
     for transform, shapes in states.items():
         if transform in stored_transform_of:
             continue
-        candidates = [name for name, stored_shapes in unused_states.items() if _can_come_from(shapes, stored_shapes)]
+        candidates = [name for name, stored_shapes in free_states.items() if _can_come_from(shapes, stored_shapes)]
         closest = _closest(transform, candidates)
         if closest is not None:
-            closest_of[transform] = closest
-    uses = Counter(closest_of.values())
-    for transform, closest in closest_of.items():
-        if uses[closest] == 1:  # otherwise nothing shows which of them has moved
-            stored_transform_of[transform] = closest
+            moved_to.setdefault(closest, []).append(transform)
+    for stored_transform, transforms in moved_to.items():
+        if len(transforms) == 1:  # otherwise nothing shows which of them has moved
+            stored_transform_of[transforms[0]] = stored_transform
     return stored_transform_of
 
 
