@@ -275,6 +275,7 @@ class Writer(_InFolder, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, compare replicas and write the index, which completes the checkpoint.
 
+        Raise if ranks hold different values under one name, or if the shards (parts on a rank) do not fill a tensor.
         ``results`` has for each rank the list that `write_data` has returned. Rank 0 is the coordinator.
         """
         draft = self._draft
@@ -282,22 +283,16 @@ class Writer(_InFolder, StorageWriter):
         # `write_data` has returned one result on each rank.
         written_by_rank = [results_of_rank[0].storage_data for results_of_rank in results]
         with self._abandoning_after_error():
-            index = self._index_of(written_by_rank, draft.save_id)
+            plan = plan_of([written.leaves for written in written_by_rank])
+            files, leaves = merged([written.shards for written in written_by_rank], plan)
+            objects = _merged_objects([written.objects for written in written_by_rank])
+            _require_one_kind(leaves, objects)
+            head = self._request.head  # has the step and the other arguments of this writer
+            index = replace(head, save_id=draft.save_id, files=files, leaves=leaves, objects=objects)
             with draft.write_errors():
                 draft.commit(index)
         self._draft = None  # the checkpoint is complete: its files must not be removed, whatever fails from here on
         draft.tidy(self._request.keep)
-
-    def _index_of(self, written_by_rank: list[_WrittenByRank], save_id: str) -> Index:
-        """Merge the results of all ranks to the index of a checkpoint, its description with the place of each leaf.
-
-        Raise if ranks hold different values under one name, or if the shards (parts on a rank) do not fill a tensor.
-        """
-        plan = plan_of([written.leaves for written in written_by_rank])
-        objects = _merged_objects([written.objects for written in written_by_rank])
-        files, leaves = merged([written.shards for written in written_by_rank], plan)
-        _require_one_kind(leaves, objects)
-        return replace(self._request.head, save_id=save_id, files=files, leaves=leaves, objects=objects)
 
 
 def _done(result: Result) -> Future[Result]:
@@ -487,17 +482,14 @@ class Reader(_InFolder, StorageReader):
         """
         self._stack.close()  # of an earlier load that has not ended
         try:
-            self._index = retried(self._path, self._lock_index)
+            # The index stays open, and so locked, until `read_data` closes all files.
+            self._index = retried(self._path, lambda attempt: self._stack.enter_context(inspect_and_keep(self._path)))
             self._name_of_key = _names_of_keys([*self._index.leaves, *self._index.objects])
         except CheckpointError as error:
             self._stack.close()
             # DCP would replace an error that is raised here by one without its reason.
             return _Unreadable(error)
         return _metadata_of(self._index, self._name_of_key)
-
-    def _lock_index(self, attempt: int) -> Index:
-        """Return the index; it stays open and locked until the data files were read."""
-        return self._stack.enter_context(inspect_and_keep(self._path))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise the error with which the index could not be read, if it was not."""
