@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from muonfx.checkpoint.leaves import (
     spec_of_named,
 )
 from muonfx.checkpoint.match import Allow, Rules, SavedLeaf, match, patterns_of
-from muonfx.checkpoint.reader import DataReader, Transfer
+from muonfx.checkpoint.reader import DataReader
 from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.state_dicts import as_saved_optimizer
 from muonfx.checkpoint.together import Together, require_same
@@ -335,113 +335,6 @@ def verify(path: StrPath) -> Index:
 # ------------------------------------------------------------------------------------------------- the steps of a load
 
 
-class OpenedCheckpoint(NamedTuple):
-    """The checkpoint that a rank has opened, and the arguments of `load` that must be equal on all ranks."""
-
-    save_id: str
-    arguments: dict[str, str]
-
-
-class Loader:
-    """The part of one rank in a load: `open`, `read` and `result` on every rank, `require_same` on rank 0.
-
-    Open files stay readable when the checkpoint is replaced, so `read` gets the values of the checkpoint that was
-    opened.
-    """
-
-    target: Target
-    """The tree to fill. `open` sets this and the next three."""
-    leaves: dict[str, Any]
-    """The tensors of the tree by name."""
-    reader: DataReader
-    transfers: list[Transfer]
-    """The parts of files to copy to memory."""
-
-    def __init__(self, path: Any, request: LoadRequest, ranks: Together, stack: ExitStack) -> None:
-        self.path = path
-        self.request = request
-        self.ranks = ranks
-        self.index: Index | None = None
-        """The index of the checkpoint to read; None until this rank or rank 0 has read it."""
-        self._stack = stack
-        """Closes all files when the load ends."""
-        self._index_lock = stack.enter_context(ExitStack())
-        """Ends the lock of the index when it is closed. Until `read` closes it, saves do not remove the data files."""
-
-    def share_index(self) -> None:
-        """Let rank 0 read and lock the index for all ranks, so that all of them read the same checkpoint.
-
-        If each rank read it, a save could replace the checkpoint between two of these reads.
-        """
-
-        # `step` calls the first function on every rank, and the second on rank 0 with a list of all results.
-        def read_on_first_rank() -> Index | None:
-            if self.ranks.rank == 0:
-                return self._lock_index()
-            return None
-
-        def send_to_all(index_of_rank: Sequence[Index | None]) -> list[Index | None]:
-            return [index_of_rank[0]] * self.ranks.size
-
-        self.index = self.ranks.step(read_on_first_rank, send_to_all)
-
-    def _lock_index(self) -> Index:
-        """Return the index, and keep saves from removing its data files until `open` has ended on all ranks."""
-        return self._index_lock.enter_context(inspect_and_keep(folder_named(self.path)))
-
-    @no_collection()
-    def open(self) -> OpenedCheckpoint:
-        """Check the arguments of the load, allocate tensors, and open data files; `read` then reads the values.
-
-        Return the values that must be equal on all ranks: the id of the save that wrote the checkpoint, and the
-        arguments. `require_same` compares them on rank 0.
-        """
-        folder = folder_named(self.path)
-        is_alone = self.ranks.group is None
-        self.target = self.request.target_class.of(self.request, str(folder), is_alone=is_alone)
-        # The index describes the checkpoint: names, shapes, and the place of each leaf in the data files.
-        index = self.index  # sent by rank 0, or None
-        if index is None:
-            index = self._lock_index()
-        index = self.target.translated(index)
-        self.leaves, destinations = self.target.allocate(index)  # raises if the checkpoint does not fit
-        with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
-            self.reader = self._stack.enter_context(DataReader(folder, index))
-            self.transfers = self.reader.transfers_to(destinations)
-            self.reader.check_files({transfer.chunk.file for transfer in self.transfers})
-        arguments = {"path": str(folder), **self.target.rules.arguments()}
-        return OpenedCheckpoint(index.save_id, arguments)
-
-    def require_same(self, opened: Sequence[OpenedCheckpoint]) -> Sequence[None]:
-        """Raise unless all ranks have called `load` with equal arguments, and have opened the same checkpoint.
-
-        `Together.step` calls this on rank 0, with the result of `open` on each rank. It sends an item of the returned
-        list to each rank, which needs none here.
-        """
-        require_same([checkpoint.arguments for checkpoint in opened], "load", "nothing was loaded")
-        # Each save has an id of its own: two ids mean that a save has replaced the checkpoint between two ranks.
-        save_ids = {checkpoint.save_id for checkpoint in opened}
-        if len(save_ids) > 1:  # `retried` catches this error, and all ranks read again
-            raise ReplacedError(f"{self.path} was replaced while the ranks began to read it")
-        return [None] * len(opened)
-
-    def read(self) -> None:
-        """Read the values that this rank needs into the tensors that `open` has allocated.
-
-        Every rank calls this after all have opened their files.
-        """
-        # A save that replaces the checkpoint may now remove its files: open files stay readable.
-        self._index_lock.close()
-        # If there are more files than can be held open, some are opened again, and may be gone: they were replaced.
-        with replacement(self.reader.folder, self.reader.index):
-            self.reader.read(self.transfers)
-        self.reader.close()  # within the step of all ranks, which reports a rank that ends here
-
-    def result(self) -> tuple[Any, Index]:
-        """Return the tree with the values that were read, and the index of the checkpoint."""
-        return self.target.filled(self.leaves), self.reader.index
-
-
 def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | None) -> tuple[Any, Index]:
     """Load a checkpoint: return the tree with its values, and the index, the description of the checkpoint.
 
@@ -463,20 +356,71 @@ def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | N
         raise CheckpointError(f"{path} was not loaded: {error}") from error
 
 
-def _load_once(path: Any, request: LoadRequest, ranks: Together, attempt: int) -> tuple[Any, Index]:
+def _load_once(path: StrPath, request: LoadRequest, ranks: Together, attempt: int) -> tuple[Any, Index]:
     """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile.
 
     Every rank calls this. In attempt 0, each rank reads the index itself, which saves a communication. If a save
     replaced the checkpoint at that moment, the ranks may have read two different ones, and attempt 1 follows.
     """
-    with ExitStack() as stack:  # closes all files, also after an error
-        loader = Loader(path, request, ranks, stack)
+    with ExitStack() as open_files, ExitStack() as index_lock:
+        index: Index | None = None
         if attempt > 0 and ranks.size > 1:
-            loader.share_index()
-        # A step calls its first function on all ranks. Rank 0 then calls the second with all results.
-        ranks.step(loader.open, loader.require_same)
-        ranks.step(loader.read, list)  # nothing to merge
-        return loader.result()
+            index = _index_of_first_rank(path, ranks, index_lock)
+        # 1. Check the arguments, allocate tensors and open the data files. From here until `index_lock` is closed,
+        # saves do not remove these files.
+        with ranks.errors_on_all_ranks(), no_collection():
+            folder = folder_named(path)
+            target = request.target_class.of(request, str(folder), is_alone=ranks.group is None)
+            if index is None:
+                index = index_lock.enter_context(inspect_and_keep(folder))
+            index = target.translated(index)
+            leaves, destinations = target.allocate(index)  # raises if the checkpoint does not fit
+            with replacement(folder, index):  # a file is missing if a save has replaced the checkpoint
+                reader = open_files.enter_context(DataReader(folder, index))
+                transfers = reader.transfers_to(destinations)
+                reader.check_files({transfer.chunk.file for transfer in transfers})
+        _require_same_checkpoint(path, ranks, index.save_id, {"path": str(folder), **target.rules.arguments()})
+        # 2. All ranks have opened their files, which stay readable if a save removes them now.
+        index_lock.close()
+        # 3. Read the values that this rank needs. If there are more files than can be held open, some are opened again,
+        # and may be gone: they were replaced.
+        with ranks.errors_on_all_ranks(), replacement(folder, index):
+            reader.read(transfers)
+            reader.close()
+        return target.filled(leaves), index
+
+
+def _index_of_first_rank(path: StrPath, ranks: Together, index_lock: ExitStack) -> Index | None:
+    """Let rank 0 read and lock the index, and return it on all ranks, so that all of them read the same checkpoint.
+
+    If each rank read it, a save could replace the checkpoint between two of these reads. Saves do not remove the data
+    files until rank 0 closes ``index_lock``.
+    """
+
+    def index_on_first_rank() -> Index | None:
+        if ranks.rank == 0:
+            return index_lock.enter_context(inspect_and_keep(folder_named(path)))
+        return None
+
+    # All ranks call the first function. Rank 0 then calls the second with all results, and each rank gets one item.
+    return ranks.step(index_on_first_rank, lambda indexes: [indexes[0]] * ranks.size)
+
+
+def _require_same_checkpoint(path: StrPath, ranks: Together, save_id: str, arguments: dict[str, str]) -> None:
+    """Raise on all ranks unless they have called `load` with equal arguments, and have opened the same checkpoint.
+
+    ``save_id`` is the id of the save that wrote the checkpoint. Each save has another one: two ids mean that a save has
+    replaced the checkpoint between two ranks. ``arguments`` are texts, such as ``{"path": "/runs/a", ...}``.
+    """
+
+    def require_same_on_first_rank(values_of_rank: list[tuple[str, dict[str, str]]]) -> list[None]:
+        require_same([arguments for _, arguments in values_of_rank], "load", "nothing was loaded")
+        save_ids = {save_id for save_id, _ in values_of_rank}
+        if len(save_ids) > 1:  # `retried` catches this error, and all ranks read again
+            raise ReplacedError(f"{path} was replaced while the ranks began to read it")
+        return [None] * ranks.size
+
+    ranks.step(lambda: (save_id, arguments), require_same_on_first_rank)
 
 
 # ------------------------------------------------------------------------------------------------- the target of a load

@@ -70,9 +70,32 @@ class Together:
         if self.group is None:  # one process is rank 0 of 1: one value, one answer
             (answer,) = merge([compute()])
             return answer
-        # 1. Rank 0 receives the values and errors of all ranks. A rank that raised its error at once would let the
-        # others wait forever.
+        # A rank that raised its error at once would let the others wait forever.
         value, error = _attempt(compute)
+        return self._exchange(value, error, merge)
+
+    @contextmanager
+    def errors_on_all_ranks(self) -> Generator[None]:
+        """Raise an error of the ``with`` block, which all ranks run, on all of them.
+
+        At the end of the block, each rank waits until the blocks of all ranks have ended. If one of them failed, all
+        ranks raise one error. A rank that is interrupted, as by Ctrl-C, takes part in this, too.
+        """
+        if self.group is None:
+            yield
+            return
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as block_error:
+            error = block_error
+        self._exchange(None, error, list)  # the ranks have no values to merge
+
+    def _exchange(
+        self, value: Value, error: BaseException | None, merge: Callable[[list[Value]], Sequence[Answer]]
+    ) -> Answer:
+        """Send the value of this rank, or its error, to rank 0, and return its answer; raise if a rank has an error."""
+        # 1. Rank 0 receives the values and errors of all ranks.
         values, error_of_rank = self._gather(value, error)
         # 2. Rank 0 sends an answer to each rank, or the errors of all ranks.
         answers: list[Answer] = []  # the other ranks have none to send
