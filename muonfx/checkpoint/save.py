@@ -37,7 +37,7 @@ from muonfx.checkpoint.leaves import (
     named_tensors,
     require_whole,
 )
-from muonfx.checkpoint.writer import SaveRequest, write_checkpoint
+from muonfx.checkpoint.writer import SaveRequest, raise_on_all_ranks, write_checkpoint
 from muonfx.core import Transform
 from muonfx.core.checks import positive_int
 from muonfx.core.precision import product_dtypes
@@ -133,9 +133,19 @@ def save(
         >>> path = mfx.checkpoint.save(tempfile.mkdtemp(), optimizer, params=params, scheduler=scheduler)
         >>> _ = mfx.checkpoint.load(path, optimizer, params=params, scheduler=scheduler)
     """
-    request = _request(path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group)
+    tx = _transform_of(state, tx)
+    if group is None and isinstance(tx, Sharded):
+        group = tx.layout.group
+    try:
+        request = _request(
+            path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group
+        )
+    except Exception as error:
+        if group is not None:  # the other ranks wait for this one
+            raise_on_all_ranks(error, path, group)
+        raise
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
-    write_checkpoint(replace(request, shows_progress=is_first_rank))
+    write_checkpoint(request, shows_progress=is_first_rank)
     return request.path
 
 
@@ -187,10 +197,34 @@ def save_async(
         >>> mfx.checkpoint.load(saving.wait(), like=state)
         {'w': tensor([1., 1., 1.])}
     """
-    request = _request(
-        path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group, copy=True
-    )
-    return start(request.path, partial(write_checkpoint, request))
+    tx = _transform_of(state, tx)
+    if group is None and isinstance(tx, Sharded) and tx.layout.group is not None:
+        # Two threads that communicate on one group would mix up their messages, and training continues with this group.
+        raise ValueError(
+            "save_async of a sharded state requires a process group that nothing else uses: pass "
+            'group=dist.new_group(backend="gloo")'
+        )
+    try:
+        request = _request(
+            path, state, params, tx=tx, scheduler=scheduler, step=step, extra=extra, keep=keep, group=group
+        )
+        # Training may change the originals.
+        copies = {name: leaf.copied() for name, leaf in request.leaves.items()}
+    except Exception as error:
+        if group is None:
+            raise
+        # The other ranks wait for this one in their background threads.
+        return start(Path(str(path)).absolute(), partial(raise_on_all_ranks, error, path, group))
+    return start(request.path, partial(write_checkpoint, replace(request, leaves=copies)))
+
+
+def _transform_of(state: PyTree, tx: Transform | None) -> Transform | None:
+    """Return the transform whose state is saved: the argument ``tx`` of `save`, or the transform of an optimizer."""
+    if not is_optimizer(state):
+        return tx
+    if tx is not None:
+        raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
+    return state.transform
 
 
 def _request(
@@ -204,58 +238,27 @@ def _request(
     extra: Mapping[str, Any] | None,
     keep: int | None,
     group: ProcessGroup | None,
-    copy: bool = False,
 ) -> SaveRequest:
     """Check the arguments of `save` or `save_async`, and return them as one value for the writer.
 
-    ``copy`` is True for `save_async`: tensors are copied to the CPU. A save in the background is waited for. With a
-    group, the other ranks wait for this rank, so it returns the error of an invalid argument as
-    ``SaveRequest.problem``, and the writer raises it on all ranks.
+    Before that, wait for the save in the background. If ``state`` is an optimizer, ``tx`` is its transform.
     """
+    finish_earlier_save()
+    folder = folder_named(path)  # absolute, so that a later chdir() does not change it
+    if tx is not None:
+        require_transform("tx", tx)
+    require_valid(folder, step, keep)
     optimizer: Any = None
     if is_optimizer(state):
-        if tx is not None:
-            raise TypeError("tx: an optimizer is saved with its transform: leave tx out")
         optimizer = state
-        tx = optimizer.transform
         state = optimizer.transform_state
-    if group is None and isinstance(tx, Sharded):
-        group = _group_of_layout(tx, is_async=copy)
-    folder = Path()
-    try:
-        finish_earlier_save()  # a warning that is an error must reach all ranks, too
-        folder = folder_named(path)  # absolute, so that a later chdir() does not change it
+    with no_collection():
+        leaves = _leaves_of(state, params, tx, is_alone=group is None)
+        head = replace(head_of(step, extra), objects=_objects_of(optimizer, scheduler))
         if tx is not None:
-            require_transform("tx", tx)
-        require_valid(folder, step, keep)
-        with no_collection():
-            leaves = _leaves_of(state, params, tx, is_alone=group is None)
-            head = replace(head_of(step, extra), objects=_objects_of(optimizer, scheduler))
-            if tx is not None:
-                head = _with_transform(head, tx, leaves)
-            local_leaves = {name: LocalLeaf.of(leaf) for name, leaf in leaves.items()}
-        if copy:  # training may change the originals
-            local_leaves = {name: leaf.copied() for name, leaf in local_leaves.items()}
-    except Exception as error:
-        if group is None:  # no other rank waits for this one
-            raise
-        return SaveRequest(folder, group=group, problem=error)
+            head = _with_transform(head, tx, leaves)
+        local_leaves = {name: LocalLeaf.of(leaf) for name, leaf in leaves.items()}
     return SaveRequest(folder, head, local_leaves, keep, group)
-
-
-def _group_of_layout(tx: Sharded, *, is_async: bool) -> ProcessGroup | None:
-    """Return the process group over which a transform is sharded; raise if a save in the background would use it.
-
-    Two threads that communicate on one group would mix up their messages. ``is_async`` is True for `save_async`, which
-    writes in one thread while training continues in another.
-    """
-    group = tx.layout.group
-    if group is not None and is_async:  # training continues, and communicates on this group
-        raise ValueError(
-            "save_async of a sharded state requires a process group that nothing else uses: pass "
-            'group=dist.new_group(backend="gloo")'
-        )
-    return group
 
 
 def require_valid(path: Path, step: int | None, keep: int | None) -> None:

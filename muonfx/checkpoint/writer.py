@@ -23,7 +23,7 @@ from enum import Enum
 from io import FileIO
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -82,10 +82,6 @@ class SaveRequest:
     """A dict from leaf name to its shards on this rank; copies on the CPU for a save in the background."""
     keep: int | None = None
     group: Any = None
-    problem: Exception | None = None
-    """The error of an invalid argument. With a group it is raised in the first step, so that all ranks raise it."""
-    shows_progress: bool = False
-    """True if a long save shows how many bytes this process has written, on a terminal."""
 
     def arguments(self) -> dict[str, str]:
         """Return the ``repr`` of each argument that must be equal on all ranks, such as ``{"step": "100", ...}``."""
@@ -119,10 +115,14 @@ _MANY_BYTES = 2**26
 
 
 class Saver:
-    """The part of one rank in a save: `propose` and `write` on every rank, `assign` and `commit` on rank 0."""
+    """The part of one rank in a save: `propose` and `write` on every rank, `assign` and `commit` on rank 0.
 
-    def __init__(self, request: SaveRequest, rank: int, ranks: int) -> None:
+    With ``shows_progress``, a long save shows how many bytes this process has written, on a terminal.
+    """
+
+    def __init__(self, request: SaveRequest, rank: int, ranks: int, *, shows_progress: bool) -> None:
         self.request = request
+        self.shows_progress = shows_progress
         self.rank = rank
         self.ranks = ranks
         self.draft: Draft | None = None
@@ -137,8 +137,6 @@ class Saver:
         The leaves are such as ``{"trace/w": ProposedLeaf(spec, True, {box: "cpu 305419896"})}``, with the checksum of
         each part. From the proposals of all ranks, `assign` decides on rank 0 which rank writes which part.
         """
-        if self.request.problem is not None:  # an invalid argument: `Together.step` raises this error on all ranks
-            raise self.request.problem
         leaves = {name: self._proposed(leaf) for name, leaf in self.request.leaves.items()}
         arguments: dict[str, str] = {}
         if self.ranks > 1:  # a single rank compares nothing, and the texts of its arguments may be long
@@ -200,7 +198,7 @@ class Saver:
                 leaf = self.request.leaves[name]
                 entries.append(entry_of(name, box, leaf.spec.shape, leaf.shards[box]))
         nbytes = sum(entry.values.nbytes for entry in entries)
-        shows_progress = self.request.shows_progress and nbytes >= _MANY_BYTES
+        shows_progress = self.shows_progress and nbytes >= _MANY_BYTES
         with draft.write_errors():
             if not shows_progress:
                 return draft.write(assignment.file, entries)
@@ -289,19 +287,15 @@ def entry_of(name: str, box: Box, shape: tuple[int, ...], values: Tensor) -> Ent
     return Entry(key, name, box, values)
 
 
-def write_checkpoint(request: SaveRequest) -> None:
+def write_checkpoint(request: SaveRequest, *, shows_progress: bool = False) -> None:
     """Write a checkpoint. With a group, every rank calls this, and an error on one rank is raised on all.
 
     The ranks first agree on who writes which part. Each rank then writes a data file, and rank 0 the index, the
     description of the checkpoint, which completes it.
     """
     path = request.path
-    ranks = Together(request.group, path, f"the save to {path}")  # without a group, one process
-    try:
-        ranks.meet("checkpoint.save")  # until all ranks have called `save`
-    except LostRanksError as error:
-        raise WriteError(f"{path} was not written: {error}") from error
-    saver = Saver(request, ranks.rank, ranks.size)
+    ranks = _meet(path, request.group)
+    saver = Saver(request, ranks.rank, ranks.size, shows_progress=shows_progress)
     try:
         # In a step, all ranks call the first function, and rank 0 calls the second with their results.
         assignment = ranks.step(saver.propose, saver.assign)
@@ -314,6 +308,23 @@ def write_checkpoint(request: SaveRequest) -> None:
     except BaseException as error:  # an error of `step` is one of all ranks, an interrupt may be of this rank alone
         saver.end(is_error_of_all=isinstance(error, Exception))
         raise
+
+
+def raise_on_all_ranks(error: Exception, path: object, group: Any) -> NoReturn:
+    """Raise an error of this rank before a save on all ranks of the group. The others call `write_checkpoint`."""
+    ranks = _meet(path, group)
+    with ranks.errors_on_all_ranks():  # on the other ranks, this is the first step of the save
+        raise error
+
+
+def _meet(path: object, group: Any) -> Together:
+    """Wait until all ranks of a group have called `save`, and return them; without a group, return one process."""
+    ranks = Together(group, path, f"the save to {path}")
+    try:
+        ranks.meet("checkpoint.save")
+    except LostRanksError as error:
+        raise WriteError(f"{path} was not written: {error}") from error
+    return ranks
 
 
 # ------------------------------------------------------------------------------ the plan: which rank writes which shard
