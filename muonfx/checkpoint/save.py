@@ -245,8 +245,8 @@ def _request(
     """
     finish_earlier_save()
     folder = folder_named(path)  # absolute, so that a later chdir() does not change it
-    if tx is not None:
-        require_transform("tx", tx)
+    if not isinstance(tx, Transform | None):
+        require_transform("tx", tx)  # raises
     require_valid(folder, step, keep)
     optimizer: Any = None
     if is_optimizer(state):
