@@ -14,7 +14,7 @@ from muonfx.checkpoint.folder import StrPath
 from muonfx.checkpoint.group_names import Group, renamed_groups, without_removed_params
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import GROUPS, StateSpec, in_section, is_optimizer, is_sharded
-from muonfx.checkpoint.load import LoadRequest, Target, load_checkpoint, require_no_arguments
+from muonfx.checkpoint.load import Loaded, LoadRequest, Target, load_checkpoint, require_no_arguments
 from muonfx.checkpoint.match import ADVICE_ON_RENAMING, SavedLeaf, cast_of, saved_leaves
 from muonfx.checkpoint.sources import Shapes, Sources, find_sources, states_by_parameter
 from muonfx.checkpoint.state_dicts import paths_of_state_dicts
@@ -142,14 +142,44 @@ def load_changed(
     rules = {"allow_other_chain": True, "rename": rename}
     if not is_optimizer(like):
         request = LoadRequest(like, tx, rules, target_class=ChangedTarget)
-        continuation, _ = load_checkpoint(path, request, group)
-        return continuation
+        return _account_of(load_checkpoint(path, request, group))
     require_no_arguments(tx, None)
     like.follow_model()  # it may have been sharded since the last step
     state = like.transform_state
     request = LoadRequest(state, like.transform, rules, objects={GROUPS}, target_class=ChangedTarget)
-    continuation, index = load_checkpoint(path, request, group)
-    return _continue_optimizer(like, continuation, index, rename)
+    loaded = load_checkpoint(path, request, group)
+    return _continue_optimizer(like, _account_of(loaded), loaded.index, rename)
+
+
+def _account_of(loaded: Loaded) -> Continuation:
+    """Return a loaded state with the account of its leaves: kept, moved, grown, new, dropped.
+
+    A leaf is *grown* if it has more rows now than in the checkpoint, and *dropped* if only the checkpoint has it. Raise
+    if parameters with different step counts now have one count.
+    """
+    target = loaded.target
+    assert isinstance(target, ChangedTarget)
+    target.require_equal_counts()  # not before: the counts are known only after they were read
+    kept: list[str] = []
+    new: list[str] = []
+    moved: dict[str, str] = {}
+    grown: dict[str, str] = {}
+    for name, leaf in target.like.items():
+        source = target.sources.source_of.get(name)
+        if source is None:  # as `init` made it
+            new.append(name)
+            continue
+        saved_leaf = target.saved[source]
+        saved_name = saved_leaf.plain_name  # before renaming
+        if saved_leaf.spec.shape != tuple(leaf.shape):
+            grown[name] = saved_name
+        elif saved_name != name:
+            moved[name] = saved_name
+        else:
+            kept.append(name)
+    unused = target.saved.keys() - target.sources.source_of.values()
+    dropped = sorted(target.saved[name].plain_name for name in unused)
+    return Continuation(loaded.tree, tuple(kept), moved, grown, tuple(new), tuple(dropped))
 
 
 def _continue_optimizer(
@@ -317,14 +347,14 @@ _KEYS_WITHOUT_NUMBERS = frozenset(["label", "param_names", "numbers_in_code", "s
 
 
 class ChangedTarget(Target):
-    """The tree that `load_changed` fills. It takes what fits from a checkpoint, and `filled` returns the account."""
+    """The tree that `load_changed` fills. It takes what fits from a checkpoint."""
 
     saved: Mapping[str, SavedLeaf]
     """The leaves in the checkpoint by their names after renaming. `match` sets this and ``sources``."""
     sources: Sources
     """The saved leaf from which each leaf of ``like`` comes."""
     compared_counts: dict[str, Tensor]
-    """The step counts of the saved state of which several become one. They are read when `filled` is called."""
+    """The step counts of the saved state of which several become one."""
 
     def match(self, index: Index) -> dict[str, SavedLeaf]:
         """Return the leaf of the checkpoint that each leaf of the tree continues, by its name in the tree.
@@ -360,40 +390,6 @@ class ChangedTarget(Target):
                     tensors_to_read[stored_name] = torch.empty((), dtype=spec.dtype)
                 self.compared_counts[name] = tensors_to_read[stored_name]
         return leaves, tensors_to_read
-
-    def filled(self, leaves: Mapping[str, Any]) -> Continuation:
-        """Return the state, into which the values were read, and the account: leaves kept, moved, grown, new, dropped.
-
-        ``leaves`` has the values by leaf name: the values that were read, and for new leaves the values of ``like``. A
-        leaf is *grown* if it has more rows now than in the checkpoint, and *dropped* if only the checkpoint has it.
-        """
-        self._require_equal_counts()  # not before: the counts are known only after they were read
-        filled_leaves = dict(leaves)
-        kept: list[str] = []
-        new: list[str] = []
-        moved: dict[str, str] = {}
-        grown: dict[str, str] = {}
-        for name, leaf in leaves.items():
-            if name not in self.sources.source_of:  # as `init` made it
-                new.append(name)
-                continue
-            source = self.saved[self.sources.source_of[name]].plain_name  # the name before renaming
-            if leaf.shape != self.like[name].shape:
-                filled_leaves[name] = self._grown(name, leaf)
-                grown[name] = source
-            elif source != name:
-                moved[name] = source
-            else:
-                kept.append(name)
-        unused = self.saved.keys() - self.sources.source_of.values()
-        dropped = sorted(self.saved[name].plain_name for name in unused)
-        return Continuation(super().filled(filled_leaves), tuple(kept), moved, grown, tuple(new), tuple(dropped))
-
-    def _grown(self, name: str, saved_rows: Any) -> Any:
-        """Return a leaf that has more rows now: first the saved rows, then those that ``init`` made."""
-        leaf = self._copy(name, self.like[name])
-        leaf[: len(saved_rows)] = saved_rows
-        return leaf
 
     def _require_common_params(self, shapes: Shapes, stored_shapes: Shapes) -> None:
         """Raise if no parameter has the same name as in the checkpoint, so that the whole state would be lost.
@@ -466,7 +462,7 @@ class ChangedTarget(Target):
             if not widens(saved_spec.dtype, leaf.dtype):
                 problems.append(narrowing(name, saved_spec.dtype, leaf.dtype))
                 narrowed_names.append(name)
-            # `filled` copies saved rows into a larger tensor, which it cannot do with the part of a tensor.
+            # The saved rows are read into a larger tensor, but not into the part of one.
             is_grown_shard = is_sharded(leaf) and shape != saved_spec.shape
             if is_grown_shard:
                 problems.append(reshaped(name, saved_spec.shape, shape))
@@ -492,7 +488,7 @@ class ChangedTarget(Target):
             "the other differences",
         ]
 
-    def _require_equal_counts(self) -> None:
+    def require_equal_counts(self) -> None:
         """Raise if parameters with different step counts now have one transform, and so one count.
 
         Two parameters were in the transforms "a" and "b", with the counts ``{"a/count": 100, "b/count": 7}``, and now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -151,8 +151,7 @@ def load(
         require_no_arguments(tx, device)
         return _load_optimizer(path, like, params, scheduler, rules, group)
     _require_no_parts_of_optimizer(params, scheduler)
-    loaded, _ = load_checkpoint(path, LoadRequest(like, tx, rules, device=device), group)
-    return loaded
+    return load_checkpoint(path, LoadRequest(like, tx, rules, device=device), group).tree
 
 
 def _load_optimizer(
@@ -169,22 +168,25 @@ def _load_optimizer(
     objects.difference_update(patterns_of("allow_extra", rules["allow_extra"]))
     optimizer.follow_model()  # it may have been sharded since the last step
     tx = optimizer.transform
-    # 1. Everything is read before anything is changed.
+    # 1. Read everything before anything is changed.
     request = LoadRequest(optimizer.transform_state, tx, rules, objects=objects, scheduler=scheduler)
-    loaded_state, index = load_checkpoint(path, request, group)
+    loaded = load_checkpoint(path, request, group)
+    index = loaded.index
     loaded_params: PyTree = None
     if params is not None:
         # An entry of ``allow_missing`` or ``cast`` for the state would match no parameter, which is an error.
         rules_of_params = {"allow_other_chain": True, "allow_extra": rules["allow_extra"], "rename": rules["rename"]}
         params_request = LoadRequest(params, tx, rules_of_params, section=PARAMS)
         loaded_params = _params_of_save(index.save_id, path, params_request, group)
-    # 2. The optimizer first: it refuses groups of other parameters.
+    # 2. Change the optimizer, which refuses groups of other parameters, and then the rest.
     groups: list[Group] | None = None  # the optimizer keeps its own
     if GROUPS in objects:
-        groups = index.objects.get(GROUPS)
-    if groups is not None and rules["rename"]:
-        groups = renamed_groups(groups, index.leaves, rules["rename"], optimizer.saved_groups())
-    _set_state_and_groups(optimizer, loaded_state, groups, path)
+        groups = _groups_of(index, optimizer, rules["rename"])
+    try:
+        optimizer.load_transform_state(loaded.tree, groups)
+    except ValueError as error:
+        advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
+        raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
     if scheduler is not None and SCHEDULER in index.objects:
         scheduler.load_state_dict(index.objects[SCHEDULER]["state"])
     if params is not None:
@@ -193,16 +195,15 @@ def _load_optimizer(
     return optimizer.transform_state
 
 
-def _set_state_and_groups(optimizer: Any, state: PyTree, groups: list[Group] | None, path: StrPath) -> None:
-    """Give an optimizer a state and param groups that were read from a checkpoint; raise if its groups are others.
+def _groups_of(index: Index, optimizer: Any, rename: Rename | None) -> list[Group] | None:
+    """Return the param groups in a checkpoint, with the names that its parameters have now; None if it has no groups.
 
-    Without ``groups``, it keeps its own.
+    ``rename`` is the argument of `load`.
     """
-    try:
-        optimizer.load_transform_state(state, groups)
-    except ValueError as error:
-        advice = f"to keep the groups of this optimizer: allow_extra=[{GROUPS!r}]"
-        raise MismatchError(f"{path} does not fit: {error}; {advice}", [str(error)]) from error
+    groups = index.objects.get(GROUPS)
+    if groups is None or not rename:
+        return groups
+    return renamed_groups(groups, index.leaves, rename, optimizer.saved_groups())
 
 
 def _params_of_save(save_id: str, path: StrPath, request: LoadRequest, group: ProcessGroup | None) -> PyTree:
@@ -211,16 +212,16 @@ def _params_of_save(save_id: str, path: StrPath, request: LoadRequest, group: Pr
     ``save_id`` is the id of the save that wrote the state; each save has another one.
     """
     try:
-        loaded, index = load_checkpoint(path, request, group)
+        loaded = load_checkpoint(path, request, group)
     except MismatchError as error:
         advice = (
             "for other differences: load the optimizer without params=, and the parameters by "
             "load_params(path, params, ...), which has allow_missing= and cast= too"
         )
         raise MismatchError(f"{error}\n  {advice}", error.problems) from None
-    if index.save_id != save_id:
+    if loaded.index.save_id != save_id:
         raise ReplacedError(f"{path} was replaced while it was read, and nothing was loaded: load it again")
-    return loaded
+    return loaded.tree
 
 
 def _require_no_parts_of_optimizer(params: object, scheduler: object) -> None:
@@ -286,8 +287,7 @@ def load_params(
         "cast": cast,
         "rename": rename,
     }
-    loaded, _ = load_checkpoint(path, LoadRequest(like, tx, rules, section=PARAMS, device=device), group)
-    return loaded
+    return load_checkpoint(path, LoadRequest(like, tx, rules, section=PARAMS, device=device), group).tree
 
 
 def read(path: StrPath) -> dict[str, Tensor]:
@@ -335,8 +335,20 @@ def verify(path: StrPath) -> Index:
 # ------------------------------------------------------------------------------------------------- the steps of a load
 
 
-def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | None) -> tuple[Any, Index]:
-    """Load a checkpoint: return the tree with its values, and the index, the description of the checkpoint.
+@dataclass(frozen=True)
+class Loaded:
+    """The result of `load_checkpoint`."""
+
+    tree: Any
+    """The tree with the values of the checkpoint."""
+    index: Index
+    """The description of the checkpoint."""
+    target: Target
+    """The tree of the caller, with the rules of the load."""
+
+
+def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | None) -> Loaded:
+    """Load a checkpoint into a new tree.
 
     `load`, `load_params` and `load_changed` call this. With a group of processes, every rank calls it, and an error on
     one rank is raised on all.
@@ -356,7 +368,7 @@ def load_checkpoint(path: StrPath, request: LoadRequest, group: ProcessGroup | N
         raise CheckpointError(f"{path} was not loaded: {error}") from error
 
 
-def _load_once(path: StrPath, request: LoadRequest, ranks: Together, attempt: int) -> tuple[Any, Index]:
+def _load_once(path: StrPath, request: LoadRequest, ranks: Together, attempt: int) -> Loaded:
     """Load a checkpoint in attempt number ``attempt``; raise `ReplacedError` if a save has replaced it meanwhile.
 
     Every rank calls this. In attempt 0, each rank reads the index itself, which saves a communication. If a save
@@ -387,7 +399,7 @@ def _load_once(path: StrPath, request: LoadRequest, ranks: Together, attempt: in
         with ranks.errors_on_all_ranks(), replacement(folder, index):
             reader.read(transfers)
             reader.close()
-        return target.filled(leaves), index
+        return Loaded(target.filled(leaves), index, target)
 
 
 def _index_of_first_rank(path: StrPath, ranks: Together, index_lock: ExitStack) -> Index | None:
@@ -529,9 +541,13 @@ class Target:
                     leaves[name] = self._copy(name, leaf)
                 continue
             stored_name, _, spec = saved[name]
+            if tuple(leaf.shape) != spec.shape:  # a parameter of a changed run may have more rows now
+                leaves[name] = self._copy(name, leaf)
+                destinations[stored_name] = leaves[name][: spec.shape[0]]
+                continue
             # A step count may be read once for several leaves: a state that is divided into two labels has two counts.
             if stored_name not in destinations:
-                destinations[stored_name] = self._empty(leaf, spec.shape)
+                destinations[stored_name] = self._empty(leaf)
             leaves[name] = destinations[stored_name]
         return leaves, destinations
 
@@ -604,11 +620,10 @@ class Target:
             "groups before loading"
         )
 
-    def _empty(self, leaf: Any, shape: Sequence[int]) -> Any:
-        """Allocate memory for a leaf of the result: a tensor or shard with the dtype of the leaf of ``like``.
+    def _empty(self, leaf: Any) -> Any:
+        """Allocate memory for a leaf of the result: a tensor or shard with the shape and dtype of the leaf of ``like``.
 
-        ``shape`` is the leaf's shape, but a leaf of a changed run may have fewer rows in the checkpoint. For a meta
-        tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
+        For a meta tensor of shape (2, 3) in bfloat16, the result is a (2, 3) tensor in bfloat16 on the CPU.
         """
         if not isinstance(leaf, Tensor | Spec):  # a part of a tensor on this rank, such as a `FlatShard`
             return leaf.empty_like()
@@ -617,9 +632,9 @@ class Target:
             device = "cpu"  # a spec has no device, and a meta tensor no memory into which values could be read
             if isinstance(leaf, Tensor) and not leaf.is_meta:
                 device = leaf.device
-        if isinstance(leaf, Tensor) and tuple(leaf.shape) == tuple(shape):  # with its strides, also of a DTensor
+        if isinstance(leaf, Tensor):  # with its strides, also of a DTensor
             return torch.empty_like(leaf, device=device, requires_grad=False)
-        return torch.empty(shape, dtype=leaf.dtype, device=device)
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
     def _copy(self, name: str, leaf: Any) -> Any:
         """Return a copy of a leaf of ``like`` that is missing in the checkpoint.
@@ -635,7 +650,7 @@ class Target:
             )
         if isinstance(leaf, Tensor):
             leaf = leaf.detach()  # the copy is no step of a computation with gradients
-        copied = self._empty(leaf, leaf.shape)
+        copied = self._empty(leaf)
         copied.copy_(leaf)
         return copied
 
