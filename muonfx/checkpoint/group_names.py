@@ -31,21 +31,23 @@ def renamed_groups(
     [{'lr': 0.1, 'param_names': ['b']}, {'lr': 0.2, 'param_names': ['c']}]
     """
     new_name_of = _new_params(leaf_names, rename or {})
-    given_names = set(new_name_of.values())
+    new_names_of_params = set(new_name_of.values())
     names_of_optimizer = _plain_params_of(groups)
     plain_name_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
-
-    def renamed(saved_name: str) -> str:
-        old_name = plain_name_of[saved_name]
-        new_name = new_name_of.get(old_name, old_name)
-        # To start its state again, a parameter is renamed to a name that no parameter has. It keeps its old name here,
-        # unless ``rename`` gives that name to another parameter.
-        starts_again = new_name not in names_of_optimizer
-        if starts_again and old_name not in given_names:
-            return old_name
-        return new_name
-
-    return [{**group, "param_names": list(map(renamed, group["param_names"]))} for group in saved_groups]
+    groups_with_new_names: list[Group] = []
+    for saved_group in saved_groups:
+        param_names: list[str] = []
+        for saved_name in saved_group["param_names"]:
+            old_name = plain_name_of[saved_name]
+            new_name = new_name_of.get(old_name, old_name)
+            # To start its state again, a parameter is renamed to a name that no parameter has. It keeps its old name
+            # here, unless ``rename`` gives that name to another parameter.
+            starts_again = new_name not in names_of_optimizer
+            if starts_again and old_name not in new_names_of_params:
+                new_name = old_name
+            param_names.append(new_name)
+        groups_with_new_names.append({**saved_group, "param_names": param_names})
+    return groups_with_new_names
 
 
 def without_removed_params(saved_groups: Sequence[Group], groups: Sequence[Group]) -> list[Group]:

@@ -199,7 +199,9 @@ def _renamed_leaves(state: Mapping[str, Mapping[str, Any]], names: Iterable[str]
             if not isinstance(leaf, Leaf):  # a dict in the state of another optimizer
                 continue
             # 1. A leaf to load, as the state of this parameter or as a step count, which has no parameter.
-            name = name_to_load.get((key, plain_name_of[param_name]), name_to_load.get((key, None)))
+            name = name_to_load.get((key, plain_name_of[param_name]))
+            if name is None:
+                name = name_to_load.get((key, None))
             # 2. Another leaf, whose key is divided at each dot, although the dot may be in a label.
             if name is None:
                 is_step_count = key in keys_of_all and leaf.spec.shape == ()  # stored for each parameter, one leaf here
