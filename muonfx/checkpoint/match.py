@@ -135,10 +135,8 @@ def match(
         saved_shapes = {name: leaf.spec.shape for name, leaf in saved.items()}
         moved = moved_leaves(saved_shapes, expected, rules)
     loads_moved = bool(moved) and rules.allow_other_chain
-    if loads_moved:  # they get their new names, so that they match `expected` like all other leaves
-        saved |= {name: saved[old_name] for name, old_name in moved.items()}
-        for old_name in set(moved.values()) - expected.leaves.keys():  # the others are also names of leaves now
-            del saved[old_name]
+    if loads_moved:
+        saved = _under_new_names(saved, moved, expected)
     # 3. All differences that remain, in one error.
     comparison = _Comparison(index, expected, rules, section, objects, saved, moved)
     comparison.compare(mistakes, all_saved)
@@ -237,6 +235,22 @@ def moved_leaves(stored: Shapes, expected: StateSpec, rules: Rules) -> dict[str,
     if is_uncertain:
         return {}
     return _without_lone_counts(moved, shapes)
+
+
+def _under_new_names(
+    saved: Mapping[str, SavedLeaf], moved: Mapping[str, str], expected: StateSpec
+) -> dict[str, SavedLeaf]:
+    """Return the leaves of a checkpoint, those that have moved under their new names, as `moved_leaves` returns them.
+
+    They then match the requested state like all other leaves. An old name stays if the requested state has it, too.
+    """
+    renamed = dict(saved)
+    for name, old_name in moved.items():
+        renamed[name] = saved[old_name]
+    for old_name in moved.values():
+        if old_name not in expected.leaves:
+            renamed.pop(old_name, None)  # a step count may have moved to several names
+    return renamed
 
 
 def _leaves_to_match(shapes: Shapes, partners: Shapes, allowed: Iterable[str]) -> Shapes:
