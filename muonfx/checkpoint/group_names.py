@@ -30,7 +30,7 @@ def renamed_groups(
     >>> renamed_groups(saved_groups, ["trace/a", "trace/b"], {"*/a": "*/b", "*/b": "*/c"}, groups)
     [{'lr': 0.1, 'param_names': ['b']}, {'lr': 0.2, 'param_names': ['c']}]
     """
-    new_name_of = _new_params(leaf_names, rename or {})
+    new_name_of = new_params(leaf_names, rename or {})
     new_names_of_params = set(new_name_of.values())
     names_of_optimizer = _plain_params_of(groups)
     plain_name_of = unwrapped(name for saved_group in saved_groups for name in saved_group["param_names"])
@@ -75,14 +75,14 @@ def _plain_params_of(groups: Iterable[Group]) -> set[str]:
     return set(unwrapped(name for group in groups for name in group["param_names"]).values())
 
 
-def _new_params(leaf_names: Iterable[str], rename: Rename) -> Mapping[str, str]:
+def new_params(leaf_names: Iterable[str], rename: Rename) -> Mapping[str, str]:
     """Return the new name of each parameter in a checkpoint, which is the new name of its leaves.
 
     Param groups have the names of parameters, such as "a", but the patterns of ``rename`` are for leaves, such as
     "adam/mu/a". So the leaves are renamed, and the last level of a new name is the name of the parameter. A parameter
     is left out if its leaves get several names.
 
-    >>> _new_params(["adam/mu/a", "adam/nu/a", "adam/mu/b"], {"*/a": "inner/*/x"})
+    >>> new_params(["adam/mu/a", "adam/nu/a", "adam/mu/b"], {"*/a": "inner/*/x"})
     {'a': 'x', 'b': 'b'}
     """
     plain_name_of = plain_names(leaf_names)

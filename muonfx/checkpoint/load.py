@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -14,7 +14,7 @@ from muonfx import tree
 from muonfx.checkpoint.errors import CheckpointError, LostRanksError, MismatchError, ReplacedError, mismatch
 from muonfx.checkpoint.files import no_collection
 from muonfx.checkpoint.folder import StrPath, folder_named, inspect_and_keep, replacement, retried, with_reader
-from muonfx.checkpoint.group_names import Group, renamed_groups
+from muonfx.checkpoint.group_names import Group, new_params, renamed_groups
 from muonfx.checkpoint.index import Index
 from muonfx.checkpoint.leaves import (
     GROUPS,
@@ -32,7 +32,7 @@ from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.state_dicts import as_saved_optimizer
 from muonfx.checkpoint.together import Together, require_same
 from muonfx.core import Transform
-from muonfx.core.chain_differences import differences_of_chains
+from muonfx.core.chain_differences import differ_only_by_names, differences_of_chains
 from muonfx.core.checks import warn_caller
 from muonfx.core.precision import product_dtypes
 from muonfx.core.transform import require_transform
@@ -492,11 +492,14 @@ class Target:
         """Return the description of a checkpoint with the names that `save` would have given the leaves.
 
         They have other names if ``dcp.save`` wrote the state dict of an optimizer:
-        "optimizer/state/fc.weight/muon.trace" becomes "muon/trace/fc.weight". All other indexes stay as they are.
+        "optimizer/state/fc.weight/muon.trace" becomes "muon/trace/fc.weight". Also, if only names in ``rename=`` differ
+        between the chain in the checkpoint and the one that will use the state, the two get one fingerprint.
         """
-        if self.request.objects is None:  # `like` is no optimizer
-            return index
-        return as_saved_optimizer(index, self.like, self.where)
+        if self.request.objects is not None:  # `like` is an optimizer
+            index = as_saved_optimizer(index, self.like, self.where)
+        if self.rules.rename and _differs_only_by_names(index, self.expected, self.rules.rename):
+            return replace(index, fingerprint=self.expected.fingerprint)
+        return index
 
     def match(self, index: Index) -> dict[str, SavedLeaf]:
         """Compare a checkpoint with the requested tree: return the leaves of the checkpoint by their names in the tree.
@@ -653,6 +656,17 @@ class Target:
         copied = self._empty(leaf)
         copied.copy_(leaf)
         return copied
+
+
+def _differs_only_by_names(index: Index, expected: StateSpec, rename: Rename) -> bool:
+    """Return True if the chain of a checkpoint differs from the one that will use the state by renamed parameters only.
+
+    The labels of a chain have the names of parameters: ``{"fc.weight": "muon"}`` in the checkpoint may be
+    ``{"net.fc.weight": "muon"}`` here, with ``rename={"*/fc.*": "*/net.fc.*"}``.
+    """
+    if index.chain is None or expected.chain is None:  # saved or loaded without a transform
+        return False
+    return differ_only_by_names(index.chain, expected.chain, new_params(index.leaves, rename))
 
 
 def _different_numbers(index: Index, expected: StateSpec) -> list[str]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 import muonfx as mfx
+from muonfx import tree
 from tests.checkpoint.common import bits
 from tests.processes import Here, World
 
@@ -433,3 +434,38 @@ def test_arguments_that_do_not_go_together(tmp_path: Path):
         ck.save(tmp_path, optimizer)
     with pytest.raises(ValueError, match="shape"):
         optimizer.load_transform_state(mfx.tree.map(lambda leaf: leaf[None], optimizer.transform_state))
+
+
+class Layers(nn.Module):
+    """Two layers, of which the first has a name of its own."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.add_module(first, nn.Linear(6, 5))
+        self.add_module("out", nn.Linear(5, 7))
+        self.out.bias.requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("of", ["optimizer", "state"])
+def test_renaming_is_enough_for_a_chain_whose_labels_have_the_old_names(of: str, tmp_path: Path):
+    before = muon(Layers("body"))
+    for leaf in tree.leaves(before.transform_state):
+        leaf.fill_(3)
+    model = Layers("trunk")
+    after = muon(model)
+    rename = {"*/body.*": "*/trunk.*"}
+    if of == "optimizer":
+        path = ck.save(tmp_path, before)
+        with pytest.raises(ck.MismatchError, match=r"\['trunk.weight'\]"):
+            ck.load(path, after)
+        with warnings.catch_warnings(action="error"):
+            loaded = ck.load(path, after, rename=rename)
+    else:
+        path = ck.save(tmp_path, before.transform_state, tx=before.transform)
+        loaded = ck.load(path, after.transform_state, tx=after.transform, rename=rename)
+    assert all((leaf == 3).all() for leaf in tree.leaves(loaded))
+    # All other differences are still an error.
+    other = mfx.Muon(model, lr=0.02, weight_decay=0.1, lr_scaling="spectral")
+    with pytest.raises(ck.MismatchError, match=r"chain: .*'spectral' here"):
+        ck.load(path, other.transform_state, tx=other.transform, rename=rename)
