@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import muonfx as mfx
 from muonfx.checkpoint import FlatShard
 from muonfx.checkpoint.leaves import whole_box
-from muonfx.checkpoint.writer import ProposedLeaf, plan_of
+from muonfx.checkpoint.writer import PlannedLeaf, ProposedLeaf, plan_of, shards_to_write
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.processes import Here, World, errors_of
 
@@ -191,3 +191,14 @@ def test_the_error_counts_the_other_leaves_that_differ() -> None:
     text = r"the leaf 'a' has other values on rank 2 than on rank 0 \(and 2 other leaves differ\), expected equal bits"
     with pytest.raises(ck.CheckpointError, match=text):
         plan_of(leaves_of_rank)
+
+
+def test_all_ranks_write_about_the_same_number_of_bytes() -> None:
+    """A shard that one rank holds counts first, whatever its place in the tree, and bytes count, not shards."""
+    sizes = {"shared": 50, "of rank 0": 100, "small": 1, "small, too": 1}
+    plan: dict[str, PlannedLeaf] = {}
+    for name, size in sizes.items():
+        ranks = [0] if name == "of rank 0" else [0, 1]
+        plan[name] = PlannedLeaf(mfx.tree.Spec((size,), torch.float32), {whole_box((size,)): ranks})
+    names_of_rank = [[shard.name for shard in shards] for shards in shards_to_write(plan, 2)]
+    assert names_of_rank == [["of rank 0"], ["shared", "small", "small, too"]]

@@ -240,6 +240,8 @@ def test_arguments_are_checked_when_they_are_given(tmp_path: Path):
     for step in range(3):
         dcp.save({"w": torch.ones(1)}, checkpoint_id=ck.step_path(tmp_path, step), storage_writer=writer, no_dist=True)
     assert [path.name for path in ck.checkpoints(tmp_path)] == ["step-000000002"]
+    with pytest.raises(ValueError, match="step_path"):
+        writer.reset(tmp_path / "other")
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -286,6 +288,7 @@ def test_replicas_that_differ_are_an_error_and_the_earlier_checkpoint_stays(here
     for name, value in {
         "w": torch.ones(3) * (here.rank + 1), "n": here.rank, "w ": torch.ones(3 + here.rank),
         "d": torch.ones(3, dtype=[torch.float32, torch.float64][here.rank]), "kind": [torch.ones(()), 1.0][here.rank],
+        "flag": [1, True][here.rank],
     }.items():  # fmt: skip
         error = fails(save, {**good, **here_only, name: value}, tmp_path, here)
         assert (repr(name) in str(error) and "rank 1" in str(error)) or name == "kind", error

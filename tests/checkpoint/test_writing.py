@@ -167,6 +167,14 @@ def test_a_checkpoint_and_its_folder_may_be_links(tmp_path: Path):
     assert len(list((tmp_path / "there").iterdir())) == 2
 
 
+def test_each_leaf_begins_at_a_multiple_of_its_element_size(tmp_path: Path):
+    """Whatever the order of the names, so that other programs can map the file into memory."""
+    dtypes = {"a": torch.int8, "b": torch.float64, "c": torch.int16, "d": torch.float32}
+    index = ck.inspect(ck.save(tmp_path, {name: torch.ones(3, dtype=dtype) for name, dtype in dtypes.items()}))
+    for name, leaf in index.leaves.items():
+        assert leaf.chunks[0].begin % dtypes[name].itemsize == 0, name
+
+
 def test_a_folder_that_is_in_use_for_something_else_is_not_written_over(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
     ck.save(tmp_path, {"w": torch.ones(1)})
