@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import muonfx as mfx
 from muonfx.checkpoint import FlatShard
+from muonfx.checkpoint.index import Chunk, DataFile
 from muonfx.checkpoint.leaves import whole_box
-from muonfx.checkpoint.writer import PlannedLeaf, ProposedLeaf, plan_of, shards_to_write
+from muonfx.checkpoint.writer import PlannedLeaf, ProposedLeaf, WrittenShards, merged, plan_of, shards_to_write
+from muonfx.sharding.shards.boxes import Box
 from tests.checkpoint.common import assert_same_tree, copies
 from tests.processes import Here, World, errors_of
 
@@ -202,3 +204,14 @@ def test_all_ranks_write_about_the_same_number_of_bytes() -> None:
         plan[name] = PlannedLeaf(mfx.tree.Spec((size,), torch.float32), {whole_box((size,)): ranks})
     names_of_rank = [[shard.name for shard in shards] for shards in shards_to_write(plan, 2)]
     assert names_of_rank == [["of rank 0"], ["shared", "small", "small, too"]]
+
+
+def test_the_parts_of_a_leaf_are_in_the_order_of_the_tensor() -> None:
+    """Whatever rank has written which part, so that the index does not depend on the ranks."""
+    boxes = [Box((2,), (2,)), Box((0,), (2,))]  # of the ranks 0 and 1
+    plan = {"w": PlannedLeaf(mfx.tree.Spec((4,), torch.float32), {box: [rank] for rank, box in enumerate(boxes)})}
+    written: list[WrittenShards] = []
+    for rank, box in enumerate(boxes):
+        written.append(WrittenShards(DataFile(f"rank {rank}", 8, 0, ""), [("w", Chunk(0, 0, box, ()))]))
+    _, leaves = merged(written, plan)
+    assert [(chunk.file, chunk.box.offsets) for chunk in leaves["w"].chunks] == [(1, (0,)), (0, (2,))]

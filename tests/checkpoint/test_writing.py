@@ -167,6 +167,13 @@ def test_a_checkpoint_and_its_folder_may_be_links(tmp_path: Path):
     assert len(list((tmp_path / "there").iterdir())) == 2
 
 
+def test_a_state_without_tensors_has_a_data_file_too(tmp_path: Path):
+    """As in all checkpoints of one process so far."""
+    ck.save(tmp_path, {}, extra={"epoch": 3})
+    assert len(ck.verify(tmp_path).files) == 1
+    assert ck.read(tmp_path) == {}
+
+
 def test_each_leaf_begins_at_a_multiple_of_its_element_size(tmp_path: Path):
     """Whatever the order of the names, so that other programs can map the file into memory."""
     dtypes = {"a": torch.int8, "b": torch.float64, "c": torch.int16, "d": torch.float32}
