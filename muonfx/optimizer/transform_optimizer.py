@@ -937,7 +937,8 @@ class TransformOptimizer(Optimizer):
         gradients = _gradients_of(params)
         groups = self._tracked_groups
         require_dense_and_real(gradients)
-        is_compiling = torch.compiler.is_compiling()  # a traced graph is valid for the current parameters and groups only
+        # A traced graph is valid for the current parameters and groups only.
+        is_compiling = torch.compiler.is_compiling()
         # 1. The groups: keys that were added, and numbers, such as a rate that a scheduler has changed.
         if not is_compiling:
             groups.adopt_new_keys(self._stepping.rules)
