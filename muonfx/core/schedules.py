@@ -244,6 +244,7 @@ def warmup_cosine_decay_schedule(
     >>> [round(warmup_cosine_decay_schedule(1.0, 2, 10)(count), 3) for count in (0, 1, 2, 6, 10)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
+    checks.finite("peak", peak)
     _within(warmup_steps, total_steps, "warmup_steps")
     warmup = linear_schedule(start, peak, warmup_steps)
     decay = cosine_decay_schedule(peak, total_steps - warmup_steps, end=end)
@@ -271,6 +272,7 @@ def warmup_stable_decay_schedule(
     >>> [wsd(count) for count in (0, 1, 2, 5, 6, 8, 10)]
     [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
+    checks.finite("peak", peak)
     checks.whole_number("decay_steps", decay_steps)
     _within(warmup_steps + decay_steps, total_steps, "warmup_steps + decay_steps")
     # Three schedules in sequence. The decay begins so that it ends at step `total_steps`.

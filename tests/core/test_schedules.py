@@ -103,6 +103,13 @@ def test_localities_extras_and_promises_are_those_of_the_transform():
     assert torch.equal(updates["b"], PARAMS["b"] + 1.5)
 
 
+def test_a_peak_that_is_no_finite_number_is_named():
+    with pytest.raises(ValueError, match="peak must be finite, found nan"):
+        mfx.warmup_cosine_decay_schedule(math.nan, 1, 10)
+    with pytest.raises(ValueError, match="peak must be finite, found inf"):
+        mfx.warmup_stable_decay_schedule(math.inf, 1, 2, 10)
+
+
 def test_a_rate_that_would_overflow_after_the_run_is_accepted():
     rate = mfx.exponential_decay(1e-6, 10, 1.5)
     assert rate(1_000_000) == float("inf")
