@@ -90,7 +90,8 @@ def _default_bucket_bytes(params: NamedTensors) -> int:
     bucket_bytes = smallest_on_cpu
     for param in params.values():
         smallest = SMALL_BUCKET_ON_CUDA if param.is_cuda else smallest_on_cpu
-        bucket_bytes = max(bucket_bytes, smallest, param.nbytes)
+        param_bytes = param.numel() * param.element_size()  # not `nbytes`, which sparse parameters lack
+        bucket_bytes = max(bucket_bytes, smallest, param_bytes)
     return bucket_bytes
 
 

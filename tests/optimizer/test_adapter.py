@@ -510,6 +510,8 @@ def test_bad_parameters_and_groups_are_named():
         mfx.Muon({"x": param, "y": param})
     with pytest.raises(TypeError, match=r"'z' must be dense and real floating point .* found torch\.complex64"):
         mfx.TransformOptimizer({"z": torch.zeros(2, dtype=torch.complex64)}, mfx.adamw())
+    with pytest.raises(TypeError, match=r"'s' must be dense .* found torch\.float32, torch\.sparse_coo"):
+        mfx.TransformOptimizer({"s": nn.Parameter(torch.eye(3).to_sparse())}, mfx.adamw())
     with pytest.raises(TypeError, match=r"'params' must be a tensor, found list: give a group in a list"):
         mfx.Muon({"params": list(model.named_parameters()), "lr": 0.1})
     with pytest.raises(TypeError, match="'layer' must be a tensor, found dict"):
