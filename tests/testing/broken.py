@@ -472,6 +472,11 @@ def looks_whether_parameters_require_grad(updates, state, params):
 
 
 @of_trees()
+def reads_the_gradients_of_parameters(updates, state, params):
+    return tree.map(lambda u, p: u * (1.0 if p.grad is None else 2.0), updates, params)
+
+
+@of_trees()
 def treats_parameters_of_a_module_in_another_way(updates, state, params):
     return tree.map(lambda u, p: u * (2.0 if isinstance(p, torch.nn.Parameter) else 1.0), updates, params)
 

@@ -86,7 +86,8 @@ CAUGHT_BY = {
         "pairs_gradient_and_state_by_memory"
     ),
     "requires_grad_changes_no_value": (
-        "looks_whether_parameters_require_grad treats_parameters_of_a_module_in_another_way"
+        "looks_whether_parameters_require_grad treats_parameters_of_a_module_in_another_way "
+        "reads_the_gradients_of_parameters"
     ),
     "one_tensor_may_be_two_leaves": "drops_a_tensor_that_it_has_seen",
     "leaves_of_the_state_share_no_storage": "has_two_moments_in_one_tensor shares_one_count_between_leaves",

@@ -97,17 +97,26 @@ def _first_repeated(leaf: Tensor) -> Tensor:
 def requires_grad_changes_no_value(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
     """Check that updates have the same values if parameters are ``nn.Parameter``, or if gradients require grad.
 
+    Such parameters also have a ``.grad``, as in an optimizer, which no transform may read.
+
     >>> import muonfx as mfx
     >>> requires_grad_changes_no_value(mfx.momentum(), *mfx.testing.Example.of({"w": (2, 3)}))
     """
     # First parameters that require grad, with the usual gradients.
     expected = updates_of(tx, params, steps)
     tolerance = tolerance_of(tx, expected, params)
-    parameters = tree.map(lambda leaf: nn.Parameter(leaf.clone()), params)
+    parameters = tree.map(_parameter_with_gradient, params)
     results = updates_of(tx, parameters, steps)
     require_close("updates if the parameters are nn.Parameter", results, expected, "of detached tensors", tolerance)
     # Then gradients that require grad, in float64.
     _check_gradients_that_require_grad(widened(tx), *Example(params, steps).smooth())
+
+
+def _parameter_with_gradient(leaf: Tensor) -> nn.Parameter:
+    """Return a parameter with the values of a tensor, and a gradient of ones."""
+    parameter = nn.Parameter(leaf.clone())
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
 
 
 def _check_gradients_that_require_grad(tx: Transform, params: PyTree, steps: list[PyTree]) -> None:
