@@ -88,6 +88,7 @@ def with_extras(inner: Transform, extras: dict[str, Any]):
     ) -> tuple[PyTree, WithExtrasState]:
         values = {name: _value_at(state.step, extra) for name, extra in extras.items()}
         updates, inner_state = inner.run(updates, state.inner, params, donate=donate, **{**other_extras, **values})
+        _require_unwritten(values)
         return updates, WithExtrasState(state.step + 1, inner_state)
 
     if not torch.compiler.is_compiling():  # the signature was read when the transform was created
@@ -102,6 +103,19 @@ def _value_at(step: Tensor, extra: Extra) -> Tensor:
     # A constant would be known to a compiler and equal for all runs of a batch. A sum with 0 * step is not.
     zero = step.to(torch.float32) * 0.0
     return zero + value
+
+
+def _require_unwritten(values: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if an update has written into an extra argument, which a caller may use again."""
+    if torch.compiler.is_compiling():
+        return
+    for name, value in values.items():
+        was_written = not value.is_inference() and value._version > 0  # torch counts writes, but none in inference mode
+        if was_written:
+            raise ValueError(
+                f"the update has written into its extra argument {name!r}, which is a tensor of the caller: compute a "
+                "new tensor"
+            )
 
 
 def _give_defaults(update: Callable[..., object], extras: Mapping[str, Extra]) -> None:

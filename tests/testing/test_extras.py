@@ -65,6 +65,15 @@ def falling(step):
     return 1.0 / (1.0 + step)
 
 
+@mfx.transform(locality=mfx.Locality.ELEMENT)
+def writes_to_its_extra():
+    def update(updates, state, params=None, *, value):
+        factor = value.add_(1.0)
+        return mfx.tree.map(lambda u: (u * factor).to(u.dtype), updates), state
+
+    return no_state, update
+
+
 SMALL = {"max_examples": 8, "progress": False}
 
 
@@ -101,6 +110,13 @@ def test_a_wrong_use_of_an_extra_is_found(bug: Any, law: str, monkeypatch: pytes
     with pytest.raises(kit.LawViolation) as caught:
         kit.check_transform(bug(), extras={"value": 0.7}, laws=[law], **SMALL)
     assert f"with_extras({bug.__name__}()" in str(caught.value)
+
+
+def test_an_extra_that_an_update_writes_to_is_named():
+    params, steps = kit.Example.of({"w": (2, 3)})
+    tx = kit.with_extras(writes_to_its_extra(), {"value": 0.7})
+    with pytest.raises(kit.LawViolation, match="the update has written into its extra argument 'value'"):
+        kit.laws.update_leaves_its_inputs_unchanged(tx, params, steps)
 
 
 def test_an_extra_may_change_with_the_step():
