@@ -697,6 +697,11 @@ def treats_absent_gradients_as_zeros(updates, state, params):
 
 
 @of_trees()
+def gives_updates_the_dtype_of_parameters(updates, state, params):
+    return tree.map(lambda u, p: (u * 2.0).to(p.dtype), updates, params)
+
+
+@of_trees()
 def promotes_updates_of_bfloat16(updates, state, params):
     return tree.map(lambda u: u.float() * 2.0 if u.dtype is torch.bfloat16 else u * 2.0, updates)
 

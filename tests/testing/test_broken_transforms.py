@@ -26,7 +26,8 @@ CAUGHT_BY = {
     ),
     "update_remembers_nothing": "keeps_hidden_python_state draws_hidden_randomness changes_after_many_calls",
     "updates_look_like_the_gradients": (
-        "narrows_float64 takes_the_dtype_of_the_first_leaf promotes_updates_of_bfloat16 flattens_empty_leaves"
+        "narrows_float64 takes_the_dtype_of_the_first_leaf promotes_updates_of_bfloat16 flattens_empty_leaves "
+        "gives_updates_the_dtype_of_parameters"
     ),
     "state_keeps_its_structure_and_dtypes": "narrows_its_float64_state lets_its_state_drift counts_in_python",
     "outputs_share_no_storage_with_inputs": (

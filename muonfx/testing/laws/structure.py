@@ -143,7 +143,14 @@ def state_keeps_its_structure_and_dtypes(tx: Transform, params: PyTree, steps: l
         require_spec(f"step {step}, state", state, initial_state, "init's")
 
 
-@law(on=_also_in_every_dtype, share=0.2)
+def _also_with_gradients_in_other_dtypes(example: Example) -> list[Example]:
+    """Return the examples of `_also_in_every_dtype`, and one whose gradients have other dtypes than the parameters."""
+    dense = example.dense()
+    steps = [in_mixed_dtypes(1, grads) for grads in dense.steps]
+    return [*_also_in_every_dtype(example), dense._replace(steps=steps)]
+
+
+@law(on=_also_with_gradients_in_other_dtypes, share=0.2)
 def updates_look_like_the_gradients(
     tx: Transform,
     params: PyTree,
@@ -153,7 +160,8 @@ def updates_look_like_the_gradients(
 ) -> None:
     """Check that updates have the structure, shapes, dtypes and devices of the gradients, also if some are None.
 
-    This is also checked with trees that mix float32, float64, bfloat16 and float16.
+    This is also checked with trees that mix float32, float64, bfloat16 and float16, and with gradients of other dtypes
+    than their parameters.
 
     Args:
         tx: the transform.
