@@ -36,69 +36,73 @@ class KeyedQuantizedState(NamedTuple):
     """For each parameter, the seed of its next rounding: 0-d int64, increased by one at every write."""
 
 
-class QuantizedTrees:
-    """Creates, reads and writes one tree of a transform's state, such as its momenta, in a quantized dtype."""
+def _codec(dtype: QuantizedDtype, signed: bool) -> Codec:
+    """Return the codec of a quantized dtype for values of either sign, or for values that are never negative."""
+    return dtype.resolved.signed if signed else dtype.resolved.unsigned
 
-    def __init__(
-        self, dtype: QuantizedDtype, role: str, *, signed: bool, start: Literal["zeros", "params"] = "zeros"
-    ) -> None:
-        signed_codec, unsigned_codec, self.seed = dtype.resolved
-        self.codec: Codec = signed_codec if signed else unsigned_codec
-        self.role = role  # such as "mu": two trees of one parameter get different noise
-        self.start = start
 
-    def init(self, params: PyTree) -> QuantizedState | KeyedQuantizedState:
-        """Return the first state in eight bits: zeros, or the parameters rounded to nearest.
+def init_quantized(
+    dtype: QuantizedDtype, name: str, params: PyTree, *, signed: bool = True, start: Literal["zeros", "params"]
+) -> QuantizedState | KeyedQuantizedState:
+    """Return the first state in eight bits: zeros, or the parameters rounded to nearest.
 
-        If rounding is stochastic, the state also has a seed for each parameter.
+    If rounding is stochastic, the state also has a seed for each parameter. ``name`` is the name of this tree in the
+    state of the transform, such as "mu": two trees of one parameter get different noise.
 
-        >>> state = QuantizedTrees(mfx.int8(), "mu", signed=True).init({"w": torch.zeros(5000)})
-        >>> state.codes["w"].dtype, state.scales["w"]  # a scale for each block of 2048 elements
-        (torch.int8, tensor([0., 0., 0.]))
-        """
-        # Both take a parameter, and return its codes and scales.
-        encode = self.codec.zeros if self.start == "zeros" else self.codec.encode
-        present = Present(params)
-        leaves = present.pick(params)  # a list of the parameters that are not None
-        state = _with_codes(QuantizedState(None, None), present, list(map(encode, leaves)))
-        if self.seed is None:  # rounding is to nearest
-            return state
-        # A seed is a hash of the seed of the dtype, the name of this tree, such as "mu", and the name of the parameter.
-        keys = keys_of(f"{self.seed}/{self.role}", present.names(), leaves)
-        return KeyedQuantizedState(state.codes, state.scales, present.fill(keys))
+    >>> state = init_quantized(mfx.int8(), "mu", {"w": torch.zeros(5000)}, start="zeros")
+    >>> state.codes["w"].dtype, state.scales["w"]  # a scale for each block of 2048 elements
+    (torch.int8, tensor([0., 0., 0.]))
+    """
+    # Both take a parameter, and return its codes and scales.
+    codec = _codec(dtype, signed)
+    encode = codec.zeros if start == "zeros" else codec.encode
+    present = Present(params)
+    leaves = present.pick(params)  # a list of the parameters that are not None
+    state = _with_codes(QuantizedState(None, None), present, list(map(encode, leaves)))
+    seed = dtype.resolved.seed
+    if seed is None:  # rounding is to nearest
+        return state
+    # A seed is a hash of the seed of the dtype, the name of this tree, such as "mu", and the name of the parameter.
+    keys = keys_of(f"{seed}/{name}", present.names(), leaves)
+    return KeyedQuantizedState(state.codes, state.scales, present.fill(keys))
 
-    def read(self, present: Present, state: QuantizedState | KeyedQuantizedState) -> list[Tensor]:
-        """Decode the leaves of ``state`` at the positions ``present``; return a list of new fp32 tensors."""
-        codes = present.pick(state.codes)
-        scales = present.pick(state.scales)
-        return list(map(self.codec.decode, codes, scales))
 
-    def write(
-        self,
-        present: Present,
-        values: list[Tensor],
-        state: QuantizedState | KeyedQuantizedState,
-        *,
-        reuse: bool,
-    ) -> QuantizedState | KeyedQuantizedState:
-        """Return ``state`` with new ``values`` encoded in eight bits, one for each position in ``present``.
+def read_quantized(
+    dtype: QuantizedDtype, present: Present, state: QuantizedState | KeyedQuantizedState, *, signed: bool = True
+) -> list[Tensor]:
+    """Decode the leaves of ``state`` at the positions ``present``; return a list of new fp32 tensors."""
+    codes = present.pick(state.codes)
+    scales = present.pick(state.scales)
+    return list(map(_codec(dtype, signed).decode, codes, scales))
 
-        ``values`` are fp32 tensors, such as the new momentum of each parameter that has a gradient. The leaves of
-        ``state`` at other positions, at which a parameter has no gradient, stay. Nothing is overwritten:
-        ``reuse`` is not used.
 
-        >>> trees, params = QuantizedTrees(mfx.int8(), "mu", signed=True), {"w": torch.zeros(5000)}
-        >>> state = trees.write(Present(params), [torch.ones(5000)], trees.init(params), reuse=False)
-        >>> state.codes["w"][:2], state.scales["w"]  # each element is 127 / 127 times the scale 1.0
-        (tensor([127, 127], dtype=torch.int8), tensor([1., 1., 1.]))
-        """
-        if not isinstance(state, KeyedQuantizedState):  # rounding is to nearest
-            return _with_codes(state, present, list(map(self.codec.encode, values)))
-        # Rounding is stochastic, with noise from a key (a seed) for each value.
-        keys = present.pick(state.keys)
-        new_state = _with_codes(state, present, list(map(self.codec.encode, values, keys)))
-        next_keys = [key + 1 for key in keys]  # other noise at the next write
-        return KeyedQuantizedState(new_state.codes, new_state.scales, present.fill(next_keys, state.keys))
+def write_quantized(
+    dtype: QuantizedDtype,
+    present: Present,
+    values: list[Tensor],
+    state: QuantizedState | KeyedQuantizedState,
+    *,
+    signed: bool = True,
+) -> QuantizedState | KeyedQuantizedState:
+    """Return ``state`` with new ``values`` encoded in eight bits, one for each position in ``present``.
+
+    ``values`` are fp32 tensors, such as the new momentum of each parameter that has a gradient. The leaves of ``state``
+    at other positions, at which a parameter has no gradient, stay. Nothing is overwritten.
+
+    >>> params = {"w": torch.zeros(5000)}
+    >>> old_state = init_quantized(mfx.int8(), "mu", params, start="zeros")
+    >>> state = write_quantized(mfx.int8(), Present(params), [torch.ones(5000)], old_state)
+    >>> state.codes["w"][:2], state.scales["w"]  # each element is 127 / 127 times the scale 1.0
+    (tensor([127, 127], dtype=torch.int8), tensor([1., 1., 1.]))
+    """
+    codec = _codec(dtype, signed)
+    if not isinstance(state, KeyedQuantizedState):  # rounding is to nearest
+        return _with_codes(state, present, list(map(codec.encode, values)))
+    # Rounding is stochastic, with noise from a key (a seed) for each value.
+    keys = present.pick(state.keys)
+    new_state = _with_codes(state, present, list(map(codec.encode, values, keys)))
+    next_keys = [key + 1 for key in keys]  # other noise at the next write
+    return KeyedQuantizedState(new_state.codes, new_state.scales, present.fill(next_keys, state.keys))
 
 
 def _with_codes(

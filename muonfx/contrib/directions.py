@@ -17,7 +17,14 @@ from muonfx.polar.iteration import unit_power
 from muonfx.transforms.formulas import bias_correction, divide_unless, running_average
 from muonfx.transforms.leafwise import WideStateDtype, read_wide, write, zeros
 from muonfx.transforms.matrices import Matrices, MatrixView
-from muonfx.transforms.matrixwise import MatrixSlot, MatrixTrees, matrix_locality, name_patterns
+from muonfx.transforms.matrixwise import (
+    MatrixSlot,
+    init_matrix_slot,
+    matrix_locality,
+    name_patterns,
+    read_matrix_slot,
+    write_matrix_slot,
+)
 from muonfx.tree import PyTree, device_of
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
@@ -100,13 +107,13 @@ def scale_by_namo(
     b1 = checks.in_unit_interval("b1", b1)
     b2 = checks.in_unit_interval("b2", b2)
     eps = checks.at_least("eps", eps, 0.0)
-    moments = MatrixTrees(MatrixSlot(dtype=dtype))
+    slot = MatrixSlot(dtype=dtype)  # a squared norm for each matrix
 
     def init(params: PyTree) -> NamoState:
         return NamoState(
             count=ew.new_count(device_of(params)),
             mu=zeros(params, dtype),
-            nu=moments.init(Matrices(view, params, named=True)),
+            nu=init_matrix_slot(slot, Matrices(view, params, named=True)),
             inner=inner.functions.init(params),
         )
 
@@ -120,7 +127,7 @@ def scale_by_namo(
         """
         matrices = Matrices(view, updates)  # of the leaves that have a gradient; the others keep their state
         present = matrices.present
-        old_v = moments.read(state.nu, matrices)
+        old_v = read_matrix_slot(slot, matrices, state.nu)
         count = state.count + 1
 
         # m = b1 m + (1 - b1) g, for whole leaves, in the wider dtype of both
@@ -144,7 +151,7 @@ def scale_by_namo(
         new_state = NamoState(
             count=count,
             mu=write(present, m, state.mu),
-            nu=moments.write(v, state.nu, matrices),
+            nu=write_matrix_slot(slot, matrices, v, state.nu),
             inner=inner_state,
         )
         return matrices.fill(scaled), new_state

@@ -1,6 +1,7 @@
-"""Recording of a `leafwise` step: placeholders for tensors, the operations on them, and the plan of these operations.
+"""The placeholder `Leaf`: how it records the operations of a `leafwise` step, and how these run for all leaves.
 
-`muonfx.transforms._values` runs the plan on the lists of all leaves.
+A `Leaf` represents a list with one tensor for each leaf, and records each `Operation` on it. A `Plan` has the recorded
+operations that the results of a step need. `Values` runs these on the lists.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from operator import is_not
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from muonfx import tree
+from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
@@ -110,10 +112,10 @@ class Leaf:
 
     __array_ufunc__ = None  # makes numpy scalars defer to the operators of the leaf
 
-    def __init__(self, numbers: Iterator[int], operation: Operation | None = None) -> None:
-        self.numbers = numbers  # counts the placeholders of a step
-        self.number = next(numbers)
-        self.operation = operation  # the one that computes it; None for an operand of the step
+    def __init__(self, key: str | int, numbers: Iterator[int], operation: Operation | None = None) -> None:
+        self.key = key  # the name of an operand of the step, such as "state.trace", or the number of a result
+        self.numbers = numbers  # counts the results of a step
+        self.operation = operation  # the one that computes a result; None for an operand of the step
 
     @classmethod
     def __torch_function__(
@@ -141,7 +143,7 @@ class Leaf:
         return record_for_each(function, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<value {self.number} of a step, without elements>"
+        return f"<value {self.key} of a step, without elements>"
 
     def __getattr__(self, name: str) -> Callable[..., Leaf]:
         """Return a function that records a call of the tensor method ``name`` and returns a placeholder."""
@@ -256,7 +258,13 @@ def _record_on_lists(
     can_run_on_lists = all(map(has_shape_of_leaf, operands)) and all(map(_is_number, scalars))
     if not can_run_on_lists:
         return record_for_each(for_one_leaf, *operands, *scalars)
-    return Leaf(operands[0].numbers, Operation(function, operands, scalars, is_for_each=False))
+    return _result_of(Operation(function, operands, scalars, is_for_each=False))
+
+
+def _result_of(operation: Operation) -> Leaf:
+    """Return a placeholder for the results of an operation, which has the next number of its step."""
+    numbers = operation.operands[0].numbers
+    return Leaf(next(numbers), numbers, operation)
 
 
 def has_shape_of_leaf(value: Leaf) -> bool:
@@ -276,7 +284,7 @@ def _is_number(value: object) -> bool:
 
 def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Leaf) -> Leaf:
     """Record one call of a function on the list of all leaves' tensors, whose results may have any shape and dtype."""
-    return Leaf(operand.numbers, Operation(function, [operand], (), is_for_each=True))
+    return _result_of(Operation(function, [operand], (), is_for_each=True))
 
 
 def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
@@ -289,7 +297,7 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
     operands = [argument for argument in flat_args if isinstance(argument, Leaf)]
     # Later, `call` receives a list with the tensors of all leaves for each placeholder.
     call = functools.partial(_call_for_each, function, treedef, flat_args)
-    return Leaf(operands[0].numbers, Operation(call, operands, flat_args, is_for_each=True))
+    return _result_of(Operation(call, operands, flat_args, is_for_each=True))
 
 
 def _call_for_each(
@@ -352,30 +360,213 @@ class Plan(NamedTuple):
     """The operations that some outputs need, in the order in which they were recorded."""
 
     operations: dict[int, Operation]
-    """The operations by the numbers of the placeholders of their results."""
-    uses: dict[int, int]
-    """For the number of each value, how many operations and outputs read it. It may be overwritten after the last."""
-
-    @property
-    def scalars(self) -> list[object]:
-        """The scalars of all operations, such as 0.9."""
-        return list(chain.from_iterable(operation.scalars for operation in self.operations.values()))
+    """The operations by the numbers of their results."""
+    uses: dict[str | int, int]
+    """For the key of each value, how many operations and outputs read it. It may be overwritten after the last."""
+    scalars: list[object]
+    """The scalars of all operations, such as 0.9."""
 
     @classmethod
     def of(cls, outputs: Sequence[Leaf]) -> Plan:
         """Find the operations that the outputs need, and count how often each value is used.
 
-        For ``def step(u, s): m = s.trace * 0.9 + u; return m, s``, the numbers of ``u``, ``s.trace``, the product and
-        the sum are 0 to 3. The output ``m`` needs the operations ``{2: mul, 3: add}``, and each value is used once.
+        For ``def step(u, s): m = s.trace * 0.9 + u; return m, s``, the numbers of the product and the sum are 0 and 1.
+        The output ``m`` needs the operations ``{0: mul, 1: add}``, and each value is used once.
         """
-        uses: dict[int, int] = {}
-        operations: dict[int, Operation] = {}
+        uses: dict[str | int, int] = {}
+        operations: dict[Any, Operation] = {}  # the keys of results are numbers
         pending = list(outputs)  # to be returned is a use too
         while pending:
             leaf = pending.pop()
-            uses[leaf.number] = uses.get(leaf.number, 0) + 1
-            if leaf.operation is not None and leaf.number not in operations:
-                operations[leaf.number] = leaf.operation
+            uses[leaf.key] = uses.get(leaf.key, 0) + 1
+            if leaf.operation is not None and leaf.key not in operations:
+                operations[leaf.key] = leaf.operation
                 pending.extend(leaf.operation.operands)
         in_order = {number: operations[number] for number in sorted(operations)}
-        return cls(in_order, uses)
+        scalars: list[object] = []
+        for operation in in_order.values():
+            scalars.extend(operation.scalars)
+        return cls(in_order, uses, scalars)
+
+
+class Value:
+    """The tensors of one placeholder while a step runs: a list with one tensor for each leaf."""
+
+    def __init__(self, tensors: list[Tensor], *, may_write: bool, is_wide: bool = False) -> None:
+        self.tensors = tensors
+        self.may_write = may_write
+        """True if nothing else needs their storage, so that they may be overwritten after their last use."""
+        self.is_wide = is_wide
+        """True if they have the compute dtype: results, and operands of the step that have been read."""
+        self.was_cast = False
+        """True if the conversion to the compute dtype made new tensors for all leaves."""
+
+
+class Values:
+    """The values of a `leafwise` step while it runs: the tensors of each placeholder, by its key.
+
+    For ``s.trace * 0.9 + u``, these are the operands "update" and "state.trace" at first. `run` adds the results of the
+    operations.
+    """
+
+    def __init__(self, present: Present, operands: dict[str, Value]) -> None:
+        self.present = present
+        """The leaves that have a gradient."""
+        self._values: dict[str | int, Value] = {**operands}
+        self._operands = [value.tensors for value in operands.values()]
+        """The operands of the step in their own dtypes: ``[[u1, u2], [m1, m2]]`` for two leaves and a momentum."""
+        self._dtypes = ew.wide_dtypes(self._operands)
+        """The compute dtype of each leaf."""
+        self._remaining_uses: dict[str | int, int] = {}
+        """For each value, how many operations and outputs still read it; empty before `run`, when nothing is known."""
+
+    def run(self, plan: Plan) -> None:
+        """Run the operations of a plan, each on the lists of all leaves, and store their results.
+
+        For two leaves, the plan of ``s.trace * 0.9 + u`` calls ``mul([m1, m2], 0.9)`` and then ``add`` on the two lists
+        of results and updates. A result may take the storage of an operand after its last use. A result that nothing
+        reads any more is freed.
+        """
+        self._remaining_uses = dict(plan.uses)
+        with ew.unrecorded(*self._operands, plan.scalars):  # autograd records nothing, unless it must
+            for number, operation in plan.operations.items():
+                if number not in self._values:  # else a sum over leaves has needed it already
+                    self._values[number] = self._computed(operation)
+                for operand in operation.operands:
+                    self._remaining_uses[operand.key] -= 1
+                    is_result = operand.operation is not None  # operands of the step are read again by `take`
+                    if is_result and not self._remaining_uses[operand.key]:
+                        del self._values[operand.key]
+
+    def sum_with(self, sum_over_leaves: Callable[[PyTree], Tensor]) -> Callable[[Leaf], Tensor]:
+        """Return the function ``sum_over_leaves`` that a step of `leafwise` receives.
+
+        A step calls it with a placeholder (`Leaf`), as in ``sum_over_leaves((u * u).sum())``. Placeholders only record
+        operations to run later, but this number is needed at once.
+
+        Args:
+            sum_over_leaves: the function that `Transform` supplies, which sums the tensors of a tree.
+        """
+
+        def sum_of(leaf: Leaf) -> Tensor:
+            """Run the operations that the placeholder needs, such as ``u * u`` and ``sum``, and return the sum."""
+            _require_one_shape(leaf)
+            # The step is still running: only the operations that this placeholder needs are computed. They overwrite
+            # nothing, since the rest of the step may read every value.
+            plan = Plan.of([leaf])
+            with ew.unrecorded(*self._operands, plan.scalars):
+                for number, operation in plan.operations.items():
+                    if number not in self._values:
+                        self._values[number] = self._computed(operation)
+            return sum_over_leaves(self.present.fill(self._wide(leaf).tensors))
+
+        return sum_of
+
+    def _computed(self, operation: Operation) -> Value:
+        """Run one operation on the lists of all leaves, such as ``ew.add([u1, u2], [m1, m2])``; return its results.
+
+        They take the storage of the first operand, here ``[u1, u2]``, if no later operation reads this operand and the
+        caller permits it.
+        """
+        operands = [self._wide(leaf) for leaf in operation.operands]
+        lists = [operand.tensors for operand in operands]
+        if operation.is_for_each:
+            results = operation.function(*lists)
+            # The results may be views of an operand, so neither may be overwritten.
+            for operand in operands:
+                operand.may_write = False
+            return Value(results, may_write=False, is_wide=True)
+        reuse = self._is_free_after_this_use(operation.operands[0])
+        results = operation.function(*lists, *operation.scalars, reuse=reuse)
+        if reuse:
+            operands[0].may_write = False  # its storage is the result's now
+        return Value(results, may_write=True, is_wide=True)
+
+    def _wide(self, leaf: Leaf) -> Value:
+        """Return the value of a placeholder in the compute dtype, which is fp32 or wider.
+
+        Operands in bf16 are converted to fp32 when they are first read.
+        """
+        value = self._values[leaf.key]
+        if value.is_wide:
+            return value
+        wide_tensors = ew.cast(value.tensors, self._dtypes)
+        value.was_cast = all(map(is_not, wide_tensors, value.tensors))
+        if value.was_cast:
+            value.may_write = True  # these are copies, not the caller's tensors
+        value.tensors = wide_tensors
+        value.is_wide = True
+        return value
+
+    def _is_free_after_this_use(self, leaf: Leaf) -> bool:
+        """Return True if nothing needs the storage of a value after one more use, which has not been counted yet."""
+        return self._values[leaf.key].may_write and self._remaining_uses.get(leaf.key) == 1
+
+    def was_cast(self, operand: Leaf) -> bool:
+        """Return True if an operand has been read, and converting its dtype made new tensors for all leaves."""
+        return self._values[operand.key].was_cast
+
+    def take(self, output: Leaf, operand: Leaf, beginning: str) -> list[Tensor]:
+        """Return the tensors of a value that the step returns, such that no other output and no caller has them.
+
+        `leafwise` calls this method after `run` for each changed output. For a step that returns the same value as
+        update and as state, the first output gets a copy, and the last one the tensors themselves.
+
+        Args:
+            output: the placeholder of the value.
+            operand: the placeholder in whose place the step returns the value. A copy is written into the tensors of
+                this operand if nothing else needs them.
+            beginning: the first words of an error: "momentum: the step returns a state".
+        """
+        value = self._wide(output)
+        old_value = self._values[operand.key]
+        if not has_shape_of_leaf(output):  # such as ``u.sum()``
+            _check_shapes(self.present, value.tensors, old_value.tensors, beginning)
+        is_free = self._is_free_after_this_use(output)
+        self._remaining_uses[output.key] -= 1
+        if is_free:
+            value.may_write = False  # its storage is the output's now
+            return value.tensors
+        if old_value.may_write and not self._remaining_uses.get(operand.key):
+            old_value.may_write = False
+            return ew.copy(value.tensors, into=self._wide(operand).tensors)  # without new memory
+        return ew.clone(value.tensors)
+
+
+def _check_shapes(present: Present, results: list[Tensor], leaves: list[Tensor], beginning: str) -> None:
+    """Raise an error if a value that a step returns is complex, or has another shape than its leaf.
+
+    ``def step(u, s): return u.sum(), s`` is such an error for a leaf of shape (2,).
+
+    Args:
+        present: the positions of the leaves in the tree, for their names.
+        results: the value that the step returned, here ``u.sum()`` of each leaf.
+        leaves: the value that it received in its place, here ``u`` of each leaf.
+        beginning: the first words of the error: "momentum: the step returns an update".
+    """
+    for index, (result, leaf) in enumerate(zip(results, leaves, strict=True)):
+        if result.is_complex():
+            raise TypeError(
+                f"{beginning} of {result.dtype} for {present.names()[index]!r}, expected real numbers; take torch.abs "
+                "or torch.real first"
+            )
+        if result.shape != leaf.shape:
+            raise ValueError(
+                f"{beginning} of shape {tuple(result.shape)} for {present.names()[index]!r}, expected its shape "
+                f"{tuple(leaf.shape)}: use muonfx.transform if intermediate results change shapes"
+            )
+
+
+def _require_one_shape(leaf: object) -> None:
+    """Raise an error if the argument of ``sum_over_leaves`` in a step cannot be added up over all leaves.
+
+    It must be a placeholder (`Leaf`) for a value of one shape, as in ``sum_over_leaves((u * u).sum())``. ``u * u`` has
+    the shape of each leaf, so it is an error.
+    """
+    if not isinstance(leaf, Leaf):
+        raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
+    if has_shape_of_leaf(leaf):
+        raise ValueError(
+            "leafwise: sum_over_leaves adds up values of one shape, found a value with the shapes of the leaves: "
+            "reduce it first, as in sum_over_leaves((u * u).sum())"
+        )

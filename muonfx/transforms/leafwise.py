@@ -26,15 +26,14 @@ from torch import Tensor
 
 from muonfx import tree
 from muonfx.compact import QuantizedDtype
-from muonfx.compact.state import QuantizedTrees
+from muonfx.compact.state import init_quantized, read_quantized, write_quantized
 from muonfx.core import Donation, InitAndUpdate, Locality, Transform, apply_updates, checks, transform
 from muonfx.core.donation import NOTHING
 from muonfx.core.transform import Position
 from muonfx.internal.arguments import plain_fields
 from muonfx.internal.tracing import as_start
-from muonfx.transforms._leaf import Leaf, Plan
-from muonfx.transforms._values import Values
-from muonfx.tree import Present, PyTree, Structure, device_of
+from muonfx.transforms._leaf import Leaf, Plan, Value, Values
+from muonfx.tree import Present, PyTree, device_of
 from muonfx.tree import elementwise as ew
 
 P = ParamSpec("P")
@@ -185,59 +184,36 @@ class Number:
             raise ValueError(f"Number: start must be a number, found {self.start!r}")
 
 
-class PlainTrees:
-    """Creates, reads and writes the state tree that a `Slot` declares: one tensor for each parameter."""
+def init_slot(slot: Slot, name: str, params: PyTree) -> PyTree:
+    """Return the initial state tree of a slot: zeros or copies of the parameters, in its storage dtype.
 
-    def __init__(self, dtype: WideStateDtype, start: Literal["zeros", "params"]) -> None:
-        self._dtype: WideStateDtype = dtype
-        self._start = start
-
-    def init(self, params: PyTree) -> PyTree:
-        """Return the initial state tree for these parameters."""
-        if self._start == "zeros":
-            return zeros(params, self._dtype)
-        return copies(params, self._dtype)
-
-    def read(self, present: Present, state: PyTree) -> list[Tensor]:
-        """Return the tensors of a state tree that belong to the leaves ``present`` (leaves that are not None)."""
-        return present.pick(state)
-
-    def write(self, present: Present, values: list[Tensor], state: PyTree, *, reuse: bool) -> PyTree:
-        """Return a state tree with new values at the leaves ``present``; if ``reuse``, stored in the old leaves."""
-        return write(present, values, state, reuse=reuse)
-
-
-SlotTrees = PlainTrees | QuantizedTrees
-
-
-def slot_trees(slot: Slot, role: str) -> SlotTrees:
-    """Return what creates, reads and writes the state tree of a slot. ``role`` is its name in the state, such as "mu".
-
-    Trees of a quantized dtype are decoded to copies when they are read.
+    ``name`` is the name of the slot in the state, such as "mu".
     """
     if isinstance(slot.dtype, QuantizedDtype):
-        return QuantizedTrees(slot.dtype, role, signed=slot.signed, start=slot.start)
-    return PlainTrees(slot.dtype, slot.start)
+        return init_quantized(slot.dtype, name, params, signed=slot.signed, start=slot.start)
+    if slot.start == "zeros":
+        return zeros(params, slot.dtype)
+    return copies(params, slot.dtype)
 
 
-class SharedNumber:
-    """Creates and writes the state of a `Number` or of a `StepCount`: one 0-d tensor for all leaves."""
+def read_slot(slot: Slot, present: Present, state: PyTree) -> list[Tensor]:
+    """Return the tensors of a slot's state tree that belong to the leaves ``present`` (leaves that are not None).
 
-    def __init__(self, declared: Number | StepCount) -> None:
-        self._declared = declared
+    A tree of a quantized dtype is decoded: its tensors are copies in fp32.
+    """
+    if isinstance(slot.dtype, QuantizedDtype):
+        return read_quantized(slot.dtype, present, state, signed=slot.signed)
+    return present.pick(state)
 
-    def init(self, params: PyTree) -> Tensor:
-        """Return the initial tensor."""
-        device = device_of(params)
-        if isinstance(self._declared, StepCount):
-            return ew.new_count(device)
-        return ew.new_number(self._declared.start, device)
 
-    def write(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return the tensor that is stored for the result of the step. It is not a tensor of the caller."""
-        if new is old or isinstance(self._declared, StepCount):
-            return new
-        return ew.new_number(new, old.device)
+def write_slot(slot: Slot, present: Present, values: list[Tensor], state: PyTree, *, reuse: bool = False) -> PyTree:
+    """Return the state tree of a slot with new values at the leaves ``present``, in its storage dtypes.
+
+    With ``reuse``, the values are written into the leaves of the old tree ``state``, unless its dtype is quantized.
+    """
+    if isinstance(slot.dtype, QuantizedDtype):
+        return write_quantized(slot.dtype, present, values, state, signed=slot.signed)
+    return write(present, values, state, reuse=reuse)
 
 
 @overload
@@ -426,19 +402,12 @@ def _require_no_params(caller: str, state: PyTree, step: Step) -> None:
             raise TypeError(
                 f"{caller} constructor whose slot {name!r} starts at the parameters declares reads_params=True"
             )
-    if _required_arguments(step) == 3:
-        raise TypeError(f"{caller} constructor whose step takes three arguments, (u, s, p), declares reads_params=True")
-
-
-def _required_arguments(step: Callable[..., object]) -> int | None:
-    """Return the number of positional arguments of a step without a default; None if it is not a Python function.
-
-    For example, it is 2 for ``lambda u, s, scale=0.1: ...``.
-    """
     if not isinstance(step, FunctionType):
-        return None
+        return
     defaults = step.__defaults__ or ()
-    return step.__code__.co_argcount - len(defaults)
+    number_required = step.__code__.co_argcount - len(defaults)  # 2 for ``lambda u, s, scale=0.1: ...``
+    if number_required == 3:
+        raise TypeError(f"{caller} constructor whose step takes three arguments, (u, s, p), declares reads_params=True")
 
 
 def update_and_state(name: str, returned: object) -> tuple[Any, Any]:
@@ -485,29 +454,31 @@ def _locality_of_transform(name: str, state: PyTree, step: Step, locality_of_ste
 
 
 class RecordedStep(NamedTuple):
-    """The operations of one call of a step, and what it received and returned.
+    """One call ``new_update, new_state = step(update, state)``, with a placeholder for each tree.
 
-    Placeholders represent trees: the update, and the items of the state that are slots. The other items, numbers that
-    all leaves share, are 0-d tensors.
+    For ``return m, MomentumState(trace=m)``, the new update and ``new_state["trace"]`` are one placeholder. An item of
+    the state that all leaves share, such as a step count, has no placeholder: it is a 0-d tensor.
     """
 
-    operands: list[Any]
-    """The update, and each item of the state."""
-    outputs: list[Any]
-    """The values that the step returned in their places."""
+    update: Leaf
+    state: dict[str, Any]
+    """The items of the state that the step received, by name, such as "trace"."""
+    new_update: Leaf
+    new_state: dict[str, Any]
+    """The items of the state that it returned."""
     plan: Plan
-    """The operations that the outputs need."""
+    """The operations from the first two to the last two."""
 
 
 class _Formula:
-    """A step and its declared state, which runs the step on the lists of all leaves.
+    """A step and its declared state, as the functions ``init`` and ``update`` of a transform.
 
-    For the state ``MomentumState(trace=Slot())``, there is one *store*, which creates, reads and writes the tree
-    ``trace``. The step receives a *placeholder* in place of this tree, and returns another one for the new tree.
+    The examples are for ``def step(u, s): m = s.trace * 0.9 + u; return m, MomentumState(trace=m)``, whose state is
+    declared as ``MomentumState(trace=Slot())``.
     """
 
     def __init__(self, name: str, declared: PyTree, step: Step, reads_params: ReadsParams) -> None:
-        """Prepare a store for each item of the declared state, which creates, reads and writes its tree.
+        """Store the arguments, and the parts of the state by name.
 
         Args:
             name: the name of the transform, for errors.
@@ -517,21 +488,11 @@ class _Formula:
         """
         self._name = name
         self._declared = declared
+        self._items: dict[str, Slot | StepCount | Number] = dict(tree.named_leaves(declared))  # {"trace": Slot()}
         self._step = step
-        self._extra_names = _extra_names(step)
-        """The names of the extra arguments of the step, such as "sum_over_leaves"."""
+        self._extra_names = _extra_names(step)  # of its extra arguments, such as "sum_over_leaves"
         self._reads_params = reads_params
-        self._saved_step: RecordedStep | None = None
-        """The operations of the step, if they are the same at each update."""
-        self._items = tree.named_leaves(declared)
-        """The declared items of the state with their names: ``[("trace", Slot())]``."""
-        self._stores: list[SlotTrees | SharedNumber] = [PlainTrees(None, "zeros")]
-        """The store of the update, which is returned in its old dtype, and one for each item of the state in order."""
-        for item_name, item in self._items:
-            if isinstance(item, Slot):
-                self._stores.append(slot_trees(item, item_name))
-            else:
-                self._stores.append(SharedNumber(item))
+        self._saved_step: RecordedStep | None = None  # if its operations are the same at each update
 
     def functions(self) -> InitAndUpdate:
         """Return ``init`` and ``update`` of the transform, with the extra arguments of the step in the signature.
@@ -549,93 +510,89 @@ class _Formula:
 
         if not torch.compiler.is_compiling():  # the signature was read when the transform was created
             signature = inspect.signature(update)
-            # Not read while torch's compiler traces, which fails for this attribute. The step has its defaults anyway.
-            defaults: dict[str, Any] = getattr(self._step, "__kwdefaults__", None) or {}
-            # All parameters but the last one, ``**extras``, and then a keyword-only parameter for each name.
+            # All parameters but the last one, ``**extras``, and then the keyword-only parameters of the step.
             *parameters, _extras = signature.parameters.values()
             for name in self._extra_names:
-                default = defaults.get(name, inspect.Parameter.empty)
-                parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
+                parameters.append(inspect.signature(self._step, follow_wrapped=False).parameters[name])
             update.__signature__ = signature.replace(parameters=parameters)
         return self.init, update
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state."""
+        return self._state_of([_start(name, item, params) for name, item in self._items.items()])
+
+    def _state_of(self, items: list[Any]) -> PyTree:
+        """Return a state with these items, in the containers that were declared: ``MomentumState(m)`` for ``[m]``."""
+        containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
+        return tree.unflatten(containers, items)
+
+    def _items_of(self, state: object) -> dict[str, Any]:
+        """Return the items of a state by name: ``{"trace": m}`` for ``MomentumState(m)``.
+
+        Raise ValueError unless it has the NamedTuple, dict or tuple of the declared state.
+        """
         containers = tree.flatten(self._declared)[1]
-        _update_store, *stores = self._stores
-        trees = [store.init(params) for store in stores]
-        return tree.unflatten(containers, trees)
+        return dict(zip(self._items, tree.subtrees(containers, state), strict=True))
 
     def _run(
         self, updates: PyTree, state: PyTree, params: PyTree, donate: Donation, extras: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
-        """Apply the step to all leaves; return the new updates and the new state.
+        """Apply the step to all leaves; return the new updates and the new state."""
+        old_state = self._items_of(state)  # {"trace": {"w": m1, "v": m2}}
 
-        Take ``def step(u, s): m = s.trace * 0.9 + u; return m, MomentumState(m)``. Its operands are ``u`` and
-        ``s.trace``, and its outputs are ``m`` and ``m``: the new update and the new trace.
-        """
-        # 1. Collect the tensors of all leaves for each operand.
-        containers = tree.flatten(self._declared)[1]  # it has another type under torch.compile, so it is not saved
-        items = tree.subtrees(containers, state)
-        old_trees = [updates, *items]
-        donated = [donate.updates, *[donate.state] * len(items)]  # whether each of them may be overwritten
-        values = self._operand_values(old_trees, donated, params)
+        # 1. Collect the tensors of all leaves for each operand: the lists [u1, u2] and [m1, m2].
+        values = self._operand_values(updates, old_state, params, donate)
         if "sum_over_leaves" in extras:
             sum_of_placeholder = values.sum_with(extras["sum_over_leaves"])
             extras = extras | {"sum_over_leaves": sum_of_placeholder}
 
         # 2. Call the step with placeholders. They record its operations, which are the plan: ``[mul, add]``.
-        recorded = self._recorded_step(containers, old_trees, extras)
+        recorded = self._recorded_step(old_state, extras)
 
         # 3. Run each operation of the plan once, on lists with the tensors of all leaves.
         values.run(recorded.plan)
 
-        # 4. Build the new trees.
-        new_trees: list[PyTree] = []
-        for store, operand, output, old_tree, is_donated in zip(
-            self._stores, recorded.operands, recorded.outputs, old_trees, donated, strict=True
-        ):
-            new_trees.append(self._new_tree(store, operand, output, old_tree, values, is_donated))
-        new_updates, *new_items = new_trees
-        return new_updates, tree.unflatten(containers, new_items)
+        # 4. Build the new trees from the lists.
+        new_updates = updates
+        if recorded.new_update is not recorded.update:  # else the step returned the update unchanged
+            tensors = values.take(recorded.new_update, recorded.update, f"{self._name}: the step returns an update")
+            reuse = donate.updates and values.was_cast(recorded.update)
+            new_updates = write(values.present, tensors, updates, reuse=reuse)
+        new_state = self._new_state(values, recorded, old_state, donate.state)
+        return new_updates, self._state_of(new_state)
 
-    def _operand_values(self, old_trees: list[PyTree], donated: list[bool], params: PyTree) -> Values:
-        """Return the tensors of the operands of ``step(u, s, p)``: the updates, each tree of the state, the parameters.
+    def _operand_values(
+        self, updates: PyTree, old_state: dict[str, PyTree], params: PyTree, donate: Donation
+    ) -> Values:
+        """Return the tensors of the operands of ``step(u, s, p)``: the update, each tree of the state, the parameter.
 
-        For two leaves and one tree, they are ``[[u1, u2], [m1, m2], [p1, p2]]``. This is the order of the placeholders
-        in `_call_step`.
-
-        Args:
-            old_trees: the updates, and the items of the state.
-            donated: for each of them, whether it may be overwritten. A copy always may.
-            params: the parameters.
+        For two leaves, they are ``{"update": [u1, u2], "state.trace": [m1, m2], "params": [p1, p2]}``.
         """
-        updates = old_trees[0]
         present = Present(updates)  # the leaves that have a gradient
-        values = Values(present)
-        for store, old_tree, is_donated in zip(self._stores, old_trees, donated, strict=True):
-            if isinstance(store, SharedNumber):  # one number for all leaves, which has no placeholder
-                continue
-            is_copy = isinstance(store, QuantizedTrees)  # its 8-bit codes are decoded
-            values.add_operand(store.read(present, old_tree), may_write=is_donated or is_copy)
+        operands = {"update": Value(present.pick(updates), may_write=donate.updates)}
+        for name, item in self._items.items():
+            if isinstance(item, Slot):  # else a number that all leaves share, which has no placeholder
+                tensors = read_slot(item, present, old_state[name])
+                is_copy = isinstance(item.dtype, QuantizedDtype)  # its 8-bit codes were decoded
+                operands[f"state.{name}"] = Value(tensors, may_write=donate.state or is_copy)
         if self._reads_params:
             params = params_for(self._name, params)
             if self._reads_params == "updated":  # the parameters after this update, as for `ema_params`
                 params = apply_updates(params, updates)
-            values.add_operand(present.pick(params), may_write=False)
-        return values
+            operands["params"] = Value(present.pick(params), may_write=False)
+        return Values(present, operands)
 
-    def _recorded_step(self, containers: Structure, old_trees: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
+    def _recorded_step(self, old_state: dict[str, PyTree], extras: dict[str, Any]) -> RecordedStep:
         """Return the operations of the step, such as ``mul`` and ``add`` for ``s.trace * 0.9 + u``.
 
         If they are the same at each update, they are recorded once and saved. For a few small leaves, recording takes
         longer than the rest of an update.
         """
         if torch.compiler.is_compiling():  # a graph that depends on `_saved_step` is compiled again when it changes
-            return self._call_step(containers, old_trees, extras)
+            return self._call_step(old_state, extras)
         if self._saved_step is not None:
             return self._saved_step
-        recorded = self._call_step(containers, old_trees, extras)
+        recorded = self._call_step(old_state, extras)
         if not self._may_vary(recorded.plan):
             self._saved_step = recorded
         return recorded
@@ -648,62 +605,50 @@ class _Formula:
         """
         if self._extra_names:  # one that is left out now may be given later
             return True
-        for store in self._stores:
-            if isinstance(store, SharedNumber):  # such as a step count
-                return True
+        if not all(isinstance(item, Slot) for item in self._items.values()):  # such as a step count
+            return True
         return any(isinstance(scalar, Tensor) for scalar in plan.scalars)
 
-    def _call_step(self, containers: Structure, old_trees: list[PyTree], extras: dict[str, Any]) -> RecordedStep:
+    def _call_step(self, old_state: dict[str, PyTree], extras: dict[str, Any]) -> RecordedStep:
         """Call the step once with placeholders, and return the operations that they record.
 
-        ``old_trees`` are the updates and the items of the state, and ``containers`` is the structure of the state.
         A placeholder (`Leaf`) takes the place of one tensor for each leaf: the update, a tree of the state such as
         ``trace``, the parameter. A number that all leaves share, such as a step count, is passed as its 0-d tensor.
+        The placeholders have the names of `_operand_values`.
         """
-        # The numbers of the placeholders: the update is 0, then the trees of the state follow, then the parameter, and
-        # then the results of operations on these.
-        numbers = itertools.count()
-        operands: list[Any] = []
-        for store, old_tree in zip(self._stores, old_trees, strict=True):
-            if isinstance(store, SharedNumber):
-                operands.append(old_tree)
-            else:
-                operands.append(Leaf(numbers))
-        update, *items = operands
-        step_args = [update, tree.unflatten(containers, items)]
+        numbers = itertools.count()  # of the results of operations
+        update = Leaf("update", numbers)
+        state = dict(old_state)
+        for name, item in self._items.items():
+            if isinstance(item, Slot):
+                state[name] = Leaf(f"state.{name}", numbers)
+        step_args = [update, self._state_of(list(state.values()))]
         if self._reads_params:
-            step_args.append(Leaf(numbers))
+            step_args.append(Leaf("params", numbers))
 
-        new_update, new_state = update_and_state(self._name, self._step(*step_args, **extras))
+        new_update, returned_state = update_and_state(self._name, self._step(*step_args, **extras))
         if not isinstance(new_update, Leaf):  # such as a tensor or 0.0, which does not depend on the update
             update_type = type(new_update).__name__
             raise TypeError(f"{self._name}: the step returns an update of type {update_type}, not one made of operands")
-        new_items = self._state_outputs(containers, new_state)
-        for (name, declared), item, new_item in zip(self._items, items, new_items, strict=True):
-            self._check_state_output(name, declared, item, new_item)
-
-        # The plan has only the operations that these outputs need, since a step may compute more than it returns.
-        outputs = [new_update, *new_items]
-        plan = Plan.of([output for output in outputs if isinstance(output, Leaf)])
-        return RecordedStep(operands, outputs, plan)
-
-    def _state_outputs(self, containers: Structure, new_state: object) -> list[Any]:
-        """Return the items of a state that a step returned: ``[m]`` for ``MomentumState(m)``.
-
-        Raise TypeError unless it has the NamedTuple, dict or tuple of the declared state, which is ``containers``.
-        """
         try:
-            return tree.subtrees(containers, new_state)
+            new_state = self._items_of(returned_state)
         except ValueError as error:
             raise TypeError(f"{self._name}: the step returns another state than declared. {error}") from error
+        for name in self._items:
+            self._check_item(name, state[name], new_state[name])
 
-    def _check_state_output(self, name: str, declared: object, operand: object, output: object) -> None:
+        # The plan has only the operations that these outputs need, since a step may compute more than it returns.
+        outputs = [output for output in [new_update, *new_state.values()] if isinstance(output, Leaf)]
+        return RecordedStep(update, state, new_update, new_state, Plan.of(outputs))
+
+    def _check_item(self, name: str, operand: object, output: object) -> None:
         """Raise TypeError if an item of the returned state, ``output``, has a wrong type, or is an unchanged count.
 
         ``operand`` is the item that the step received: a placeholder for a tree, or a 0-d tensor for a number. The item
         is declared in the state, such as ``count=StepCount()``, and ``name`` is "count".
         """
-        expected_type = Leaf if isinstance(operand, Leaf) else Tensor
+        declared = self._items[name]
+        expected_type = Leaf if isinstance(declared, Slot) else Tensor
         if not isinstance(output, expected_type):
             raise TypeError(
                 f"{self._name}: the step returns a {type(output).__name__} for {name!r} of its state, declared as "
@@ -715,36 +660,40 @@ class _Formula:
                 "first: return the count + 1"
             )
 
-    def _new_tree(
-        self,
-        store: SlotTrees | SharedNumber,
-        operand: Any,
-        output: Any,
-        old_tree: PyTree,
-        values: Values,
-        is_donated: bool,
-    ) -> PyTree:
-        """Return the new updates, or the new value of an item of the state such as ``trace``, after the operations ran.
+    def _new_state(
+        self, values: Values, recorded: RecordedStep, old_state: dict[str, PyTree], is_donated: bool
+    ) -> list[PyTree]:
+        """Return the new items of the state in order, after the operations of the step ran: ``[{"w": m1}]``.
 
-        Args:
-            store: writes the tensors into a tree, in the dtypes of the old tree.
-            operand: the placeholder of the old tree, such as ``s.trace``, or a number that all leaves share.
-            output: what the step returned in its place.
-            old_tree: the old tree, or the old number.
-            values: the tensors of all placeholders.
-            is_donated: whether the old tree may be overwritten.
+        With ``is_donated``, the tensors of the old state may be overwritten.
         """
-        if isinstance(store, SharedNumber):
-            return store.write(output, old_tree)
-        if output is operand:  # the step returned the tree unchanged
-            return old_tree
-        kind = "an update" if operand.number == 0 else "a state"
-        values.check(operand, output, f"{self._name}: the step returns {kind}")  # its shapes
-        new_tensors = values.take(output, operand)
-        # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were cast,
-        # the operations worked on copies, and the results are written into the donated tensors here.
-        write_into_old = is_donated and values.was_cast(operand)
-        return store.write(values.present, new_tensors, old_tree, reuse=write_into_old)
+        new_items: list[PyTree] = []
+        for name, item in self._items.items():
+            old_item = old_state[name]
+            operand = recorded.state[name]
+            output = recorded.new_state[name]
+            if output is operand:  # the step returned the item unchanged
+                new_items.append(old_item)
+            elif isinstance(item, Slot):
+                tensors = values.take(output, operand, f"{self._name}: the step returns a state")
+                # Donated tensors of the compute dtype were overwritten by the operations, where possible. If they were
+                # cast, the operations worked on copies, and the results are written into the donated tensors here.
+                reuse = is_donated and values.was_cast(operand)
+                new_items.append(write_slot(item, values.present, tensors, old_item, reuse=reuse))
+            elif isinstance(item, StepCount):
+                new_items.append(output)
+            else:  # a copy, because the step may return a tensor of the caller
+                new_items.append(ew.new_number(output, old_item.device))
+        return new_items
+
+
+def _start(name: str, item: Slot | StepCount | Number, params: PyTree) -> PyTree:
+    """Return the initial value of an item of a state, such as a tree of zeros for ``trace=Slot()``."""
+    if isinstance(item, Slot):
+        return init_slot(item, name, params)
+    if isinstance(item, StepCount):
+        return ew.new_count(device_of(params))
+    return ew.new_number(item.start, device_of(params))
 
 
 def params_for(name: str, params: PyTree) -> PyTree:

@@ -23,15 +23,17 @@ from muonfx.internal.tracing import as_start
 from muonfx.transforms.leafwise import (
     Slot,
     WideStateDtype,
+    init_slot,
     params_for,
-    slot_trees,
+    read_slot,
     state_and_step,
     state_dtype,
     update_and_state,
+    write_slot,
 )
 from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.transforms.matrix_pattern import parse
-from muonfx.tree import PyTree, Structure
+from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
 
 StateAndMatrixStep = tuple[PyTree, Callable[..., tuple[Tensor, PyTree]]]
@@ -360,68 +362,44 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return (a.contiguous() * b.mT).sum(-1, keepdim=True)
 
 
-class _SplitTrees:
-    """Creates, reads and writes the state tree that a `Slot` declares, and divides it into matrices for the step."""
+def init_matrix_slot(slot: MatrixSlot, matrices: Matrices) -> PyTree:
+    """Return the initial state tree for the matrices of the parameters, such as a norm of zero for each matrix.
 
-    def __init__(self, slot: Slot, role: str) -> None:
-        self._trees = slot_trees(slot, role)
-
-    def init(self, matrices: Matrices) -> PyTree:
-        return self._trees.init(matrices.values)
-
-    def read(self, old_tree: PyTree, matrices: Matrices) -> list[Tensor]:
-        return matrices.split(self._trees.read(matrices.present, old_tree))
-
-    def write(self, states: list[Tensor], old_tree: PyTree, matrices: Matrices) -> PyTree:
-        return self._trees.write(matrices.present, matrices.join(states), old_tree, reuse=False)
+    A parameter is divided into one stack of matrices or several, such as query and key. Each stack has a state, and the
+    states of a parameter are joined into one tensor.
+    """
+    leaves = list(map(as_start, matrices.leaves))  # detached values, from which the state may start
+    tensors: list[Tensor] = []
+    for leaf, stacks in zip(leaves, matrices.grouped(matrices.split(leaves)), strict=True):
+        states = [slot.start(stack.contiguous()) for stack in stacks]  # zeros of shape (8, 1, 1), for 8 heads
+        tensors.append(slot.rounded(slot.join(states, stacks), state_dtype(slot.dtype, leaf.dtype)))
+    return matrices.present.fill(tensors)
 
 
-class MatrixTrees:
-    """Creates, reads and writes the state tree of a `MatrixSlot`: one tensor per parameter, for all its matrices."""
+def read_matrix_slot(slot: MatrixSlot, matrices: Matrices, old_tree: PyTree) -> list[Tensor]:
+    """Return the state of each stack of matrices, for the leaves that have a gradient."""
+    states: list[Tensor] = []
+    stored_states = matrices.present.pick(old_tree)
+    for stored, stacks in zip(stored_states, matrices.grouped(matrices.stacks), strict=True):
+        states += slot.split(stored, stacks)
+    return states
 
-    def __init__(self, slot: MatrixSlot) -> None:
-        self._slot = slot
 
-    def init(self, matrices: Matrices) -> PyTree:
-        """Return the initial state tree for the matrices of the parameters, such as a norm of zero for each matrix.
-
-        A parameter is divided into one stack of matrices or several, such as query and key. Each stack has a state, and
-        the states of a parameter are joined into one tensor.
-        """
-        slot = self._slot
-        leaves = list(map(as_start, matrices.leaves))  # detached values, from which the state may start
-        tensors: list[Tensor] = []
-        for leaf, stacks in zip(leaves, matrices.grouped(matrices.split(leaves)), strict=True):
-            states = [slot.start(stack.contiguous()) for stack in stacks]  # zeros of shape (8, 1, 1), for 8 heads
-            tensors.append(slot.rounded(slot.join(states, stacks), state_dtype(slot.dtype, leaf.dtype)))
-        return matrices.present.fill(tensors)
-
-    def read(self, old_tree: PyTree, matrices: Matrices) -> list[Tensor]:
-        """Return the state of each stack of matrices, for the leaves that have a gradient."""
-        states: list[Tensor] = []
-        stored_states = matrices.present.pick(old_tree)
-        for stored, stacks in zip(stored_states, matrices.grouped(matrices.stacks), strict=True):
-            states += self._slot.split(stored, stacks)
-        return states
-
-    def write(self, states: list[Tensor], old_tree: PyTree, matrices: Matrices) -> PyTree:
-        """Return a state tree with new states for the leaves that have a gradient, in the storage dtype."""
-        old_tensors = matrices.present.pick(old_tree)
-        joined = map(self._slot.join, matrices.grouped(states), matrices.grouped(matrices.stacks))
-        tensors = [self._slot.rounded(new, old.dtype) for new, old in zip(joined, old_tensors, strict=True)]
-        return matrices.present.fill(tensors, old_tree)
+def write_matrix_slot(slot: MatrixSlot, matrices: Matrices, states: list[Tensor], old_tree: PyTree) -> PyTree:
+    """Return a state tree with new states for the leaves that have a gradient, in the storage dtype."""
+    old_tensors = matrices.present.pick(old_tree)
+    joined = map(slot.join, matrices.grouped(states), matrices.grouped(matrices.stacks))
+    tensors = [slot.rounded(new, old.dtype) for new, old in zip(joined, old_tensors, strict=True)]
+    return matrices.present.fill(tensors, old_tree)
 
 
 class _MatrixFormula:
-    """A step and its declared state, which runs the step on stacks of matrices.
-
-    For the state ``{"norm": MatrixSlot()}``, there is one *store*, which creates, reads and writes the tree "norm".
-    """
+    """A step and its declared state, which runs the step on stacks of matrices."""
 
     def __init__(
         self, name: str, view: MatrixView, declared: PyTree, step: Callable[..., Any], reads_params: bool
     ) -> None:
-        """Prepare a store for each item of the declared state.
+        """Store the arguments, and the slots of the state by name.
 
         Args:
             name: the name of the transform, for errors.
@@ -433,21 +411,20 @@ class _MatrixFormula:
         self._name = name
         self._view = view
         self._declared = declared
+        self._slots: dict[str, Slot | MatrixSlot] = dict(tree.named_leaves(declared))  # {"norm": MatrixSlot()}
         self._step = step
         self._reads_params = reads_params
-        self._stores: list[_SplitTrees | MatrixTrees] = []
-        """For each item of the state in order: what creates, reads and writes its tree."""
-        for item_name, slot in tree.named_leaves(declared):
-            if isinstance(slot, Slot):  # a tensor in the shape of the parameter; a MatrixSlot has a shape of its own
-                self._stores.append(_SplitTrees(slot, item_name))
-            else:
-                self._stores.append(MatrixTrees(slot))
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state. Raise an error if a parameter does not fit the view."""
         matrices = Matrices(self._view, params, named=True)
         containers = tree.flatten(self._declared)[1]
-        trees = [store.init(matrices) for store in self._stores]
+        trees: list[PyTree] = []
+        for name, slot in self._slots.items():
+            if isinstance(slot, MatrixSlot):
+                trees.append(init_matrix_slot(slot, matrices))
+            else:  # a tensor in the shape of each parameter
+                trees.append(init_slot(slot, name, params))
         return tree.unflatten(containers, trees)
 
     def update(
@@ -463,32 +440,28 @@ class _MatrixFormula:
         containers = tree.flatten(self._declared)[1]  # the NamedTuple, dict or tuple of the state
         old_trees = tree.subtrees(containers, state)
         operands = [matrices.stacks]
-        for store, old_tree in zip(self._stores, old_trees, strict=True):
-            operands.append(store.read(old_tree, matrices))
+        for slot, old_tree in zip(self._slots.values(), old_trees, strict=True):
+            operands.append(_read(slot, matrices, old_tree))
         if self._reads_params:
             leaves = matrices.present.pick(params_for(self._name, params))
             operands.append(matrices.split(leaves))
 
         # 2. Run the step: once for all small matrices of one shape, which are stacked, and once for each large matrix.
-        run_on_stack = functools.partial(self._run_on_stack, containers)
-        new_updates, *state_outputs = ew.by_stacks(run_on_stack, *operands, results=1 + len(self._stores))
+        new_updates, *new_states = ew.by_stacks(self._run_on_stack, *operands, results=1 + len(self._slots))
 
         # 3. Join the matrices of each parameter.
         new_trees: list[PyTree] = []
-        for store, output, old_tree in zip(self._stores, state_outputs, old_trees, strict=True):
-            new_trees.append(store.write(output, old_tree, matrices))
-        new_state = tree.unflatten(containers, new_trees)
-        return matrices.fill(new_updates), new_state
+        for slot, states, old_tree in zip(self._slots.values(), new_states, old_trees, strict=True):
+            new_trees.append(_written(slot, matrices, states, old_tree))
+        return matrices.fill(new_updates), tree.unflatten(containers, new_trees)
 
-    def _run_on_stack(self, containers: Structure, *operands: Tensor) -> list[Tensor]:
+    def _run_on_stack(self, *operands: Tensor) -> list[Tensor]:
         """Run the step on one stack of matrices, in fp32 or wider. Return the new update, rounded, and the new states.
 
-        Args:
-            containers: the NamedTuple, dict or tuple of the state.
-            operands: of these matrices, the update, then each state, and then the parameters if the step reads them:
-                u, n and p for ``step(u, {"norm": n}, p)``.
+        The operands are the update of these matrices, then each state, and then the parameters if the step reads them:
+        u, n and p for ``step(u, {"norm": n}, p)``.
         """
-        old_values = operands[: 1 + len(self._stores)]  # the update and the states
+        old_values = operands[: 1 + len(self._slots)]  # the update and the states
         old_update = old_values[0]
         if old_update.numel() == 0:  # a matrix without elements has nothing to compute
             return ew.clone(old_values)
@@ -496,7 +469,7 @@ class _MatrixFormula:
         dtypes = [operand.dtype for operand in operands]
         wide_dtypes = [ew.wide_dtype(*dtypes)] * len(operands)
         wide_operands = ew.cast(operands, wide_dtypes)
-        outputs = self._call_step(containers, wide_operands)
+        outputs = self._call_step(wide_operands)
         for output, old_value in zip(outputs, old_values, strict=True):
             if output.shape != old_value.shape:
                 raise ValueError(
@@ -504,23 +477,38 @@ class _MatrixFormula:
                 )
 
         new_update, *new_states = _separate(outputs, wide_operands)
-        # The stores round the states: a quantized dtype rounds a whole leaf, not a matrix.
+        # States are rounded when they are written: a quantized dtype rounds a whole leaf, not a matrix.
         return [new_update.to(old_update.dtype), *new_states]
 
-    def _call_step(self, containers: Structure, operands: list[Tensor]) -> list[Tensor]:
+    def _call_step(self, operands: list[Tensor]) -> list[Tensor]:
         """Call the step with operands in a list, and return its outputs as a list: the update and the states.
 
         For the operands ``[u, n, p]`` and the state ``{"norm": n}``, the call is ``step(u, {"norm": n}, p)``. If it
         returns ``(v, {"norm": m})``, the result is ``[v, m]``.
         """
         update, *states_and_params = operands
-        number_of_states = len(self._stores)
+        number_of_states = len(self._slots)
+        containers = tree.flatten(self._declared)[1]  # the NamedTuple, dict or tuple of the state
         state = tree.unflatten(containers, states_and_params[:number_of_states])
         params = states_and_params[number_of_states:]  # empty, or one stack
         returned = self._step(update, state, *params)
         new_update, new_state = update_and_state(self._name, returned)
         new_states = tree.subtrees(containers, new_state)
         return [new_update, *new_states]
+
+
+def _read(slot: Slot | MatrixSlot, matrices: Matrices, old_tree: PyTree) -> list[Tensor]:
+    """Return the state of each stack of matrices, from the state tree of a slot."""
+    if isinstance(slot, MatrixSlot):
+        return read_matrix_slot(slot, matrices, old_tree)
+    return matrices.split(read_slot(slot, matrices.present, old_tree))
+
+
+def _written(slot: Slot | MatrixSlot, matrices: Matrices, states: list[Tensor], old_tree: PyTree) -> PyTree:
+    """Return the state tree of a slot with a new state for each stack of matrices."""
+    if isinstance(slot, MatrixSlot):
+        return write_matrix_slot(slot, matrices, states, old_tree)
+    return write_slot(slot, matrices.present, matrices.join(states), old_tree)
 
 
 def _separate(outputs: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
