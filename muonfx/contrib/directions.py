@@ -113,7 +113,7 @@ def scale_by_namo(
         return NamoState(
             count=ew.new_count(device_of(params)),
             mu=zeros(params, dtype),
-            nu=init_matrix_slot(slot, Matrices(view, params, named=True)),
+            nu=init_matrix_slot(slot, Matrices(view, params)),
             inner=inner.functions.init(params),
         )
 

@@ -21,7 +21,7 @@ from muonfx.optimizer import TransformOptimizer
 from muonfx.polar.iteration import row_normalized
 from muonfx.sharding.transform import Sharded
 from muonfx.transforms import orthogonalize
-from muonfx.transforms.matrices import MatrixView, split
+from muonfx.transforms.matrices import Matrices, MatrixView
 from muonfx.tree import PyTree
 
 _GOAL = 0.65  # below the band of every coefficient set: the lowest, of "keller", begins at 0.68
@@ -395,11 +395,10 @@ def _wide_batches(view: MatrixView, leaf: Tensor, name: str) -> list[Tensor]:
     For example, for a weight of shape (12, 4) whose view has three matrices along the rows, it is one batch of shape
     (3, 4, 4). Tall matrices are transposed, which keeps the singular values.
     """
-    (pattern,) = view.of([name])  # how the parameter divides into matrices
     batches: list[Tensor] = []
-    for matrices in split(pattern, leaf, name):
+    for stack in Matrices(view, {name: leaf}).stacks:
         # All dims before the last two become one: (2, 3, 4, 4) becomes (6, 4, 4).
-        batch = matrices.double().reshape(-1, *matrices.shape[-2:])
+        batch = stack.double().reshape(-1, *stack.shape[-2:])
         is_tall = batch.shape[-2] > batch.shape[-1]
         batches.append(batch.mT if is_tall else batch)
     return batches

@@ -20,7 +20,7 @@ from muonfx.routing.params import ParamInfo, Params, read_params
 from muonfx.routing.route import NO_REASON, Label, Route
 from muonfx.routing.rules import Labels
 from muonfx.routing.views import MAYBE_FUSED, MAYBE_STACK
-from muonfx.transforms.matrices import MatrixView, first_view, split
+from muonfx.transforms.matrices import Matrices, MatrixView, first_view
 
 
 @dataclass(frozen=True, repr=False)
@@ -435,10 +435,9 @@ def _matrices_text(name: str, shape: tuple[int, ...], view: MatrixView) -> str:
     >>> _matrices_text("w", (20, 8), MatrixView("(q=16 + k=4) in -> q in, k in"))
     '16 x 8 + 4 x 8'
     """
-    (pattern,) = view.of([name])
-    # The view divides a tensor without memory: the shapes of the parts are all that is needed.
+    leaf = torch.empty(shape, device="meta")  # has no memory: the shapes of its matrices are all that is needed
     texts: list[str] = []
-    for stack in split(pattern, torch.empty(shape, device="meta"), name):
+    for stack in Matrices(view, {name: leaf}).stacks:
         *batch, rows, columns = stack.shape
         text = f"{rows} x {columns}"
         if prod(batch) > 1:

@@ -179,49 +179,57 @@ class Matrices:
     """The tensors of a tree, divided into matrices by a `MatrixView`; `fill` joins results into such a tree.
 
     Lists of matrices are flat: the stacks of matrices (..., rows, columns) of the first tensor come first, then the
-    stacks of the second tensor, and so on. `grouped` turns such a list into a list for each tensor.
+    stacks of the second tensor, and so on. `grouped` turns such a list into a list for each tensor. A stack may be a
+    view of its tensor.
 
-    ``names`` are the names of the tensors, for error messages. They are empty unless ``named`` is True or the view
-    depends on names, because naming the leaves takes time at every step.
+    >>> view = MatrixView("(q=4 + k=2) in -> q in, k in")
+    >>> matrices = Matrices(view, {"a": torch.zeros(6, 8), "b": None})
+    >>> [tuple(leaf.shape) for leaf in matrices.leaves], [tuple(stack.shape) for stack in matrices.stacks]
+    ([(6, 8)], [(4, 8), (2, 8)])
     """
 
-    def __init__(self, view: MatrixView, values: PyTree, *, named: bool = False) -> None:
-        """Split the tensors of a tree into matrices; leaves of None are skipped.
-
-        Args:
-            view: how each tensor divides into matrices.
-            values: the tree, such as the updates or the parameters.
-            named: whether errors show the names of the tensors. Finding them takes time, so `update` leaves them out.
-
-        >>> view = MatrixView("(qkv=3 out) in -> qkv out in")
-        >>> [stack.shape for stack in Matrices(view, {"qkv": torch.zeros(6, 4)}).stacks]
-        [torch.Size([3, 2, 4])]
-        """
-        self.values = values
-        self.present = Present(values)
-        """The positions of the tensors in the tree: ``present.pick`` returns the leaves of another tree there."""
-        self.leaves: list[Tensor] = self.present.pick(values)
-        """The tensors, in the order of the tree."""
-        self.names = [""] * len(self.leaves)
-        needs_names = isinstance(view.pattern, Mapping)  # from globs to patterns; any other pattern is for all tensors
-        if named or needs_names:
-            self.names = self.present.names()
-        self._patterns = view.of(self.names)
-        """The pattern of each tensor; None if it is one matrix."""
-        numbers_of_dims = {leaf.ndim for leaf in self.leaves}
-        self._are_matrices = view.pattern is None and numbers_of_dims <= {2}
-        """True if each tensor is one matrix as it is."""
-        self.stacks = self.split(self.leaves)
-        """The stacks of matrices of all tensors, such as one stack for query and one for key of each tensor."""
+    def __init__(self, view: MatrixView, values: PyTree) -> None:
+        """Split the tensors of a tree, such as the updates or the parameters; leaves of None are skipped."""
+        self.present = Present(values)  # the positions of the tensors in the tree
+        self.leaves: list[Tensor] = self.present.pick(values)  # the tensors, in the order of the tree
+        self._patterns = _patterns_of(view, self.present, len(self.leaves))
+        self._are_matrices = view.pattern is None and {leaf.ndim for leaf in self.leaves} <= {2}
+        self.stacks = self.split(self.leaves)  # the stacks of all tensors
 
     def split(self, leaves: list[Tensor]) -> list[Tensor]:
-        """Split other tensors of the same shapes; return the stacks (..., rows, columns) of all tensors."""
-        if self._are_matrices:
+        """Split tensors with the shapes of the tensors in the tree; return the stacks (..., rows, columns) of all.
+
+        Without a pattern, all dims after the first are flattened to one matrix: a convolution of shape (8, 4, 3, 3)
+        becomes one matrix of shape (8, 36).
+
+        Raises:
+            ValueError: a tensor has fewer than two dims, or its shape does not fit its pattern.
+        """
+        if self._are_matrices:  # each tensor is one matrix as it is
             return leaves
         stacks: list[Tensor] = []
-        for pattern, leaf, name in zip(self._patterns, leaves, self.names, strict=True):
-            stacks += split(pattern, leaf, name)
+        for index, (pattern, leaf) in enumerate(zip(self._patterns, leaves, strict=True)):
+            if pattern is not None:
+                try:
+                    stacks += pattern.split(leaf)
+                except ValueError as error:
+                    raise ValueError(f"{self._name_and_shape(index, leaf)}: {error}") from None
+            elif leaf.ndim == 2:
+                stacks.append(leaf)
+            elif leaf.ndim > 2:
+                # A product, not -1, which is ambiguous for an empty tensor.
+                stacks.append(leaf.reshape(leaf.shape[0], prod(leaf.shape[1:])))
+            else:
+                raise ValueError(
+                    f"{self._name_and_shape(index, leaf)}, expected at least two dims: give vectors and scalars "
+                    "another transform, with muonfx.muon_with_adamw or muonfx.partition"
+                )
         return stacks
+
+    def _name_and_shape(self, index: int, leaf: Tensor) -> str:
+        """Return the beginning of an error about a tensor, such as "'bias' has shape (3,)"."""
+        name = self.present.names()[index]  # found only for an error, since this takes time for a nested tree
+        return f"{name!r} has shape {tuple(leaf.shape)}"
 
     def join(self, stacks: list[Tensor]) -> list[Tensor]:
         """Undo `split`: join the stacks of all tensors into tensors with the shapes of the tensors in the tree.
@@ -260,27 +268,8 @@ class Matrices:
         return self.present.fill(self.join(stacks))
 
 
-def split(pattern: Pattern | None, leaf: Tensor, name: str) -> list[Tensor]:
-    """Split a parameter into its matrices: return a stack of matrices for each term right of the pattern's arrow.
-
-    A stack has the shape (..., rows, columns). Without a pattern, all dims after the first are flattened to one matrix:
-    a convolution of shape (8, 4, 3, 3) becomes one matrix of shape (8, 36).
-
-    Raises:
-        ValueError: the tensor has fewer than two dims, or its shape does not fit the pattern; the message contains
-            its ``name``.
-    """
-    if pattern is None:  # the tensor is one matrix
-        if leaf.ndim < 2:
-            raise ValueError(
-                f"{name!r} has shape {tuple(leaf.shape)}, expected at least two dims: give vectors and scalars another "
-                "transform, with muonfx.muon_with_adamw or muonfx.partition"
-            )
-        if leaf.ndim == 2:
-            return [leaf]
-        # A product, not -1, which is ambiguous for an empty tensor.
-        return [leaf.reshape(leaf.shape[0], prod(leaf.shape[1:]))]
-    try:
-        return pattern.split(leaf)
-    except ValueError as error:
-        raise ValueError(f"{name!r} has shape {tuple(leaf.shape)}: {error}") from None
+def _patterns_of(view: MatrixView, present: Present, number: int) -> list[Pattern | None]:
+    """Return the pattern of each of a number of tensors; None if a tensor is one matrix."""
+    if isinstance(view.pattern, Mapping):  # from globs over names
+        return view.of(present.names())
+    return view.of([""] * number)  # one pattern for all names, so these are not needed

@@ -117,7 +117,7 @@ def cost_of_matrices(view: MatrixView, of_matrix: MatrixCost) -> LeafCost:
     def cost(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
         leaf = torch.empty(shape, device="meta")  # has a shape, but no memory
         total = 0.0
-        for stack in Matrices(view, {name: leaf}, named=True).stacks:
+        for stack in Matrices(view, {name: leaf}).stacks:
             rows, columns = stack.shape[-2:]
             number_of_matrices = prod(stack.shape[:-2])  # of all batch dims; 1 without any
             total += number_of_matrices * of_matrix(rows, columns, dtype)
@@ -417,7 +417,7 @@ class _MatrixFormula:
 
     def init(self, params: PyTree) -> PyTree:
         """Return the initial state. Raise an error if a parameter does not fit the view."""
-        matrices = Matrices(self._view, params, named=True)
+        matrices = Matrices(self._view, params)
         containers = tree.flatten(self._declared)[1]
         trees: list[PyTree] = []
         for name, slot in self._slots.items():

@@ -108,7 +108,7 @@ def orthogonalize(
     orthogonalizer.check_options()
 
     def init(params: PyTree) -> EmptyState:
-        Matrices(view, params, named=True)  # raises if a leaf is not a matrix
+        Matrices(view, params)  # raises if a leaf is not a matrix
         return EmptyState()
 
     def update(

@@ -196,9 +196,9 @@ def _resolve_by_shape(tx: Transform, params: PyTree) -> Transform:
     scale_each({'w': 0.125})
     """
     lr_scaling = tx.arguments["lr_scaling"]
-    matrices = Matrices(tx.arguments["view"], params, named=True)
+    matrices = Matrices(tx.arguments["view"], params)
     factors: dict[str, float] = {}
-    for name, stacks in zip(matrices.names, matrices.grouped(matrices.stacks), strict=True):
+    for name, stacks in zip(matrices.present.names(), matrices.grouped(matrices.stacks), strict=True):
         if len(stacks) > 1:  # such as stacks for query, key and value, which may differ in shape
             return tx
         factors[name] = shape_factor(lr_scaling, stacks[0])
