@@ -12,7 +12,7 @@ from muonfx.core.donation import NOTHING
 from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.simple import no_state
 from muonfx.polar.iteration import unit_power
-from muonfx.transforms._leaf import Leaf, record_for_each, record_on_list
+from muonfx.transforms._leaf import Leaf, record_on_list
 from muonfx.transforms.formulas import divide_unless
 from muonfx.transforms.scale import of_leaves, of_lists
 from muonfx.tree import Present, PyTree
@@ -130,8 +130,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule):
 
 def recorded_squares(update: Leaf) -> Leaf:
     """Return the `squares_of_leaves` of a placeholder in the step of a `leafwise` transform, as a placeholder."""
-    norms = record_on_list(ew.norms, update)
-    return record_for_each(_squares, norms)
+    return record_on_list(_squares, update)
 
 
 def norm_of_sum(total: Tensor) -> Tensor:
@@ -155,17 +154,23 @@ def squares_of_leaves(updates: PyTree) -> PyTree:
     squares give the norm of the tree. If they overflow, sums of the second squares give it: see `norm_of_sum`.
     """
     present = Present(updates)  # the leaves that have a gradient
-    norms = ew.norms(present.pick(updates))
-    devices_and_dtypes = {(norm.device, norm.dtype) for norm in norms}
-    if len(devices_and_dtypes) == 1 and not torch.compiler.is_compiling():
-        squares = _squares(torch.stack(norms)).unbind()  # three kernel launches in all, not per leaf
-    else:
-        squares = list(map(_squares, norms))  # leaves on several devices cannot be stacked
+    squares = _squares(present.pick(updates))
     return present.fill(squares)
 
 
-def _squares(norms: Tensor) -> Tensor:
-    """Return the squares of norms n and of small multiples of them: pairs (n^2, (small n)^2) in a new last dim."""
+def _squares(leaves: list[Tensor]) -> list[Tensor]:
+    """Return for the norm n of each leaf a tensor with the two items n^2 and (small n)^2; see `squares_of_leaves`."""
+    norms = ew.norms(leaves)
+    devices_and_dtypes = {(norm.device, norm.dtype) for norm in norms}
+    can_be_stacked = len(devices_and_dtypes) == 1 and not torch.compiler.is_compiling()
+    if not can_be_stacked:
+        return list(map(_with_small_square, norms))
+    all_squares = _with_small_square(torch.stack(norms))  # three kernel launches in all, not per leaf
+    return list(all_squares.unbind())
+
+
+def _with_small_square(norms: Tensor) -> Tensor:
+    """Return the pair (n^2, (small n)^2) for each norm n, in a new last dim."""
     # The square overflows beyond 1e154. A fixed power of two needs no collective for the largest norm.
     small_norms = norms * _small(norms)
     pairs = torch.stack([norms, small_norms], dim=-1)
