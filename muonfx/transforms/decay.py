@@ -17,7 +17,7 @@ from muonfx.core.schedules import ScalarOrSchedule
 from muonfx.core.transform import require_transform
 from muonfx.core.value import Memory, with_memory
 from muonfx.transforms.leafwise import params_for
-from muonfx.tree import PyTree
+from muonfx.tree import Present, PyTree
 from muonfx.tree import elementwise as ew
 from muonfx.tree.elementwise import Scalar
 
@@ -64,23 +64,19 @@ def _init_and_update(
         params = params_for(name, params)
         if isinstance(weight_decay, float) and weight_decay == 0.0:  # nothing to add; a tensor is not read here
             return updates, state
-        # Lists of the updates and the weights that decay and have a gradient.
         leaves, treedef = tree.flatten(updates)
-        weights = tree.leaves(params)
-        does_decay = which_decay(params)
-        indices = [index for index, leaf in enumerate(leaves) if does_decay[index] and leaf is not None]
-        u = [leaves[index] for index in indices]
-        w = [weights[index] for index in indices]
-        w = ew.cast_like(w, u)
-
+        for index, decays in enumerate(which_decay(params)):
+            if not decays:
+                leaves[index] = None
+        decaying = Present(tree.unflatten(treedef, leaves))  # the leaves that decay and have a gradient
+        u = decaying.pick(updates)
+        w = ew.cast_like(decaying.pick(params), u)
         if caution:
             agreeing = functools.partial(_where_decay_agrees, sign=sign)
             w = list(map(agreeing, u, w))
         decayed = ew.add(u, w, sign * weight_decay, reuse=donate.updates)
         decayed = ew.cast_like(decayed, u)  # a factor that is a tensor may widen the dtype
-        for index, decayed_leaf in zip(indices, decayed, strict=True):
-            leaves[index] = decayed_leaf
-        return tree.unflatten(treedef, leaves), state
+        return decaying.fill(decayed, updates), state
 
     return init, update
 
