@@ -106,19 +106,15 @@ def _normalize(u: Tensor, old_v: Tensor, decay: float | Tensor, eps: float | Ten
     """
     power = unit_power(u)
     squares = (u * power).square()  # of u times an exact power of two, so that they neither overflow nor underflow
-    # v = decay v + (1 - decay) mean(u^2)
-    v = running_average(old_v, _mean_square_of_rows(squares, power), decay)
+    # v = decay v + (1 - decay) mean(u^2), where the mean is at most the largest finite number
+    mean_square = squares.mean(dim=-1, keepdim=True) / power / power  # twice, because the square of power may overflow
+    mean_square = mean_square.clamp(max=torch.finfo(squares.dtype).max)
+    v = running_average(old_v, mean_square, decay)
     # u / (sqrt(v) + eps). A row that has always been zero stays zero. A divisor of NaN is not 0, so it stays visible.
     divisor = ew.safe_sqrt(v) + eps
     normalized = divide_unless(divisor == 0, u, divisor, otherwise=0.0)
     # The same, times norm(u) / norm(normalized).
     return _with_norm(normalized, squares, power), v
-
-
-def _mean_square_of_rows(squares: Tensor, power: Tensor) -> Tensor:
-    """Return the mean square of each row of u, from the squares of ``u * power``; at most the largest finite number."""
-    mean_square = squares.mean(dim=-1, keepdim=True) / power / power  # twice, because the square of power may overflow
-    return mean_square.clamp(max=torch.finfo(squares.dtype).max)
 
 
 def _with_norm(x: Tensor, squares: Tensor, power: Tensor) -> Tensor:
