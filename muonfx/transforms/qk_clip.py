@@ -287,24 +287,16 @@ def _as_tuple(heads: object) -> tuple[AttentionHeads | _Member, ...]:
 
 
 def _members(heads: tuple[AttentionHeads | _Member, ...], params: PyTree) -> list[_Member]:
-    """Return the query and key weights: those in ``heads`` if `_resolve` has found them before, or those in ``params``.
+    """Return the parameters that hold queries or keys, such as "attn.q_proj.weight" and "attn.k_proj.weight".
 
-    ``heads`` has either found weights, as `_Member`, or `AttentionHeads` with globs over names of parameters.
+    They are found by name, and the first `AttentionHeads` that matches a name is used. If `_resolve` has found them
+    before, they are the items of ``heads``.
     """
     members = [item for item in heads if isinstance(item, _Member)]
     if members:
         return members
     attentions = [item for item in heads if isinstance(item, AttentionHeads)]
-    return _find_members(attentions, params)
-
-
-def _find_members(attentions: list[AttentionHeads], params: PyTree) -> list[_Member]:
-    """Find the parameters that hold queries or keys, such as "attn.q_proj.weight" and "attn.k_proj.weight", by name.
-
-    The first of ``attentions`` that matches a name is used.
-    """
     leaves = dict(tree.named_leaves(params))
-    members: list[_Member] = []
     plain_names = unwrapped(leaves)  # module names have no wrapper prefixes
     for name, plain_name in plain_names.items():
         if leaves[name] is None:  # it is not updated, as a frozen quantized weight
