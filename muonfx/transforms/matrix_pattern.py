@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import NamedTuple, TypeVar
@@ -24,23 +24,11 @@ _DOTS = "..."
 _TOKEN = re.compile(r"\s*([A-Za-z_]\w*(?:\s*=\s*\d+)?|\.\.\.|[()+])")
 
 
-class Part(NamedTuple):
-    """A name in a pattern, such as ``heads=8``, or ``k=128`` in an axis ``(k=128 + v=64)``."""
-
-    name: str
-    size: int | None = None
-    """None if the size follows from the shape of the tensor."""
-
-    def __str__(self) -> str:
-        return self.name if self.size is None else f"{self.name}={self.size}"
-
-
-Axis = tuple[Part, ...]
-"""The parts that are concatenated along an axis, ``(k=128 + v=64)``. A plain axis such as ``heads=8`` has one part."""
-Dim = tuple[Axis, ...]
-"""The axes that form one dim of the tensor, outermost first, such as the two axes of ``(heads=8 d)``."""
 Group = tuple[str, ...]
-"""The names that form one dim of a result, outermost first: ("heads", "d") for ``(heads d)``."""
+"""Names: those that form one dim of a result, ("heads", "d") for ``(heads d)``, or the parts of an axis."""
+Dim = tuple[Group, ...]
+"""The axes that form one dim of the tensor, outermost first: (("heads",), ("k", "v")) for ``(heads=8 (k=128 + v=64))``.
+An axis is a group of the parts that are concatenated along it. A plain axis, such as ``heads=8``, has one part."""
 
 
 class Units(NamedTuple):
@@ -63,8 +51,8 @@ class _Sized(NamedTuple):
     The examples below are for ``"(q=2 + k=3) in -> q in, in k"`` and the shape (5, 4).
     """
 
-    dims: list[list[Group]]
-    """For each dim of the tensor, its axes, of which each is a tuple of its parts: [[("q", "k")], [("in",)]]."""
+    dims: list[Dim]
+    """The dims of the tensor: [(("q", "k"),), (("in",),)]."""
     results: list[list[Group]]
     """The dims of each result: [[("q",), ("in",)], [("in",), ("k",)]]."""
     size_of: dict[str, int]
@@ -80,6 +68,8 @@ class Pattern:
     """The left side of the pattern: the dims of the tensor."""
     results: tuple[tuple[Group, ...], ...]
     """The right side of the pattern: for each stack of matrices, its dims (batch dims, rows, columns)."""
+    sizes: Mapping[str, int] = field(hash=False)
+    """The sizes in the pattern, such as {"qkv": 3}. All others follow from the shape of the tensor."""
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Divide a tensor into matrices: return a stack (..., rows, columns) for each result right of the arrow.
@@ -153,7 +143,7 @@ class Pattern:
         """
         leading_names: set[str] = set()  # of the dims before the last two: {"expert"}
         for dim in self.dims[:-2]:
-            names = _names_of_dim(dim)
+            names = _joined(dim)
             if len(names) > 1:  # as in ``(e h) out in``
                 return False
             leading_names.update(names)
@@ -166,8 +156,8 @@ class Pattern:
     @property
     def flattens_more_dims(self) -> bool:
         """True if the pattern also fits tensors with more dims, and then mixes their first dim into the matrices."""
-        has_dots = any(_DOTS in _names_of_dim(dim) for dim in self.dims)
-        first_dim_is_in_matrices = not _names_in_matrices(self.results).isdisjoint(_names_of_dim(self.dims[0]))
+        has_dots = any(_DOTS in _joined(dim) for dim in self.dims)
+        first_dim_is_in_matrices = not _names_in_matrices(self.results).isdisjoint(_joined(self.dims[0]))
         return has_dots and first_dim_is_in_matrices
 
     @property
@@ -177,7 +167,7 @@ class Pattern:
         It is True for ``"in out -> out in"``.
         """
         rows, columns = self.results[0][-2:]  # the names ("out",) and ("in",)
-        names_of_dims = list(map(_names_of_dim, self.dims))
+        names_of_dims = list(map(_joined, self.dims))
         dim_of_rows = _first_with(set(rows), names_of_dims)  # 1
         dim_of_columns = _first_with(set(columns), names_of_dims)  # 0
         return dim_of_rows > dim_of_columns
@@ -221,8 +211,8 @@ class Pattern:
 
         is_one_matrix = len(unit_results) == 1 and len(unit_results[0]) == 2  # one result, without batch dims
         begins_a_dim = first == 0  # not here: heads and (k + v) are in one dim
-        row_text = _axes_text(row_axes, size_of)
-        column_text = _axes_text(column_axes, size_of)
+        row_text = _dim_text(row_axes, size_of)
+        column_text = _dim_text(column_axes, size_of)
         result_texts = [f"units {' '.join(map(_group_text, result))}" for result in unit_results]
         return Units(
             shape=(prod(_lengths(row_axes, size_of)), prod(_lengths(column_axes, size_of))),
@@ -243,8 +233,8 @@ class Pattern:
         dot_names = [f"dim_{index}" for index in range(len(shape) - len(self.dims) + 1)]
         dims: list[Dim] = []
         for dim in self.dims:
-            if _names_of_dim(dim) == [_DOTS]:
-                dims += [_dim(name) for name in dot_names]
+            if dim == ((_DOTS,),):
+                dims += [((name,),) for name in dot_names]
             else:
                 dims.append(dim)
         if len(dims) != len(shape):
@@ -255,11 +245,9 @@ class Pattern:
         results = [_with_dots(result, dot_names) for result in self.results]
         # 2. Find the size of each name: (heads=8 d) of size 32 has heads of size 8 and d of size 4.
         size_of: dict[str, int] = {}
-        axes_of_dims: list[list[Group]] = []
         for dim, size in zip(dims, shape, strict=True):
             size_of.update(self._sizes_in(dim, size))
-            axes_of_dims.append([_names_of_axis(axis) for axis in dim])
-        return _Sized(axes_of_dims, results, size_of)
+        return _Sized(dims, results, size_of)
 
     def _sizes_in(self, dim: Dim, size: int) -> dict[str, int]:
         """Return the size of each name in a dim of this size.
@@ -269,32 +257,27 @@ class Pattern:
         """
         length = size  # of the axis that has the part without a size: 16 / 2
         for axis in dim:
-            if all(part.size is not None for part in axis):
-                length //= _known_length(axis)  # rounded if it does not divide; a check below raises then
+            if all(name in self.sizes for name in axis):
+                length //= self._known_length(axis)  # rounded if it does not divide; a check below raises then
         size_of: dict[str, int] = {}
         for axis in dim:
-            for part in axis:
-                if part.size is None:
-                    size_of[part.name] = length - _known_length(axis)  # what the other parts leave: 8 - 5
+            for name in axis:
+                if name in self.sizes:
+                    size_of[name] = self.sizes[name]
                 else:
-                    size_of[part.name] = part.size
-        lengths = _lengths([_names_of_axis(axis) for axis in dim], size_of)
+                    size_of[name] = length - self._known_length(axis)  # what the other parts leave: 8 - 5
+        lengths = _lengths(dim, size_of)
         is_too_small = any(part_size < 0 for part_size in size_of.values())  # as in ``(k + v=5)`` of size 4
         if is_too_small or prod(lengths) != size:  # or the sizes in the pattern do not divide the size of the dim
-            raise self._wrong_size(dim, size)
+            raise ValueError(
+                f"a dim of size {size} does not divide into {_dim_text(dim, self.sizes)} of {self.text!r}: correct a "
+                "size in the pattern"
+            )
         return size_of
 
-    def _wrong_size(self, dim: Dim, size: int) -> ValueError:
-        """Return an error for a dim of a tensor whose size does not fit the pattern."""
-        return ValueError(
-            f"a dim of size {size} does not divide into {_dim_text(dim)} of {self.text!r}: correct a size in the "
-            "pattern"
-        )
-
-
-def _known_length(axis: Axis) -> int:
-    """Return the sum of the sizes that a pattern states for the parts of an axis."""
-    return sum([part.size for part in axis if part.size is not None])
+    def _known_length(self, axis: Group) -> int:
+        """Return the sum of the sizes in the pattern for the parts of an axis."""
+        return sum([self.sizes.get(name, 0) for name in axis])
 
 
 def _lengths(axes: Sequence[Group], size_of: Mapping[str, int]) -> list[int]:
@@ -408,13 +391,14 @@ def parse(text: str) -> Pattern:
         )
     # The functions below raise `_Malformed` without the text of the whole pattern, which is added here.
     try:
-        dims = tuple(map(_dim, _items(sides[0])))
+        items, sizes = _items(sides[0])
+        dims = tuple(map(_dim, items))
         results = tuple(map(_result, sides[1].split(",")))
-        _check_dims(dims)
+        _check_dims(dims, sizes)
         _check_results(dims, results)
     except _Malformed as error:
         raise ValueError(f"{text!r}: {error}") from None
-    return Pattern(text, dims, results)
+    return Pattern(text, dims, results, sizes)
 
 
 class _Malformed(Exception):
@@ -422,18 +406,19 @@ class _Malformed(Exception):
 
 
 _Item = str | list["_Item"]
-"""A name such as "h=8", or what parentheses contain: ["h=8", "d"]."""
+"""A name such as "h", or what parentheses contain: ["h", "d"]."""
 
 
-def _items(text: str) -> list[_Item]:
-    """Parse one side of a pattern into nested lists, one for each pair of parentheses.
+def _items(text: str) -> tuple[list[_Item], dict[str, int]]:
+    """Parse one side of a pattern into nested lists, one for each pair of parentheses, and the sizes of its names.
 
     >>> _items("(h=8 d) in")
-    [['h=8', 'd'], 'in']
+    ([['h', 'd'], 'in'], {'h': 8})
     """
     # A stack of lists: the one of the whole side, and one for each parenthesis that is not closed yet.
-    # After "(h=8 d" it is ``[[], ["h=8", "d"]]``.
+    # After "(h=8 d" it is ``[[], ["h", "d"]]``.
     open_lists: list[list[_Item]] = [[]]
+    sizes: dict[str, int] = {}
     position = 0
     while text[position:].strip():
         token = _TOKEN.match(text, position)
@@ -451,49 +436,48 @@ def _items(text: str) -> list[_Item]:
                 raise _Malformed("a closing parenthesis has no opening one")
             open_lists[-1].append(closed_list)
         else:
-            open_lists[-1].append(token[1].replace(" ", ""))  # "h = 8" is the same as "h=8"
+            name, _, size = token[1].partition("=")  # also "h = 8"
+            open_lists[-1].append(name.strip())
+            if size:
+                sizes[name.strip()] = int(size)
     if len(open_lists) > 1:
         raise _Malformed("an opening parenthesis has no closing one")
-    return open_lists[0]
+    return open_lists[0], sizes
 
 
 def _dim(item: _Item) -> Dim:
     """Convert one dim left of the arrow from names to axes, outermost first. An axis is a tuple of its parts.
 
-    An ``item`` is a name, or the list of the names within parentheses. With A for ``Part("a")`` and so on, the four
-    possible forms are::
+    An ``item`` is a name, or the list of the names within parentheses. The four possible forms are::
 
-        a               item "a"                        ((A,),)          one axis
-        (a b)           item ["a", "b"]                 ((A,), (B,))     two axes
-        (a + b)         item ["a", "+", "b"]            ((A, B),)        one axis with two parts
-        (a (b + c))     item ["a", ["b", "+", "c"]]     ((A,), (B, C))   two axes, the second with two parts
+        a               item "a"                        (("a",),)             one axis
+        (a b)           item ["a", "b"]                 (("a",), ("b",))      two axes
+        (a + b)         item ["a", "+", "b"]            (("a", "b"),)         one axis with two parts
+        (a (b + c))     item ["a", ["b", "+", "c"]]     (("a",), ("b", "c"))  two axes, the second with two parts
     """
     if isinstance(item, str) or "+" in item:  # the forms ``a`` and ``(a + b)``
         return (_axis(item),)
     return tuple(map(_axis, item))  # the forms ``(a b)`` and ``(a (b + c))``
 
 
-def _axis(item: _Item) -> Axis:
-    """Return the parts of an axis: ``k=3`` and ``v=5`` for ``["k=3", "+", "v=5"]``, and one part for a name "h=8"."""
+def _axis(item: _Item) -> Group:
+    """Return the names of the parts of an axis: ("k", "v") for ``["k", "+", "v"]``, and ("h",) for a name "h"."""
     if isinstance(item, str):
-        return (_part(item),)
+        return (_name(item),)
     parts = item[::2]  # the items 0, 2, ... must be names
     signs = item[1::2]  # and the items between them plus signs
     if len(parts) < 2 or signs != ["+"] * (len(parts) - 1):
         raise _Malformed("parentheses within parentheses hold parts with '+' between them, as in (heads (k + v))")
-    return tuple(map(_part, parts))
+    return tuple(map(_name, parts))
 
 
-def _part(item: _Item) -> Part:
-    """Parse a name with an optional size: ``heads=8`` becomes ``Part("heads", 8)``, and ``d`` becomes ``Part("d")``."""
+def _name(item: _Item) -> str:
+    """Return an item if it is a name. Raise an error if it is a plus sign, or the list of a pair of parentheses."""
     if item == "+":
         raise _Malformed("found '+' where the name of an axis must be")
     if not isinstance(item, str):
         raise _Malformed("found 'parentheses' where the name of an axis must be")
-    name, _, size = item.partition("=")
-    if not size:
-        return Part(name)
-    return Part(name, int(size))
+    return item
 
 
 def _result(text: str) -> tuple[Group, ...]:
@@ -501,57 +485,48 @@ def _result(text: str) -> tuple[Group, ...]:
 
     These are ``(("h",), ("k", "d"), ("in",))``. A result is the pattern of one stack of matrices, right of the arrow.
     """
-    items = _items(text)
+    items, sizes = _items(text)
     rows_and_columns = items[-2:]  # neither may be a bare ``...`` or empty parentheses
     if len(items) < 2 or _DOTS in rows_and_columns or [] in rows_and_columns:
         raise _Malformed(
             f"the result {text.strip()!r} must end with two dims, the rows and the columns of a matrix: write each as "
             "a name or as names in parentheses, such as 'out (h w)' or 'out (...)'"
         )
-    return tuple(map(_names_of_result_dim, items))
+    if sizes:  # as in ``heads=8 d in``
+        raise _Malformed(
+            "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
+        )
+    groups: list[Group] = []
+    for item in items:
+        if isinstance(item, str):  # a name without parentheses
+            groups.append((_name(item),))
+        else:
+            groups.append(tuple(map(_name, item)))
+    return tuple(groups)
 
 
-def _names_of_result_dim(item: _Item) -> Group:
-    """Return the names in one dim of a result, which is a list of names if it has parentheses. Sizes are an error.
-
-    >>> _names_of_result_dim(["a", "b"]), _names_of_result_dim("a")
-    (('a', 'b'), ('a',))
-    """
-    names_with_sizes = item
-    if isinstance(item, str):  # a name without parentheses
-        names_with_sizes = [item]
-    names: list[str] = []
-    for name_with_size in names_with_sizes:
-        part = _part(name_with_size)
-        if part.size is not None:  # as in ``heads=8 d in``
-            raise _Malformed(
-                "found a size right of the arrow: write it on the left side, as in '(heads=8 d) in -> heads d in'"
-            )
-        names.append(part.name)
-    return tuple(names)
-
-
-def _check_dims(dims: Sequence[Dim]) -> None:
+def _check_dims(dims: Sequence[Dim], sizes: Mapping[str, int]) -> None:
     """Check the left side of a pattern: each name occurs once, and all sizes follow from the shape of a tensor.
 
     ``in in`` and ``(a b) in`` are errors: from 12 rows, neither the size of a nor the size of b follows.
     """
     names: set[str] = set()
     for dim in dims:
-        for name in _names_of_dim(dim):
+        for name in _joined(dim):
             if name in names:
                 raise _Malformed(f"{name!r} occurs twice on the left")
             names.add(name)
     # Then the sizes within each dim: None for a name without a size, so [8, None] for ``(heads=8 d)``.
     for dim in dims:
-        sizes = [part.size for part in _joined(dim)]
-        if 0 in sizes:
+        names_of_dim = _joined(dim)
+        sizes_of_dim = list(map(sizes.get, names_of_dim))
+        if 0 in sizes_of_dim:
             raise _Malformed("a size is 0; sizes are at least 1")
-        if sizes.count(None) > 1:
+        if sizes_of_dim.count(None) > 1:
             raise _Malformed(
                 "a dim has several axes without a size, expected at most one: give the others a size, as in (heads=8 d)"
             )
-        if len(sizes) > 1 and _DOTS in _names_of_dim(dim):
+        if len(names_of_dim) > 1 and _DOTS in names_of_dim:
             raise _Malformed("'...' is any number of whole dims, and cannot be inside parentheses on the left")
 
 
@@ -585,11 +560,11 @@ def _plain_and_part_names(dims: Sequence[Dim]) -> tuple[list[str], list[str]]:
     part_names: list[str] = []
     for axis in _joined(dims):
         if len(axis) == 1:  # a plain axis has one part, itself
-            plain_names.append(axis[0].name)
+            plain_names += axis
         elif part_names:  # an earlier axis has parts too
             raise _Malformed("several axes are divided by '+'; expected at most one")
         else:
-            part_names = [part.name for part in axis]
+            part_names += axis
     return plain_names, part_names
 
 
@@ -598,30 +573,22 @@ def _joined(groups: Iterable[Iterable[T]]) -> list[T]:
     return list(chain.from_iterable(groups))
 
 
-def _names_of_axis(axis: Axis) -> Group:
-    return tuple([part.name for part in axis])
-
-
-def _names_of_dim(dim: Dim) -> list[str]:
-    return [part.name for part in _joined(dim)]
-
-
 def _group_text(group: Group) -> str:
     return group[0] if len(group) == 1 else f"({' '.join(group)})"
 
 
-def _axes_text(axes: Sequence[Group], size_of: Mapping[str, int]) -> str:
-    """Return one dim with these axes as text, such as ``(heads=8 d=4)``."""
-    dim: list[Axis] = []
-    for axis in axes:
-        dim.append(tuple([Part(name, size_of[name]) for name in axis]))
-    return _dim_text(dim)
-
-
-def _dim_text(dim: Sequence[Axis]) -> str:
+def _dim_text(dim: Sequence[Group], sizes: Mapping[str, int]) -> str:
     """Return one dim of a pattern as text: ``in``, ``(heads=8 d)``, ``(k=3 + v=5)`` or ``(heads=8 (k=3 + v=5))``."""
-    if len(dim) == 1:
-        text = " + ".join(map(str, dim[0]))
-        return f"({text})" if len(dim[0]) > 1 else text
-    axis_texts = [_dim_text([axis]) for axis in dim]
-    return f"({' '.join(axis_texts)})"
+    if len(dim) > 1:
+        axis_texts = [_dim_text([axis], sizes) for axis in dim]
+        return f"({' '.join(axis_texts)})"
+    (axis,) = dim
+    part_texts: list[str] = []
+    for name in axis:
+        if name in sizes:
+            part_texts.append(f"{name}={sizes[name]}")
+        else:
+            part_texts.append(name)
+    if len(axis) > 1:
+        return f"({' + '.join(part_texts)})"
+    return part_texts[0]
