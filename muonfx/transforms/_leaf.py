@@ -45,12 +45,12 @@ class Operation(NamedTuple):
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[Leaf], Leaf]:
     """Return a method that records a function of one tensor, which is called for each leaf."""
-    return lambda x: record_for_each(function, x)
+    return lambda x: _record_for_each(function, x)
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
     """Return two methods for a Python operator: the operator itself and its reflected form, such as ``__rpow__``."""
-    return lambda x, y: record_for_each(function, x, y), lambda x, y: record_for_each(function, y, x)
+    return lambda x, y: _record_for_each(function, x, y), lambda x, y: _record_for_each(function, y, x)
 
 
 def _times(alpha: Scalar, value: Any) -> Any:
@@ -140,7 +140,7 @@ class Leaf:
         if method is not None and args and isinstance(args[0], Leaf):  # not torch.mul(2.0, x): 2.0 has no such method
             return method(*args, **kwargs)
         # Any other function, such as torch.where, is called once for each leaf.
-        return record_for_each(function, *args, **kwargs)
+        return _record_for_each(function, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<value {self.key} of a step, without elements>"
@@ -152,7 +152,7 @@ class Leaf:
             raise AttributeError(f"leafwise: a step runs for all leaves at once, so a leaf has no {name}; {_TRANSFORM}")
         if name.endswith("_"):
             raise AttributeError(f"leafwise: {name} writes in place; use {name[:-1]}, which reuses storage if it may")
-        return functools.partial(record_for_each, method, self)
+        return functools.partial(_record_for_each, method, self)
 
     def add(self, other: Operand, *, alpha: Scalar = 1) -> Leaf:
         """Return ``self + alpha * other``, as a placeholder that `leafwise` computes later for every leaf."""
@@ -174,19 +174,19 @@ class Leaf:
         """Return ``self / other``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(other, Leaf) and rounding_mode is None:
             return _record_on_lists(_divided_by, lambda y, x: x / y, (other, self))
-        return record_for_each(torch.div, self, other, rounding_mode=rounding_mode)
+        return _record_for_each(torch.div, self, other, rounding_mode=rounding_mode)
 
     def lerp(self, end: Operand, weight: Operand) -> Leaf:
         """Return ``self + weight * (end - self)``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(end, Leaf) and not isinstance(weight, Leaf):
             return _record_on_lists(ew.lerp, _lerp, (self, end), (weight,))
-        return record_for_each(torch.lerp, self, end, weight)
+        return _record_for_each(torch.lerp, self, end, weight)
 
     def addcmul(self, x: Operand, y: Operand, *, value: Scalar = 1.0) -> Leaf:
         """Return ``self + value * x * y``, as a placeholder that `leafwise` computes later for every leaf."""
         if isinstance(x, Leaf) and isinstance(y, Leaf):
             return _record_on_lists(ew.addcmul, _addcmul, (self, x, y), (value,))
-        return record_for_each(torch.addcmul, self, x, y, value=value)
+        return _record_for_each(torch.addcmul, self, x, y, value=value)
 
     def sqrt(self) -> Leaf:
         """Return the elementwise square root, as a placeholder that `leafwise` computes later for every leaf."""
@@ -255,9 +255,9 @@ def _record_on_lists(
         scalars: further arguments of both functions, such as 0.9.
     """
     # Functions of lists require operands with the shapes of the leaves, and scalars that are real numbers.
-    can_run_on_lists = all(map(has_shape_of_leaf, operands)) and all(map(_is_number, scalars))
+    can_run_on_lists = all(map(_has_shape_of_leaf, operands)) and all(map(_is_number, scalars))
     if not can_run_on_lists:
-        return record_for_each(for_one_leaf, *operands, *scalars)
+        return _record_for_each(for_one_leaf, *operands, *scalars)
     return _result_of(Operation(function, operands, scalars, is_for_each=False))
 
 
@@ -267,7 +267,7 @@ def _result_of(operation: Operation) -> Leaf:
     return Leaf(next(numbers), numbers, operation)
 
 
-def has_shape_of_leaf(value: Leaf) -> bool:
+def _has_shape_of_leaf(value: Leaf) -> bool:
     """Return False for the result of a torch function that is called for each leaf, such as ``u.sum()``.
 
     It may have any shape, and its dtype may be complex. All other values have the shapes of the leaves.
@@ -287,7 +287,7 @@ def record_on_list(function: Callable[[list[Tensor]], list[Tensor]], operand: Le
     return _result_of(Operation(function, [operand], (), is_for_each=True))
 
 
-def record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
+def _record_for_each(function: Callable[..., Any], *args: object, **kwargs: object) -> Leaf:
     """Record a call of a torch function that runs later, once for each leaf. Return a placeholder for the results.
 
     In ``torch.where(mask, 0.0, u)``, ``mask`` and ``u`` are placeholders (`Leaf`). Each represents one tensor for each
@@ -303,7 +303,7 @@ def record_for_each(function: Callable[..., Any], *args: object, **kwargs: objec
 def _call_for_each(
     function: Callable[..., Any], treedef: tree.Structure, flat_args: list[Any], *lists: list[Tensor]
 ) -> list[Tensor]:
-    """Call a torch function once for each leaf, and return its results, as recorded by `record_for_each`.
+    """Call a torch function once for each leaf, and return its results, as recorded by `_record_for_each`.
 
     For two leaves and the recorded call ``torch.where(mask, 0.0, u)``, call ``torch.where(mask_1, 0.0, u_1)`` and
     ``torch.where(mask_2, 0.0, u_2)``.
@@ -520,7 +520,7 @@ class Values:
         """
         value = self._wide(output)
         old_value = self._values[operand.key]
-        if not has_shape_of_leaf(output):  # such as ``u.sum()``
+        if not _has_shape_of_leaf(output):  # such as ``u.sum()``
             _check_shapes(self.present, value.tensors, old_value.tensors, beginning)
         is_free = self._is_free_after_this_use(output)
         self._remaining_uses[output.key] -= 1
@@ -565,7 +565,7 @@ def _require_one_shape(leaf: object) -> None:
     """
     if not isinstance(leaf, Leaf):
         raise TypeError(f"leafwise: sum_over_leaves adds up a value of each leaf, found {leaf!r}")
-    if has_shape_of_leaf(leaf):
+    if _has_shape_of_leaf(leaf):
         raise ValueError(
             "leafwise: sum_over_leaves adds up values of one shape, found a value with the shapes of the leaves: "
             "reduce it first, as in sum_over_leaves((u * u).sum())"
