@@ -343,9 +343,12 @@ def leafwise(
         state, step = constructor(*args, **kwargs)  # `init_and_update` has checked them
         return _locality_of_transform(name, state, step, locality)
 
+    transform_reads_params = reads_params
+    if not callable(transform_reads_params):
+        transform_reads_params = bool(reads_params)  # True for "updated"
     as_transform = transform(
         locality=locality_of_transform,
-        reads_params=reads_params if callable(reads_params) else bool(reads_params),
+        reads_params=transform_reads_params,
         position=position,
         short_names=short_names,
         check_extras=check_extras,

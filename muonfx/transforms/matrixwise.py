@@ -47,7 +47,9 @@ P = ParamSpec("P")
 
 def matrix_locality(*_: object, view: MatrixView, **__: object) -> Locality:
     """Return the locality MATRIX if ``view`` takes every matrix from the last two dims of a parameter, else LEAF."""
-    return Locality.MATRIX if isinstance(view.pattern, str) and parse(view.pattern).is_stack else Locality.LEAF
+    if isinstance(view.pattern, str) and parse(view.pattern).is_stack:
+        return Locality.MATRIX
+    return Locality.LEAF
 
 
 def on_stacks(
