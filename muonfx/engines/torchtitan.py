@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -65,12 +65,14 @@ def muon(
 def _container() -> Any:
     """Return a subclass of torchtitan's container, with its ``Config``, in which each model part has a `Muon`.
 
-    The class is defined here, because its base class exists only after torchtitan was imported.
+    The class is defined here, because its base class exists only after torchtitan was imported. Its methods do not
+    depend on that: see `_MuonContainerMethods`.
     """
-    base: Any = import_module("torchtitan.components.optimizer").OptimizersContainer
-    canonical_fqn: Any = import_module("torchtitan.components.checkpointer.utils").canonical_fqn
+    base = _container_of_torchtitan()
 
-    class MuonContainer(base):
+    class MuonContainer(_MuonContainerMethods, base):
+        canonical_fqn = staticmethod(import_module("torchtitan.components.checkpointer.utils").canonical_fqn)
+
         @dataclass(kw_only=True, slots=True)
         class Config(base.Config):
             lr: float = 2e-3
@@ -78,58 +80,83 @@ def _container() -> Any:
             weight_decay: float = 0.1
             options: dict[str, Any] = field(default_factory=dict[str, Any])
 
-        def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
-            """Make a `Muon` for each model part, such as a stage of a pipeline."""
-            # 1. The arguments of `Muon`. Values from a file become transforms and dtypes.
-            _require_same_fields(config, base.Config())
-            rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
-            options = {**rates, **with_parts(config.options)}
-            # 2. One optimizer for each model part.
-            self.model_parts = model_parts
-            self.optimizers: list[Muon] = []
-            all_params: list[Tensor] = []
-            for model_part, options_of_part in zip(model_parts, _options_of_parts(options, model_parts), strict=True):
-                optimizer = Muon(model_part, **options_of_part)
-                self.optimizers.append(optimizer)
-                for group in optimizer.param_groups:
-                    all_params.extend(group["params"])
-            self._post_init(all_params)  # initializes the container as a torch optimizer of all parameters
-
-        # Keys are torchtitan's canonical names, so that a checkpoint loads with and without activation checkpointing.
-        def state_dict(self) -> dict[str, Any]:
-            state = super().state_dict()
-            return {canonical_fqn(key): value for key, value in state.items()}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Load a state dict with canonical names into the optimizers of all model parts.
-
-            Schedulers of torchtitan compute all rates from the rates of the code, to which saved rates are scaled.
-            """
-            # 1. Undo the renaming of `state_dict`, since the base class reads the keys of its own state dict.
-            renamed = dict(state_dict)
-            for key in super().state_dict():
-                canonical_key = canonical_fqn(key)
-                if canonical_key in renamed:
-                    renamed[key] = renamed.pop(canonical_key)
-            # 2. While the base class loads the optimizers, hooks change the state dict of each.
-            changed_rates: list[str] = []
-            hooks: list[Any] = []
-            for optimizer in self.optimizers:
-                hooks.append(optimizer.register_load_state_dict_pre_hook(partial(_with_saved_chains, renamed)))
-                hooks.append(optimizer.register_load_state_dict_pre_hook(partial(_with_rates_of_code, changed_rates)))
-            try:
-                super().load_state_dict(renamed)
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            # 3. Last, because a warning may be turned into an error, and the load must be complete then.
-            if changed_rates:
-                warn_caller(
-                    f"load_state_dict: the state dict was saved with other rates: {first_lines(changed_rates)}; the "
-                    "code's are used, from which torchtitan's scheduler computes the rates of all steps"
-                )
-
     return MuonContainer
+
+
+def _container_of_torchtitan() -> Any:
+    """Return torchtitan's own class of an optimizers container, whose optimizers are from a fixed list."""
+    return import_module("torchtitan.components.optimizer").OptimizersContainer
+
+
+class _MuonContainerMethods:
+    """The methods of an optimizers container of torchtitan in which each model part has a `Muon`."""
+
+    model_parts: list[nn.Module]
+    """The parts of the model on this rank, such as the stages of a pipeline."""
+    optimizers: list[Muon]
+    """The optimizer of each model part."""
+    canonical_fqn: Callable[[str], str]
+    """torchtitan's function that removes the components of wrappers from a name."""
+    _post_init: Callable[[list[Tensor]], None]
+    """The method of the base class that initializes it as a torch optimizer of the given parameters."""
+
+    def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
+        """Make a `Muon` for each model part, such as a stage of a pipeline."""
+        _require_same_fields(config, _container_of_torchtitan().Config())
+        rates = {"lr": config.lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
+        options = {**rates, **with_parts(config.options)}  # values from a file become transforms and dtypes
+        self.model_parts = model_parts
+        self.optimizers = []
+        all_params: list[Tensor] = []
+        for model_part, options_of_part in zip(model_parts, _options_of_parts(options, model_parts), strict=True):
+            optimizer = Muon(model_part, **options_of_part)
+            self.optimizers.append(optimizer)
+            for group in optimizer.param_groups:
+                all_params.extend(group["params"])
+        self._post_init(all_params)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of all model parts in one, with torchtitan's canonical names of the parameters.
+
+        A checkpoint with these names loads with and without activation checkpointing, which wraps layers.
+        """
+        state_dict: dict[str, Any] = cast("Any", super()).state_dict()
+        return {self.canonical_fqn(key): value for key, value in state_dict.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict with canonical names into the optimizers of all model parts.
+
+        Schedulers of torchtitan compute all rates from the rates of the code, to which saved rates are scaled.
+        """
+        base: Any = super()
+        # 1. Undo the renaming of `state_dict`, since the base class reads the keys of its own state dict.
+        renamed = dict(state_dict)
+        for key in base.state_dict():
+            canonical_key = self.canonical_fqn(key)
+            if canonical_key in renamed:
+                renamed[key] = renamed.pop(canonical_key)
+        # 2. While the base class loads the optimizers, hooks change the state dict of each.
+        changed_rates: list[str] = []
+        hooks: list[Any] = []
+        for optimizer in self.optimizers:
+            hooks.append(optimizer.register_load_state_dict_pre_hook(partial(_with_saved_chains, renamed)))
+            hooks.append(optimizer.register_load_state_dict_pre_hook(partial(_with_rates_of_code, changed_rates)))
+        try:
+            base.load_state_dict(renamed)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        # 3. Last, because a warning may be turned into an error, and the load must be complete then.
+        if changed_rates:
+            _warn_of_other_rates(changed_rates)
+
+
+def _warn_of_other_rates(changed_rates: Sequence[str]) -> None:
+    """Warn of rates that differ between a state dict and the code, with a line for each group."""
+    warn_caller(
+        f"load_state_dict: the state dict was saved with other rates: {first_lines(changed_rates)}; the code's are "
+        "used, from which torchtitan's scheduler computes the rates of all steps"
+    )
 
 
 _BY_ROLE = ("adamw_lr", "adamw_weight_decay")
