@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -159,15 +159,15 @@ def split_of_stack(info: ParamInfo, stored: str, shapes: Shapes) -> str | None:
     ``stored`` is the order of the dims: `STACK` for (out, in), which is also assumed if the order is not known, or
     `TRANSPOSED_STACK` for (in, out). ``shapes`` has the shapes of all parameters.
     """
-    # An assumed order (out, in) may be wrong, so that (in, out) is tried after it.
-    possible_orders = {STACK: [STACK, TRANSPOSED_STACK], TRANSPOSED_STACK: [TRANSPOSED_STACK]}
-    if stored not in possible_orders:  # no stack
+    if stored not in (STACK, TRANSPOSED_STACK):
         return None
     stacks = _stacks_of_module(info, shapes)
     names = list(stacks)
     later_names = names[names.index(info.name) + 1 :]  # only parameters after this one can read its outputs
     later_shapes = [stacks[name] for name in later_names]
-    for order in possible_orders[stored]:
+    # The order (out, in) may be assumed and wrong, so that (in, out) is tried after it.
+    orders = (STACK, TRANSPOSED_STACK) if stored == STACK else (TRANSPOSED_STACK,)
+    for order in orders:
         number_of_parts = _number_of_parts(info.shape, later_shapes, order)
         if number_of_parts is not None:
             return in_equal_parts(order, number_of_parts)
@@ -188,31 +188,37 @@ def _number_of_parts(shape: tuple[int, ...], later_shapes: Sequence[tuple[int, .
         later_shapes: the shapes of the later stacks.
         order: the order of their dims, `STACK` or `TRANSPOSED_STACK`.
     """
-    returns, reads = _widths(shape, order)
-    widths_of_later: list[tuple[int, int]] = []  # the widths that each later stack returns and reads
-    for later_shape in later_shapes:
-        later_returns, later_reads = _widths(later_shape, order)
-        if later_reads == returns:  # all outputs are read together
+    stack = _widths_of_matrices(shape, order)
+    later_stacks = [_widths_of_matrices(later_shape, order) for later_shape in later_shapes]
+    for later in later_stacks:
+        if later.reads == stack.returns:  # all outputs are read together
             return None
-        widths_of_later.append((later_returns, later_reads))
     for count in COUNTS_OF_PARTS:  # 2 and 3
-        # The second layer of an MLP reads a part, and returns as many features as the first layer reads.
-        widths_of_second_layer = (reads, returns / count)
-        if widths_of_second_layer in widths_of_later:
-            return count
+        for later in later_stacks:
+            # The second layer of an MLP reads a part, and returns as many features as the first layer reads.
+            reads_part = later.reads * count == stack.returns
+            if reads_part and later.returns == stack.reads:
+                return count
     return None
 
 
-def _widths(shape: tuple[int, ...], stored: str) -> tuple[int, int]:
-    """Return the widths that each matrix of a stack returns and reads.
+class _Widths(NamedTuple):
+    """The numbers of features that a matrix reads and returns: a matrix of shape (48, 32) reads 32 and returns 48."""
 
-    >>> _widths((8, 48, 32), STACK), _widths((8, 48, 32), TRANSPOSED_STACK)
-    ((48, 32), (32, 48))
+    reads: int
+    returns: int
+
+
+def _widths_of_matrices(shape: tuple[int, ...], order: str) -> _Widths:
+    """Return the widths of the matrices in a stack of this shape; ``order`` is `STACK` or `TRANSPOSED_STACK`.
+
+    >>> _widths_of_matrices((8, 48, 32), STACK)
+    _Widths(reads=32, returns=48)
     """
     *_, rows, columns = shape
-    if stored == TRANSPOSED_STACK:
-        return columns, rows
-    return rows, columns
+    if order == TRANSPOSED_STACK:
+        return _Widths(reads=rows, returns=columns)
+    return _Widths(reads=columns, returns=rows)
 
 
 def _path_around_layer(name: str) -> str:
