@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
 
 from muonfx import tree
 from muonfx.core import Locality, Transform
@@ -83,21 +82,42 @@ def warn_of_views(routes: Mapping[str, Route], transforms: Mapping[str, Transfor
             may_be_several[name] = route
     if not may_be_several:
         return
-    used_views = list(_used_views(may_be_several, transforms))
-    _warn_of_unused_views(used_views)
-    _warn_of_suggestions(used_views, routes)
+    routes_of_view = _routes_by_view(may_be_several, transforms)
+    _warn_of_unused_views(routes_of_view)
+    for view, used_routes in routes_of_view.items():  # most optimizers have one view
+        _warn_of_suggestions(view, used_routes, routes)
 
 
-def _warn_of_unused_views(used_views: Iterable[_UsedView]) -> None:
+def _routes_by_view(
+    routes: Mapping[str, Route], transforms: Mapping[str, Transform]
+) -> dict[MatrixView, dict[str, Route]]:
+    """Return, for the view of each transform of matrices, the routes of the parameters that the transform updates.
+
+    A view is how the transform divides parameters into matrices. The label of a route chooses the transform.
+    """
+    routes_of_view: dict[MatrixView, dict[str, Route]] = {}
+    for label, tx in transforms.items():
+        routes_of_label = {name: route for name, route in routes.items() if route.label == label}
+        for transform in within(tx):  # the transform of the label, and all transforms that it calls
+            view = view_of(transform)
+            if view is not None:  # it works on matrices
+                routes_of_view.setdefault(view, {}).update(routes_of_label)
+    return routes_of_view
+
+
+def _warn_of_unused_views(routes_of_view: Mapping[MatrixView, Mapping[str, Route]]) -> None:
     """Warn of parameters that hold several matrices by their labels, if the transform has no pattern to divide them.
 
     For a "c_attn" of GPT-2, the labels have the pattern "in (part=3 out) -> part out in". A transform without
     ``view=labels.view()`` does not use it, and updates query, key and value as one matrix.
+
+    ``routes_of_view`` has, by the view of a transform, the routes of its parameters, with the patterns of the labels.
     """
     text_of_name: dict[str, str] = {}  # {"attn.c_attn": "'attn.c_attn' (hidden matrix (2-D); query, key, value)"}
-    for name, route, view in used_views:
-        if route.view.pattern and not view.is_set_for(name):
-            text_of_name[name] = f"{name!r} ({route.reason})"
+    for view, routes in routes_of_view.items():
+        for name, route in routes.items():
+            if route.view.pattern and not view.is_set_for(name):
+                text_of_name[name] = f"{name!r} ({route.reason})"
     if not text_of_name:
         return
     warn_caller(
@@ -107,24 +127,35 @@ def _warn_of_unused_views(used_views: Iterable[_UsedView]) -> None:
     )
 
 
-def _warn_of_suggestions(used_views: Iterable[_UsedView], routes: Mapping[str, Route]) -> None:
+def _warn_of_suggestions(view: MatrixView, used_routes: Mapping[str, Route], routes: Mapping[str, Route]) -> None:
     """Warn of parameters that may hold several matrices, unless the user has set how their transform divides them.
 
     The evidence is only a name such as "qkv", or the widths of layers, so that the parameter is not split without the
-    user.
+    user. For a "qkv", the warning shows two arguments of Muon: ``view=MatrixView({"*.qkv": "(part=3 out) in -> part out
+    in"})``, and the pattern "whole ... -> whole (...)" that keeps it one matrix.
 
     Args:
-        used_views: the parameters, each with its route (label and suggested pattern) and the view of its transform.
-        routes: the route of every parameter of the model, also of those without a suggestion.
+        view: the view of a transform, with the patterns that are set already.
+        used_routes: the routes of the parameters that the transform updates, with the suggested patterns.
+        routes: the routes of all parameters of the model.
     """
-    # By the view of the transform: {"attn.qkv": "(part=3 out) in -> part out in"}. Most optimizers have one view.
-    suggested_for_view: dict[MatrixView, dict[str, str]] = {}
-    for name, route, view in used_views:
+    suggested: dict[str, str] = {}  # {"attn.qkv": "(part=3 out) in -> part out in"}
+    for name, route in used_routes.items():
         if route.suggested is not None and not _is_set_by_user(name, route, view):
-            suggested_for_view.setdefault(view, {})[name] = route.suggested
-    # Each warning shows one argument of Muon, with the patterns of its view.
-    for view, suggested in suggested_for_view.items():
-        _warn_of_suggested(suggested, view, routes)
+            suggested[name] = route.suggested
+    if not suggested:
+        return
+    # The patterns are written with globs in place of names. A transform gets only the parameters of its label, so that
+    # the globs must match no other parameter of these labels.
+    labels = {routes[name].label for name in suggested}
+    names_with_labels = [name for name, route in routes.items() if route.label in labels]
+    whole_pattern_of_name = {name: _whole_pattern(routes[name]) for name in suggested}
+    text = _text_of_suggestions(
+        suggested,
+        splitting_patterns=_with_patterns_of(view, patterns(suggested, names_with_labels)),
+        whole_patterns=patterns(whole_pattern_of_name, names_with_labels),
+    )
+    warn_caller(text)
 
 
 def _is_set_by_user(name: str, route: Route, view: MatrixView) -> bool:
@@ -136,62 +167,17 @@ def _is_set_by_user(name: str, route: Route, view: MatrixView) -> bool:
     return pattern is not None and pattern != route.view.pattern
 
 
-class _UsedView(NamedTuple):
-    """The view of a transform that updates a parameter as matrices."""
-
-    name: str
-    """The name of the parameter."""
-    route: Route
-    """Its label, with the view that belongs to the label."""
-    view: MatrixView
-    """The view of the transform: how it divides parameters into matrices."""
-
-
-def _used_views(routes: Mapping[str, Route], transforms: Mapping[str, Transform]) -> Iterator[_UsedView]:
-    """Yield the view of each transform of matrices, for each parameter that it updates.
-
-    ``routes`` has the labels of the parameters, and ``transforms`` the transform of each label.
-    """
-    for label, tx in transforms.items():
-        for transform in within(tx):  # the transform of the label, and all transforms that it calls
-            view = view_of(transform)
-            if view is None:  # it does not work on matrices
-                continue
-            for name, route in routes.items():
-                if route.label == label:
-                    yield _UsedView(name, route, view)
-
-
-def _warn_of_suggested(suggested: Mapping[str, str], view: MatrixView, routes: Mapping[str, Route]) -> None:
-    """Warn of parameters that may hold several matrices, with two patterns for each: one splits it, one keeps it whole.
-
-    For ``suggested`` = {"attn.qkv": "(part=3 out) in -> part out in"}, these are the patterns {"*attn.qkv": "(part=3
-    out) in -> part out in"} and {"*attn.qkv": "whole ... -> whole (...)"}, to copy into the user's code.
-
-    Args:
-        suggested: the pattern that splits each parameter, by name.
-        view: the view of the transform. Its patterns for other parameters remain among those that split.
-        routes: the label of each parameter of the model.
-    """
-    # The patterns are written with globs in place of names. A transform gets only the parameters of its label, so that
-    # the globs must match no other parameter of these labels.
-    labels = {routes[name].label for name in suggested}
-    names_with_labels = [name for name, route in routes.items() if route.label in labels]
-    splitting_patterns = _before(patterns(suggested, names_with_labels), view)
-    whole_pattern_of_name = {name: _whole_pattern(routes[name]) for name in suggested}
-    whole_patterns = patterns(whole_pattern_of_name, names_with_labels)
-    warn_caller(_text_of_suggestions(suggested, splitting_patterns, whole_patterns))
-
-
 def _text_of_suggestions(
     suggested: Mapping[str, str], splitting_patterns: Mapping[str, str], whole_patterns: Mapping[str, str]
 ) -> str:
-    """Return the text of the warning of parameters that may hold several matrices.
+    """Return the text of the warning of parameters that may hold several matrices, with code to copy.
 
     Args:
         suggested: the pattern that splits each parameter, by name: {"attn.qkv": "(part=3 out) in -> part out in"}.
-        splitting_patterns: the patterns that split the parameters, by glob.
-        whole_patterns: the patterns that keep each parameter one matrix, by glob.
+        splitting_patterns: the same by glob, and the patterns that the transform has for other parameters:
+            {"*attn.qkv": "(part=3 out) in -> part out in"}.
+        whole_patterns: the patterns that keep each parameter one matrix, by glob: {"*attn.qkv": "whole ... -> whole
+            (...)"}.
     """
     # As text, because a pattern with placeholders is no valid `MatrixView`.
     argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({splitting_patterns!r}))"
@@ -225,10 +211,10 @@ def _advice_on_patterns(argument: str, suggested: Iterable[str]) -> str:
     return advice
 
 
-def _before(pattern_of_glob: dict[str, str], view: MatrixView) -> dict[str, str]:
+def _with_patterns_of(view: MatrixView, pattern_of_glob: Mapping[str, str]) -> dict[str, str]:
     """Return patterns by glob, and after them the patterns of a view, which apply where no earlier glob matches.
 
-    >>> _before({"*.qkv": "(part=3 out) in -> part out in"}, MatrixView("in out -> out in"))
+    >>> _with_patterns_of(MatrixView("in out -> out in"), {"*.qkv": "(part=3 out) in -> part out in"})
     {'*.qkv': '(part=3 out) in -> part out in', '*': 'in out -> out in'}
     """
     patterns_of_view = view.pattern or {}
