@@ -48,7 +48,8 @@ def split_pattern(fused: Fused, stored: str, holder: nn.Module | None, rows: int
     """Return the pattern that splits the weight of a known layer; None if the sizes do not fit its rows.
 
     Args:
-        fused: the matrices that the layer concatenates.
+        fused: the matrices that the layer concatenates: their names in ``parts``, and ``pattern``, ``sizes`` or
+            ``count`` if they are not of equal sizes, one below the other.
         stored: the order of the parameter's dims, such as "{out} in -> {out} in", with "{out}" for the rows.
         holder: the module around the layer, which has the sizes of unequal matrices as attributes.
         rows: the number of rows of the parameter.
@@ -56,12 +57,15 @@ def split_pattern(fused: Fused, stored: str, holder: nn.Module | None, rows: int
     >>> split_pattern(Fused("Attention:qkv", "query, key, value"), "{out} in -> {out} in", None, 24)
     '(part=3 out) in -> part out in'
     """
-    if fused.pattern is not None:  # the rows of the matrices alternate: "(heads={num_heads} part=3 dim) -> ..."
+    # 1. The rows of the matrices alternate, by a pattern such as "(heads={num_heads} part=3 dim) -> part (heads dim)".
+    if fused.pattern is not None:
         return _split_by_pattern(fused.pattern, stored, holder, rows)
+    # 2. The matrices have different numbers of rows, which are attributes such as "num_heads*head_dim".
     part_names = fused.parts.split(", ")
-    if fused.sizes is not None:  # different numbers of rows, by attributes such as "num_heads*head_dim"
+    if fused.sizes is not None:
         sizes = [_number(holder, formula) for formula in fused.sizes]
         return _split_by_sizes(part_names, sizes, stored, rows)
+    # 3. The matrices have equal numbers of rows.
     count = fused.count or len(part_names)
     if rows % count != 0:
         return None
@@ -84,23 +88,28 @@ def _split_by_sizes(part_names: list[str], sizes: list[int], stored: str, rows: 
 def _split_by_pattern(template: str, stored: str, holder: nn.Module | None, rows: int) -> str | None:
     """Return the pattern that splits interleaved rows, with sizes that are attributes of a module; None if none fits.
 
-    ``template`` is a pattern of the rows alone. ``stored`` is the order of all dims, with "{out}" for the rows.
+    Here, a matrix of 48 rows is query, key and value for each of 8 heads. The number of heads is an attribute:
 
     >>> template = "(heads={in_features} part=3 dim) -> part (heads dim)"
     >>> _split_by_pattern(template, "{out} in -> {out} in", holder=nn.Linear(8, 4), rows=48)
     '(heads=8 part=3 dim) in -> part (heads dim) in'
+
+    Args:
+        template: a pattern of the rows alone, with names of attributes in braces.
+        stored: the order of all dims of the parameter, with "{out}" for the rows.
+        holder: the module with the attributes.
+        rows: the number of rows of the parameter.
     """
-    pattern_of_rows = _filled(template, holder)
-    if pattern_of_rows is None:
+    pattern_of_rows = _filled(template, holder)  # "(heads=8 part=3 dim) -> part (heads dim)"
+    if pattern_of_rows is None:  # the module lacks an attribute
         return None
-    # The rows as stored, "(heads=8 part=3 dim)", and the rows of the matrices, "part (heads dim)".
-    stored_rows, _, matrices_text = pattern_of_rows.partition(" -> ")
-    rows_of_matrices = matrices_text.split(", ")
-    # The sizes must multiply to the number of rows: the pattern is tried on a matrix of as many rows and one column.
-    pattern_of_matrix = parse(with_rows(PLAIN, stored_rows, rows_of_matrices))
+    all_rows, _, matrices_text = pattern_of_rows.partition(" -> ")
+    rows_of_matrices = matrices_text.split(", ")  # ["part (heads dim)"]
+    # The sizes must fit the number of rows: the pattern is tried on a matrix of as many rows and one column.
+    pattern_of_matrix = parse(with_rows(PLAIN, all_rows, rows_of_matrices))
     if not pattern_of_matrix.fits((rows, 1)):
         return None
-    return with_rows(stored, stored_rows, rows_of_matrices)
+    return with_rows(stored, all_rows, rows_of_matrices)
 
 
 def _filled(template: str, holder: nn.Module | None) -> str | None:

@@ -125,10 +125,13 @@ class Labels(RoutedLabels):
 
         Each parameter keeps its label, the reason for it, and its view, the division into matrices.
 
-        >>> Labels({"a": "x", "b": "y"}).restrict(["b"])
-        Labels({'b': 'y'})
+        >>> Labels({"fc.weight": "muon", "fc.bias": "adamw"}).restrict(["fc.bias"])
+        Labels({'fc.bias': 'adamw'})
         """
-        return Labels({name: self._routes[name] for name in names})
+        routes: dict[str, Route] = {}
+        for name in names:
+            routes[name] = self._routes[name]  # the label, its reason and the view
+        return Labels(routes)
 
     def for_names(self, key_of: Mapping[str, str]) -> Labels:
         """Return `Labels` for the names in ``key_of``, a dict from the new name of a parameter to its name in these."""

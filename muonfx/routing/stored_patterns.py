@@ -29,28 +29,35 @@ def in_equal_parts(stored: str, count: int) -> str:
     return with_rows(stored, f"(part={count} out)", ["part out"])
 
 
-def in_parts(stored: str, size_of: Mapping[str, int] | Mapping[str, str]) -> str:
-    """Return the `MatrixView` pattern of a parameter whose rows are matrices of unequal sizes, one after another.
+def in_parts(stored: str, rows_of: Mapping[str, int | str]) -> str:
+    """Return the `MatrixView` pattern of a parameter that holds matrices of unequal sizes, one below the other.
 
-    ``size_of`` has the number of rows of each matrix by its name, or a placeholder for the number.
+    Here, a parameter holds queries "q" of 4 rows, and below them keys "k" of 2 rows:
 
     >>> in_parts("{out} in -> {out} in", {"q": 4, "k": 2})
     '(q=4 + k=2) in -> q in, k in'
+
+    Args:
+        stored: the pattern of the undivided parameter, in which "{out}" is a placeholder for its rows.
+        rows_of: the number of rows of each matrix by its name, or a placeholder for the number.
     """
-    parts = [f"{name}={size}" for name, size in size_of.items()]
-    rows = " + ".join(parts)
-    return with_rows(stored, f"({rows})", list(size_of))
+    names_with_rows = [f"{name}={rows}" for name, rows in rows_of.items()]  # ["q=4", "k=2"]
+    all_rows = " + ".join(names_with_rows)
+    return with_rows(stored, f"({all_rows})", list(rows_of))
 
 
-def with_rows(stored: str, rows: str, results: Sequence[str]) -> str:
-    """Replace ``{out}`` in a pattern: left of the arrow by ``rows``, right of it by each of ``results``.
+def with_rows(stored: str, all_rows: str, rows_of_matrices: Sequence[str]) -> str:
+    """Return a pattern in which "{out}" is replaced by rows: left of the arrow by all rows of the parameter.
+
+    Right of the arrow, the pattern has a matrix for each of ``rows_of_matrices``.
 
     >>> with_rows("in {out} -> {out} in", "(q=4 + k=2)", ["q", "k"])
     'in (q=4 + k=2) -> q in, k in'
     """
-    dims, _, dims_of_matrix = stored.partition(" -> ")
-    matrices = [dims_of_matrix.replace("{out}", result) for result in results]
-    return f"{dims.replace('{out}', rows)} -> {', '.join(matrices)}"
+    dims, _, dims_of_matrix = stored.partition(" -> ")  # "in {out}", and "{out} in"
+    dims_with_rows = dims.replace("{out}", all_rows)
+    matrices = [dims_of_matrix.replace("{out}", rows) for rows in rows_of_matrices]  # ["q in", "k in"]
+    return f"{dims_with_rows} -> {', '.join(matrices)}"
 
 
 def undivided(stored: str) -> str | None:

@@ -368,14 +368,15 @@ def _inputs(modules: _Modules) -> dict[str, Layer]:
     >>> list(_inputs(_Modules(layers, norms=[])))
     ['embed', 'state']
     """
-    part_counts = _read_in_parts(modules)
+    part_counts = _read_in_parts(modules)  # {"mlp.fc1": 2} for a layer that returns two vectors
     inputs: dict[str, Layer] = {}
-    earlier_widths: set[int] = set()  # that the layers before the current one return
+    earlier_widths: set[int] = set()  # how many features the earlier layers return, for a later layer to read
     for layer in modules.layers:
-        if layer.block is None and _reads_raw_input(layer, earlier_widths):
+        is_outside_blocks = layer.block is None
+        if is_outside_blocks and _reads_raw_input(layer, earlier_widths):
             inputs[layer.path] = layer
         earlier_widths.add(layer.returns)
-        if layer.path in part_counts:  # a gated linear unit returns half as many features as its layer
+        if layer.path in part_counts:  # a later layer may read one of the vectors, as in a gated MLP
             earlier_widths.add(layer.returns // part_counts[layer.path])
     return inputs
 
