@@ -73,18 +73,20 @@ class Routing(Shown):
     def _totals_by_label(self) -> Table:
         """Return a table with the numbers of tensors and elements of each label.
 
-        Parameters with the label None, which are not trained, have the last row, "- (left out)".
+        A row is such as "muon  1  256  66.7%". Parameters with the label None, which are not trained, have the last row
+        before the total, "- (left out)".
         """
         infos_of: dict[Label, list[ParamInfo]] = {}
         for info in self.params:
             infos_of.setdefault(self.labels[info.name], []).append(info)
         left_out = infos_of.pop(None, [])
-        totals: list[tuple[list[str], list[ParamInfo]]] = []  # the first cell of each row, and what the row counts
+        rows: list[list[str]] = []
         for label in sorted(infos_of, key=str):
-            totals.append(([_shown(label)], infos_of[label]))
+            rows.append([str(label), *_counts(infos_of[label], self.params)])
         if left_out:
-            totals.append((["- (left out)"], left_out))
-        return self._totals(["label"], totals)
+            rows.append(["- (left out)", *_counts(left_out, self.params)])
+        rows.append(["total", *_counts(self.params, self.params)])
+        return Table(["label", *_TITLES_OF_COUNTS], rows, right=(1, 2, 3))
 
     def _totals_by_group(self) -> Table:
         """Return a table with the numbers of tensors and elements of each of an optimizer's ``param_groups``.
@@ -92,7 +94,7 @@ class Routing(Shown):
         The first cells of a row are the index of the group and its labels: "0" and "muon", or "0" and "muon, adamw".
         """
         info_of = {info.name: info for info in self.params}
-        totals: list[tuple[list[str], list[ParamInfo]]] = []  # the first cells of each row, and what the row counts
+        rows: list[list[str]] = []
         for index, group in enumerate(self.groups):
             infos: list[ParamInfo] = []
             labels: dict[str, None] = {}  # a dict in place of a set, for the order
@@ -100,30 +102,9 @@ class Routing(Shown):
                 infos.append(info_of[name])
                 labels[_shown(self.labels[name])] = None
             labels_cell = ", ".join(labels) or "-"  # "-" for a group without parameters
-            totals.append(([str(index), labels_cell], infos))
-        return self._totals(["group", "label"], totals)
-
-    def _totals(self, titles: list[str], totals: Sequence[tuple[list[str], Sequence[ParamInfo]]]) -> Table:
-        """Return a table with the numbers of tensors and elements of each row, and a last row for all parameters.
-
-        A row is such as "muon  1  256  66.7%".
-
-        Args:
-            titles: the titles of the first columns, such as ["label"].
-            totals: for each row, the cells of these columns, such as ["muon"], and the parameters that it counts.
-        """
-        # The last row counts all parameters. Its first cell is "total", and its other cells in these columns are empty.
-        all_elements = sum(info.numel for info in self.params)
-        empty_cells = [""] * (len(titles) - 1)
-        row_of_all = (["total", *empty_cells], self.params)
-        rows: list[list[str]] = []
-        for cells, infos in [*totals, row_of_all]:
-            elements = sum(info.numel for info in infos)
-            share = elements / max(1, all_elements)  # a model without parameters has a share of 0
-            rows.append([*cells, f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"])
-        titles = [*titles, "tensors", "elements", "share"]
-        columns_of_numbers = range(len(titles) - 3, len(titles))
-        return Table(titles, rows, right=columns_of_numbers)
+            rows.append([str(index), labels_cell, *_counts(infos, self.params)])
+        rows.append(["total", "", *_counts(self.params, self.params)])
+        return Table(["group", "label", *_TITLES_OF_COUNTS], rows, right=(2, 3, 4))
 
     def _hyperparameters(self) -> Table:
         """Return a table with a row for each number, such as "lr", and a column for each of the ``param_groups``.
@@ -140,6 +121,23 @@ class Routing(Shown):
                 row = row_of.setdefault(key, [key] + [""] * len(self.groups))
                 row[index + 1] = _number(value)
         return Table(titles, list(row_of.values()))
+
+
+_TITLES_OF_COUNTS = ("tensors", "elements", "share")
+"""The titles of the columns of `_counts`."""
+
+
+def _counts(infos: Sequence[ParamInfo], all_infos: Sequence[ParamInfo]) -> list[str]:
+    """Return the cells of some of the parameters: the number of tensors, of elements, and their share of all elements.
+
+    >>> fc, wte = ParamInfo("fc", (32, 8)), ParamInfo("wte", (16, 8))
+    >>> _counts([fc], [fc, wte])
+    ['1', '256', '66.7%']
+    """
+    elements = sum(info.numel for info in infos)
+    all_elements = sum(info.numel for info in all_infos)
+    share = elements / max(1, all_elements)  # a model without parameters has a share of 0
+    return [f"{len(infos):,}", f"{elements:,}", f"{share:.1%}"]
 
 
 def describe(what: Mapping[str, Label] | torch.optim.Optimizer | Params, params: Params = None) -> Routing:
