@@ -108,6 +108,7 @@ NAME_RULES = (
 """The rules for names. The first one that matches decides."""
 
 _TOPS = frozenset({"module", "model", "base_model", "net", "network"})
+"""Names that a module has for the whole model in it."""
 
 
 class Name:
@@ -125,15 +126,10 @@ class Name:
         """The words of each component, such as "lm_head" for "lmHead", which each rule reads."""
         self.is_of_layer = self.components[-1] in LEAVES_OF_LAYERS
         """True for the weight of a layer, as ``blocks.fc.weight``, and False for ``pos_embed``."""
-        path = self.components
-        if self.is_of_layer and len(path) > 1:  # without "weight"
-            path = path[:-1]
-        while len(path) > 1 and path[0] in _TOPS:  # the name of the whole model in a module around it
-            path = path[1:]
-        self.path = path
+        self.path = _path_of_layer(self.components)
         """The components up to the layer, without the name of the model: ["blocks", "lmHead", "0"]."""
-        names = [component for component in path if not component.isdigit()]
-        self.layer = (names or self.components)[-1]
+        words_in_path = [component for component in self.path if not component.isdigit()]
+        self.layer = words_in_path[-1] if words_in_path else self.components[-1]
         """The name of the layer, such as "lmHead"; of a parameter without a layer, its own."""
 
     @property
@@ -193,6 +189,20 @@ def _components(name: str) -> list[str]:
         del components[index : index + 2]
     components = [component for component in components if component not in ("base_layer", "original_module")]
     return components or [name]
+
+
+def _path_of_layer(components: list[str]) -> list[str]:
+    """Return the components up to the layer, without the name that a module around the model has for it.
+
+    >>> _path_of_layer(["model", "blocks", "lmHead", "0", "weight"])
+    ['blocks', 'lmHead', '0']
+    """
+    path = components
+    if path[-1] in LEAVES_OF_LAYERS and len(path) > 1:
+        path = path[:-1]
+    while path[0] in _TOPS and len(path) > 1:
+        path = path[1:]
+    return path
 
 
 def words_of(component: str) -> str:
