@@ -65,17 +65,30 @@ def _globs(name: str) -> Iterator[str]:
     ['*.fc.weight', '*h.*.fc.weight', '*.fc.weight', '*h.0.fc.weight']
     """
     components = [escape(component) for component in name.split(".")]
-    # Where an ending of the name may begin: [0, 2] for h.0.fc.weight, at "h" and "fc".
-    starts = [index for index, component in enumerate(components) if not component.isdigit()]
-    if len(starts) > 1:  # not at the last word, such as "weight", which would be too general
-        starts.pop()
-    if not starts:  # a name of numbers
-        starts = [0]
-    for glob_components in _with_wildcards(components):
-        for start in reversed(starts):  # the shortest endings of the name first
+    starts = _starts_of_endings(components)
+    for glob_components in _with_wildcards(components):  # ["h", "*", "fc", "weight"], and then with the number 0
+        for start in starts:
             ending = ".".join(glob_components[start:])
-            # The whole name has no dot after "*", so that the glob also matches the name without a wrapper.
-            yield f"*.{ending}" if start > 0 else f"*{ending}"
+            if start == 0:  # without a dot after "*", so that the glob also matches the name without a wrapper
+                yield f"*{ending}"
+            else:
+                yield f"*.{ending}"
+
+
+def _starts_of_endings(components: Sequence[str]) -> list[int]:
+    """Return at which components an ending of a name may begin, the last one first: at words, not at numbers.
+
+    It may not be the last word, such as "weight", which alone would be too general.
+
+    >>> _starts_of_endings(["h", "0", "fc", "weight"])
+    [2, 0]
+    """
+    starts = [index for index, component in enumerate(components) if not component.isdigit()]
+    if not starts:  # a name of numbers
+        return [0]
+    if len(starts) > 1:
+        starts.pop()
+    return starts[::-1]
 
 
 def _with_wildcards(components: Sequence[str]) -> Iterator[list[str]]:
