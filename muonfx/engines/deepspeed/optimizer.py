@@ -87,66 +87,42 @@ class ZeroOptimizer(Optimizer):
         require_transform("tx", tx)
         _require_steps_of_parts(tx)
         _require_no_extra_argument(tx)
-        self.tx = tx
-        self.model = model
-        self._params = trained_parameters(model)
-        self._whole_params = _whole_params(self._params)
-        tx.init(self._whole_params)  # raises if the transform cannot handle the parameters
-        self._numbers_of_names: dict[tuple[str, ...], GroupNumbers] = {}
-        """The reader of each group by the names of its parameters, since DeepSpeed may replace the group."""
-        self._flat_optimizers: dict[Tensor, FlatOptimizer] = {}
-        """Those that exist, by their first tensor: a flat tensor, or at stage 0 the first parameter of a group."""
-        self._has_stepped = False
-        """True after the first call of `step`, also if that only allocated the state."""
-        self._version_of: dict[str, int] = {}
-        """The number of writes to each parameter of the model at the last step."""
-        self._has_warned_of_overwritten = False
-        super().__init__(self._new_groups(), {})
-        self._all_groups = self.param_groups
-        """All param groups. In a step of stages 1 and 2, DeepSpeed replaces ``param_groups`` by one group at a time."""
+        params = trained_parameters(model)
+        whole_params = _whole_params(params)
+        tx.init(whole_params)  # raises if the transform cannot handle the parameters
+        rules = _visited(tx, whole_params).rules  # the label of each parameter, and the transforms that update it
+        _require_labels(params, rules)
+        # 1. Create ``param_groups``, and ``state``, which is empty.
+        super().__init__(_new_groups(tx, params, rules), {})
         own_groups(self)
         self.defaults.update(defaults_for_schedulers(self.param_groups))
         _warn_of_unequal_stages(model, self.param_groups)
+        # 2. Attributes that do not change after construction.
+        self.tx = tx
+        """The transform that updates the parameters."""
+        self.model = model
+        """The model, in which no parameter may be frozen, unfrozen, added or removed."""
+        self._params = params
+        """The trained parameters of the model by name. DeepSpeed puts other tensors into the groups."""
+        self._whole_params = whole_params
+        """The same parameters in full, as meta tensors. ZeRO and AutoTP may partition those of the model."""
+        self._all_groups = self.param_groups
+        """All param groups. In a step of stages 1 and 2, DeepSpeed replaces ``param_groups`` by one group at a time."""
+        self._numbers_of_names = {
+            tuple(group["param_names"]): _numbers_from_construction(group, rules) for group in self.param_groups
+        }
+        """The reader of the hyperparameters of each group, by the names of the group's parameters."""
+        # 3. Attributes that a step changes.
         self._rates = GroupRates(self.param_groups)
-
-    def _new_groups(self) -> list[dict[str, Any]]:
-        """Return the param groups: parameters with one update rule (their label and transforms) are in one group.
-
-        For Muon with AdamW these are a group "muon" with the hidden matrices, and a group "adamw" with the other
-        parameters. Experts have a group of their own for each group of ranks that share them.
-        """
-        rules = update_rules_of(tuple(visit(self.tx, self._whole_params)))
-        for name in self._whole_params:
-            if name not in rules or rules[name].is_left_out:
-                raise ValueError(
-                    f"{name!r} requires grad but has no label: give it a label, or freeze it before this call"
-                )
-        # First by update rule, then, within a rule, by the group of ranks that share the experts.
-        groups: list[dict[str, Any]] = []
-        for rule, rule_pairs in pairs_by_rule(self._params.items(), rules).items():
-            for expert_group, pairs in _by_expert_group(rule_pairs).items():
-                groups.append(self._new_group(rule, expert_group, pairs))
-        return groups
-
-    def _new_group(self, rule: UpdateRule, expert_group: str | None, pairs: list[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Return a param group for named parameters with the hyperparameters of the transforms that update them.
-
-        An example is ``{"label": "muon", "lr": 0.02, "momentum": 0.95, "params": [("fc.weight", weight)]}``.
-        """
-        # 1. The group. Schedulers need an "lr" in each group, also if the rule has none: then it begins at 0.
-        numbers = GroupNumbers(rule.hyperparams)
-        entries = numbers.entries(hyperparams(self.tx))
-        group: Group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
-        if expert_group is not None:
-            # With these entries ZeRO partitions the group among the ranks that have the same experts.
-            group["moe"] = True
-            group["name"] = expert_group
-        # 2. Its reader. A number may have two keys in a group, as in "betas" and "momentum". Later reads take the key
-        # that has changed since this first one.
-        numbers.read(group)
-        param_names = tuple([name for name, _ in pairs])
-        self._numbers_of_names[param_names] = numbers
-        return group
+        """Raises if a scheduler writes the same learning rate into all groups."""
+        self._flat_optimizers: dict[Tensor, FlatOptimizer] = {}
+        """The optimizer of each flat tensor, by this tensor; at stage 0, of each group, by its first tensor."""
+        self._has_stepped = False
+        """True after the first call of `step`, also if that only allocated the state."""
+        self._write_counts: dict[str, int] = {}
+        """How often each parameter of the model had been written to at the last step, to find later writes."""
+        self._has_warned_of_overwritten = False
+        """True after the warning of weights in the model that a step overwrites."""
 
     def _numbers_of(self, group: Mapping[str, Any]) -> GroupNumbers:
         """Return the reader of the hyperparameters of a group, which is found by the names of its parameters."""
@@ -251,9 +227,9 @@ class ZeroOptimizer(Optimizer):
             param = self._params[name]
             if tensor is param:  # as at stage 0 in fp32
                 continue
-            if self._version_of.get(name, param._version) != param._version:
+            if self._write_counts.get(name, param._version) != param._version:
                 written[name] = param
-            self._version_of[name] = param._version
+            self._write_counts[name] = param._version
         if self._has_warned_of_overwritten or not written:
             return
         overwritten_name = name_of_overwritten(optimizer.flat, written)
@@ -397,18 +373,13 @@ class ZeroOptimizer(Optimizer):
         DeepSpeed saves it for each rank.
         """
         state_dict = super().state_dict()
-        visited = self._visited()
+        visited = _visited(self.tx, self._whole_params)
         for tracked, saved_group in zip(self._tracked_groups(), state_dict["param_groups"], strict=True):
             names = tracked.names
             saved_group.update(entries_of_code(self.tx, tracked))
             saved_group[CHAINS] = record_of_group(visited, names, {name: name for name in names})
             saved_group[_REQUESTED_RATE] = _requested_rate(tracked)
         return state_dict
-
-    def _visited(self) -> VisitedTransform:
-        """Return the transform with its visits, from which the chain of each parameter is read."""
-        visits = visit(self.tx, self._whole_params)
-        return VisitedTransform(self.tx, visits[0], update_rules_of(visits))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, and keep the dtypes in it. DeepSpeed calls this with the state of this rank.
@@ -467,7 +438,7 @@ class ZeroOptimizer(Optimizer):
         if lines:
             advice = ". With a scheduler of DeepSpeed, the rates are the code's, as in org_lrs of WarmupCosineLR"
             texts.append(numbers_warning(source, lines) + advice)
-        other_chain = chain_warning(source, self._visited(), self._tracked_groups(), saved_groups)
+        other_chain = chain_warning(source, _visited(self.tx, self._whole_params), self._tracked_groups(), saved_groups)
         if other_chain is not None:
             texts.append(other_chain)
         return texts
@@ -512,11 +483,60 @@ def _require_no_extra_argument(tx: Transform) -> None:
         )
 
 
+def _require_labels(names: Iterable[str], rules: Mapping[str, UpdateRule]) -> None:
+    """Raise if a trained parameter has no label, so that no transform updates it.
+
+    ``rules`` has the label of each parameter, and the transforms that update it.
+    """
+    for name in names:
+        if name not in rules or rules[name].is_left_out:
+            raise ValueError(f"{name!r} requires grad but has no label: give it a label, or freeze it before this call")
+
+
 def _whole_params(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return parameters that ZeRO or AutoTP may have partitioned in full, as meta tensors by name."""
     return {
         name: torch.empty(whole_shape_of(param), dtype=param.dtype, device="meta") for name, param in params.items()
     }
+
+
+def _visited(tx: Transform, whole_params: Mapping[str, Tensor]) -> VisitedTransform:
+    """Return a transform with the transforms that it calls, and the list of those that update each parameter."""
+    visits = tuple(visit(tx, whole_params))
+    return VisitedTransform(tx, visits[0], update_rules_of(visits))
+
+
+def _new_groups(tx: Transform, params: Mapping[str, Tensor], rules: Mapping[str, UpdateRule]) -> list[Group]:
+    """Return the param groups: parameters with one update rule (their label and transforms) are in one group.
+
+    For Muon with AdamW these are ``{"label": "muon", "lr": 0.02, "momentum": 0.95, "params": [("fc.weight", weight)]}``
+    with all hidden matrices, and a group "adamw" with the other parameters. Experts have a group of their own for each
+    group of ranks that share them.
+    """
+    groups: list[Group] = []
+    for rule, rule_pairs in pairs_by_rule(params.items(), rules).items():
+        for expert_group, pairs in _by_expert_group(rule_pairs).items():
+            # Schedulers need an "lr" in each group, also if the rule has none: then it begins at 0.
+            entries = GroupNumbers(rule.hyperparams).entries(hyperparams(tx))
+            group: Group = {"label": rule.label, "lr": 0.0, **entries, "params": pairs}
+            if expert_group is not None:
+                # With these entries ZeRO partitions the group among the ranks that have the same experts.
+                group["moe"] = True
+                group["name"] = expert_group
+            groups.append(group)
+    return groups
+
+
+def _numbers_from_construction(group: Group, rules: Mapping[str, UpdateRule]) -> GroupNumbers:
+    """Return the reader of the hyperparameters of a new group, which has read them once.
+
+    A number may have two keys in a group, as in "betas" and "momentum". Later reads take the key that has changed since
+    this first one. ``rules`` has the transforms of each parameter; all parameters of a group have the same ones.
+    """
+    first_name = group["param_names"][0]
+    numbers = GroupNumbers(rules[first_name].hyperparams)
+    numbers.read(group)
+    return numbers
 
 
 def _with_gradient(tensors: Iterable[Tensor]) -> list[Tensor]:
