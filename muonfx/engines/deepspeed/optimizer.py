@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -193,8 +193,8 @@ class ZeroOptimizer(Optimizer):
         group_steps: list[_GroupStep] = []
         for group in self.param_groups:
             numbers = self._numbers_of(group).read(group)
-            for optimizer in self._optimizers_to_step(group):
-                group_steps.append(_GroupStep(group, optimizer, numbers))
+            for tensor in self._tensors_to_step(group):
+                group_steps.append(_GroupStep(group, self._flat_optimizer(tensor, group), numbers))
         for _, optimizer, _ in group_steps:
             optimizer.check_and_cast(self.state)
             self._warn_if_overwritten(optimizer)
@@ -280,10 +280,9 @@ class ZeroOptimizer(Optimizer):
         optimizers: list[FlatOptimizer] = []
         for group in self.param_groups:
             tensors = self._stepped_tensors(group)
-            if _are_unflattened(tensors, self._params_of(group).values()):
-                optimizers.append(self._optimizer_at_stage_0(group))
-            else:
-                optimizers += [self._optimizer_of_flat(flat_tensor, group) for flat_tensor in tensors]
+            if self._has_unflattened_tensors(group):  # at stage 0, its first tensor has the optimizer of the group
+                tensors = tensors[:1]
+            optimizers += [self._flat_optimizer(tensor, group) for tensor in tensors]
         return optimizers
 
     @contextmanager
@@ -329,39 +328,46 @@ class ZeroOptimizer(Optimizer):
     def _has_new_tensors(self) -> bool:
         """Return True if this step makes a flat optimizer, as the first step does."""
         for group in self.param_groups:
-            tensors = _with_gradient(group["params"])
-            if _are_unflattened(group["params"], self._params_of(group).values()):
-                tensors = group["params"][:1]  # at stage 0, the first parameter has the optimizer of the group
-            if any(tensor not in self._flat_optimizers for tensor in tensors):
-                return True
+            for tensor in self._tensors_to_step(group):
+                if tensor not in self._flat_optimizers:
+                    return True
         return False
 
-    def _optimizers_to_step(self, group: Group) -> list[FlatOptimizer]:
-        """Return the flat optimizers of a group that a step uses: at stages 1 to 3, of flat tensors with a gradient."""
-        if _are_unflattened(group["params"], self._params_of(group).values()):
-            return [self._optimizer_at_stage_0(group)]
-        return [self._optimizer_of_flat(flat_tensor, group) for flat_tensor in _with_gradient(group["params"])]
+    def _tensors_to_step(self, group: Group) -> list[Tensor]:
+        """Return the tensors of a param group whose flat optimizers a step uses: flat tensors with a gradient.
 
-    def _optimizer_at_stage_0(self, group: Group) -> FlatOptimizer:
-        """Return the flat optimizer of all parameters of a group at ZeRO stage 0; the first call creates it."""
-        tensors: list[Tensor] = group["params"]  # the parameters, or copies of them in fp32
-        if tensors[0] not in self._flat_optimizers:
-            stepped_tensors = dict(zip(group["param_names"], tensors, strict=True))
-            tensor_group = tensor_group_of(self.model.modules())
-            flat = locate_at_stage_0(stepped_tensors, self._params_of(group), self._whole_params, tensor_group)
-            self._flat_optimizers[tensors[0]] = FlatOptimizer(self.tx, self._whole_params, flat, self.state)
-        return self._flat_optimizers[tensors[0]]
-
-    def _optimizer_of_flat(self, flat_tensor: Tensor, group: Group) -> FlatOptimizer:
-        """Return the flat optimizer of a flat tensor of ZeRO stages 1 to 3; the first call creates it.
-
-        The flat tensor has shards of parameters of the group.
+        At stage 0, the first tensor of the group has the optimizer of all of them.
         """
-        if flat_tensor not in self._flat_optimizers:
+        if self._has_unflattened_tensors(group):
+            return group["params"][:1]
+        return [tensor for tensor in group["params"] if tensor.grad is not None]
+
+    def _flat_optimizer(self, tensor: Tensor, group: Group) -> FlatOptimizer:
+        """Return the optimizer of a flat tensor of a group; at stage 0, of the group, by its first tensor.
+
+        The first call for a tensor creates it.
+        """
+        if tensor not in self._flat_optimizers:
+            params = self._params_of(group)
             tensor_group = tensor_group_of(self.model.modules())
-            flat = locate(flat_tensor, self._params_of(group), self._whole_params, tensor_group)
-            self._flat_optimizers[flat_tensor] = FlatOptimizer(self.tx, self._whole_params, flat, self.state)
-        return self._flat_optimizers[flat_tensor]
+            if self._has_unflattened_tensors(group):
+                stepped_tensors = dict(zip(group["param_names"], group["params"], strict=True))
+                flat = locate_at_stage_0(stepped_tensors, params, self._whole_params, tensor_group)
+            else:
+                flat = locate(tensor, params, self._whole_params, tensor_group)
+            self._flat_optimizers[tensor] = FlatOptimizer(self.tx, self._whole_params, flat, self.state)
+        return self._flat_optimizers[tensor]
+
+    def _has_unflattened_tensors(self, group: Group) -> bool:
+        """Return True if a param group has its parameters, or copies of them in fp32, as at stage 0; False if flat.
+
+        For a weight of shape (2, 3), a tensor of this shape is unflattened, and one of shape (6,) is flat.
+        """
+        params = self._params_of(group).values()
+        if are_partitioned(params):  # a flat tensor may have the shape of a bias that is alone in its group
+            return False
+        shapes = [tuple(tensor.shape) for tensor in group["params"]]
+        return shapes == [local_shape_of(param) for param in params]
 
     def _params_of(self, group: Group) -> dict[str, Tensor]:
         """Return the parameters of the model from which DeepSpeed made a group, by name."""
@@ -539,11 +545,6 @@ def _numbers_from_construction(group: Group, rules: Mapping[str, UpdateRule]) ->
     return numbers
 
 
-def _with_gradient(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors that have a gradient."""
-    return [tensor for tensor in tensors if tensor.grad is not None]
-
-
 def _comparable_entries(group: Group, keys: Iterable[str]) -> dict[str, object]:
     """Return the hyperparameters of a group for ranks to compare, with a text for a tensor.
 
@@ -613,21 +614,6 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
                 stacklevel=4,
             )
             return
-
-
-def _are_unflattened(tensors: Sequence[Tensor], params: Collection[Tensor]) -> bool:
-    """Return True if the tensors of a param group are parameters or copies of them, as at stage 0; False if flat.
-
-    >>> weight = torch.zeros(2, 3)
-    >>> _are_unflattened([weight.double()], [weight]), _are_unflattened([weight.flatten()], [weight])
-    (True, False)
-    """
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if shapes != [local_shape_of(param) for param in params]:
-        return False
-    # The flat tensor of a bias that is alone in its group may have the shape of the bias, too.
-    are_vectors = all(len(shape) == 1 for shape in shapes)
-    return not (are_vectors and are_partitioned(params))
 
 
 def _by_expert_group(pairs: Sequence[tuple[str, Tensor]]) -> dict[str | None, list[tuple[str, Tensor]]]:
