@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -21,6 +20,7 @@ from muonfx.core.transform import require_transform
 from muonfx.core.visit import visit
 from muonfx.engines.deepspeed.flat_optimizer import FlatOptimizer
 from muonfx.engines.deepspeed.flat_params import (
+    FlatParams,
     are_partitioned,
     flats_of,
     locate,
@@ -197,7 +197,8 @@ class ZeroOptimizer(Optimizer):
                 group_steps.append(_GroupStep(group, self._flat_optimizer(tensor, group), numbers))
         for _, optimizer, _ in group_steps:
             optimizer.check_and_cast(self.state)
-            self._warn_if_overwritten(optimizer)
+            written_params = self._params_written_since_last_step(optimizer.flat)
+            self._warn_if_overwritten(optimizer.flat, written_params)
         return group_steps
 
     def _facts_of_step(self, group_steps: Sequence[_GroupStep]) -> Facts:
@@ -216,26 +217,39 @@ class ZeroOptimizer(Optimizer):
             facts[f"step counts of {title}"] = optimizer.step_counts(self.state)
         return facts
 
-    def _warn_if_overwritten(self, optimizer: FlatOptimizer) -> None:
-        """Warn, once, of weights that were written into the model since the last step, and that this step overwrites.
+    def _params_written_since_last_step(self, flat: FlatParams) -> dict[str, Tensor]:
+        """Return the parameters of a flat tensor that were written to since the last step, and record these writes.
 
-        DeepSpeed steps on copies in fp32, and then writes these into the model. `_version` counts the writes to a
-        tensor, except those to its ``data``, which DeepSpeed uses.
+        At the first step, there are none. ``_version`` of a tensor counts the writes to it, except those to its
+        ``data``, which DeepSpeed uses.
         """
         written: dict[str, Tensor] = {}
-        for name, tensor in optimizer.flat.tensor_of.items():
+        for name, stepped_tensor in flat.tensor_of.items():
             param = self._params[name]
-            if tensor is param:  # as at stage 0 in fp32
+            if stepped_tensor is param:  # at stage 0 in fp32, DeepSpeed has no copy to write over it
                 continue
-            if self._write_counts.get(name, param._version) != param._version:
+            count = param._version
+            if self._write_counts.get(name, count) != count:
                 written[name] = param
-            self._write_counts[name] = param._version
-        if self._has_warned_of_overwritten or not written:
+            self._write_counts[name] = count
+        return written
+
+    def _warn_if_overwritten(self, flat: FlatParams, written_params: Mapping[str, Tensor]) -> None:
+        """Warn once if a step overwrites parameters that were written to: DeepSpeed writes its fp32 copies over them.
+
+        There is no warning if the copies have the written values, as after ``refresh_fp32_params``.
+        """
+        if self._has_warned_of_overwritten or not written_params:
             return
-        overwritten_name = name_of_overwritten(optimizer.flat, written)
-        if overwritten_name is not None:
-            self._has_warned_of_overwritten = True
-            warn_caller(_overwritten(overwritten_name))
+        name = name_of_overwritten(flat, written_params)
+        if name is None:
+            return
+        self._has_warned_of_overwritten = True
+        warn_caller(
+            f"{name!r}: found values that were written into the model after the last step. They are lost: DeepSpeed "
+            "writes its fp32 copy over them. After each such write, as of an average or by load_state_dict, call "
+            "engine.optimizer.refresh_fp32_params()"
+        )
 
     def _only_allocates(self) -> bool:
         """Return True if DeepSpeed takes this step only to allocate the state.
@@ -585,16 +599,7 @@ def _trained_has_changed(name: str, when: str) -> ValueError:
     )
 
 
-def _overwritten(name: str) -> str:
-    """Return a warning of weights in the model that a step overwrites."""
-    return (
-        f"{name!r}: found values that were written into the model after the last step. They are lost: DeepSpeed writes "
-        "its fp32 copy over them. After each such write, as of an average or by load_state_dict, call "
-        "engine.optimizer.refresh_fp32_params()"
-    )
-
-
-def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Group]) -> None:
     """Warn if the stages of a pipeline have different groups; all ranks call this together.
 
     For example, a stage without an embedding may have no parameter for AdamW, and so no group of this label.
@@ -606,12 +611,11 @@ def _warn_of_unequal_stages(model: nn.Module, groups: Sequence[Mapping[str, Any]
     labels_of_ranks = gather_objects([group["label"] for group in groups])
     for rank, labels in enumerate(labels_of_ranks):
         if len(labels) != len(labels_of_ranks[0]):
-            warnings.warn(
+            warn_caller(
                 f"param_groups: found the groups {labels_of_ranks[0]} on rank 0 and {labels} on rank {rank}, because "
                 "the pipeline stages have other kinds of parameters. With ZeRO stage 1, DeepSpeed sums the gradient "
                 "norm group by group over all stages, and waits forever: use ZeRO stage 0, or another "
-                "partition_method, so that each stage has a parameter of each label",
-                stacklevel=4,
+                "partition_method, so that each stage has a parameter of each label"
             )
             return
 
