@@ -51,6 +51,8 @@ from muonfx.sharding.communication.differences import Facts
 
 _REQUESTED_RATE = "requested_lr"
 """The key in a saved group with its learning rate at construction, which DeepSpeed's schedulers overwrite in "lr"."""
+_CHECKPOINT = "load_state_dict: DeepSpeed's checkpoint"
+"""Begins the warnings of a load, as in "load_state_dict: DeepSpeed's checkpoint was saved with other numbers"."""
 
 
 class _GroupStep(NamedTuple):
@@ -277,11 +279,11 @@ class ZeroOptimizer(Optimizer):
         trained_before = set(self._params.values())
         for name, param in trained.items():
             if param not in trained_before:
-                raise _trained_has_changed(name, "requires grad now, but did not")
+                raise _trained_has_changed(name, "requires grad now, but did not when the optimizer was made")
         trained_now = set(trained.values())
         for name, param in self._params.items():
             if param not in trained_now:
-                raise _trained_has_changed(name, "required grad")
+                raise _trained_has_changed(name, "required grad when the optimizer was made")
 
     def all_flat_optimizers(self) -> list[FlatOptimizer]:
         """Return the `FlatOptimizer` (parameters and their state) of each flat tensor that DeepSpeed steps on.
@@ -443,22 +445,26 @@ class ZeroOptimizer(Optimizer):
         return [TrackedGroup(group, group["param_names"], self._numbers_of(group)) for group in self.param_groups]
 
     def _warnings_of_load(self, saved_groups: Sequence[Group]) -> list[str]:
-        """Return the warnings for saved groups whose numbers or chain differ from this optimizer.
+        """Return the warnings of saved groups: other numbers than in the code of this optimizer, or another chain.
 
-        Numbers are compared as an optimizer without DeepSpeed compares them. Of the rates, it compares those from
-        before a scheduler.
+        A line of the first one is such as "group 'muon', lr: 0.1 in the file, 0.2 in the code; the file's is used".
         """
-        source = "load_state_dict: DeepSpeed's checkpoint"
+        tracked_groups = self._tracked_groups()
         lines: list[str] = []
-        for tracked, saved_group in zip(self._tracked_groups(), saved_groups, strict=True):
-            group = _with_first_rate(tracked.group, _requested_rate(tracked))
-            saved_with_first_rate = _with_first_rate(saved_group, saved_group[_REQUESTED_RATE])
-            lines += differences(self.tx, tracked._replace(group=group), saved_with_first_rate)
+        for tracked, saved_group in zip(tracked_groups, saved_groups, strict=True):
+            # Rates are compared as they were before a scheduler. `differences` reads them from "initial_lr", which
+            # torch's schedulers set. DeepSpeed's change "lr" alone, and then it is the rate from construction.
+            group = {"initial_lr": _requested_rate(tracked), **tracked.group}
+            saved_with_initial_rate = {"initial_lr": saved_group[_REQUESTED_RATE], **saved_group}
+            lines += differences(self.tx, tracked._replace(group=group), saved_with_initial_rate)
         texts: list[str] = []
         if lines:
-            advice = ". With a scheduler of DeepSpeed, the rates are the code's, as in org_lrs of WarmupCosineLR"
-            texts.append(numbers_warning(source, lines) + advice)
-        other_chain = chain_warning(source, _visited(self.tx, self._whole_params), self._tracked_groups(), saved_groups)
+            texts.append(
+                f"{numbers_warning(_CHECKPOINT, lines)}. With a scheduler of DeepSpeed, the rates are the code's, as "
+                "in org_lrs of WarmupCosineLR"
+            )
+        visited = _visited(self.tx, self._whole_params)
+        other_chain = chain_warning(_CHECKPOINT, visited, tracked_groups, saved_groups)
         if other_chain is not None:
             texts.append(other_chain)
         return texts
@@ -580,22 +586,11 @@ def _requested_rate(tracked: TrackedGroup) -> float:
     return float(tracked.numbers.requested_entries.get("lr", 0.0))
 
 
-def _with_first_rate(group: Group, requested_rate: float) -> dict[str, Any]:
-    """Return a group with the entry "initial_lr", the learning rate from before a scheduler.
-
-    Only torch's schedulers set it. DeepSpeed's overwrite "lr" alone: then it is the rate from construction.
-
-    >>> _with_first_rate({"lr": 0.001}, 0.02)
-    {'initial_lr': 0.02, 'lr': 0.001}
-    """
-    return {"initial_lr": requested_rate, **group}
-
-
-def _trained_has_changed(name: str, when: str) -> ValueError:
+def _trained_has_changed(name: str, problem: str) -> ValueError:
     """Return an error for a parameter that was frozen, unfrozen, added or removed after construction."""
     return ValueError(
-        f"{name!r} {when} when the optimizer was made; DeepSpeed steps on the parameters from then: "
-        "freeze, unfreeze, add or remove it first, then make the optimizer and DeepSpeed's engine"
+        f"{name!r} {problem}; DeepSpeed steps on the parameters from then: freeze, unfreeze, add or remove it first, "
+        "then make the optimizer and DeepSpeed's engine"
     )
 
 
