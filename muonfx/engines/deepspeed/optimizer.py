@@ -258,10 +258,10 @@ class ZeroOptimizer(Optimizer):
 
         Then all tensors are fp32 copies of the parameters of stage 0, and their gradients are zero.
         """
-        if any(optimizer.flat.is_flat for optimizer in self._flat_optimizers.values()):  # not stage 0
-            return False
         model_params = set(self._params.values())
         for group in self.param_groups:
+            if not self._has_unflattened_tensors(group):  # not stage 0
+                return False
             for tensor in group["params"]:
                 is_copy = tensor not in model_params
                 has_zero_gradient = tensor.grad is not None and not tensor.grad.any()
