@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muonfx.core.checks import warn_caller
 from muonfx.engines.deepspeed.parallel import (
     block_group_of,
     gather_objects,
@@ -115,16 +115,20 @@ class FlatParams(NamedTuple):
         """
         if self.layout is None:  # each rank has whole parameters
             return value
-        shape = self.layout.specs[name].shape
-        position = self.layout.position(name)  # which elements this rank holds
-        if position == ShardPosition.whole(shape):  # at stage 0, a parameter that AutoTP has not split
+        shape = self.layout.specs[name].shape  # of the whole parameter
+        position = self.layout.position(name)  # which of its elements this rank holds
+        if position == ShardPosition.whole(shape):
             return value
-        if position.start is not None:  # an interval of the flattened parameter
-            return FlatShard(shape, position.start, value.reshape(-1))
-        # Some rows or columns of AutoTP, which are flattened at stages 1 to 3, and here at stage 0.
-        if not self.is_flat:
-            position = position.interval_of_shard(0, position.numel)
-        return FlatShard(shape, 0, value.reshape(-1), elements=position)
+        flat_value = value.reshape(-1)
+        # 1. ZeRO gives a rank an interval of the flattened parameter.
+        if position.start is not None:
+            return FlatShard(shape, position.start, flat_value)
+        # 2. AutoTP gives a rank rows or columns, ``spans`` of a dim. Here they are flattened.
+        if position.spans:
+            flat_position = position.interval_of_shard(0, position.numel)
+            return FlatShard(shape, 0, flat_value, elements=flat_position)
+        # 3. With both, a rank has an interval of flattened rows or columns.
+        return FlatShard(shape, 0, flat_value, elements=position)
 
 
 WithPosition = Callable[[FlatParams, str, Tensor], Tensor | FlatShard]
@@ -498,10 +502,9 @@ def _stale(name: str) -> ValueError:
 
 def _warn_of_unknown_values(name: str) -> None:
     """Warn that the values of a parameter are not on this rank, so that its position is not checked."""
-    warnings.warn(
+    warn_caller(
         f"{name!r}: its values cannot be compared with DeepSpeed's flat tensor, because DeepSpeed stores them "
-        "elsewhere; DeepSpeed's mapping is assumed to be right",
-        stacklevel=3,
+        "elsewhere; DeepSpeed's mapping is assumed to be right"
     )
 
 

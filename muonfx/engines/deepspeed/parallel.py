@@ -78,19 +78,23 @@ def tensor_shards_of(name: str, param: Tensor, size: int) -> tuple[ShardPosition
         spans: list[list[Span]] = [[(0, length)] for length in shape]  # (start, stop)
         spans[dim] = _spans_of_rank(widths, rank)
         shards.append(ShardPosition.grid(spans))
-    if not _are_shards_of(param, shards):
+    if not _are_shards_of(shape, shards, local_shape_of(param)):
         raise _undescribed(name, metadata)
     return tuple(shards)
 
 
-def _are_shards_of(param: Tensor, shards: Sequence[ShardPosition]) -> bool:
-    """Return whether shards have as many elements as a parameter, and one of them the shape of this rank's shard.
+def _are_shards_of(shape: tuple[int, ...], shards: Sequence[ShardPosition], local_shape: tuple[int, ...]) -> bool:
+    """Return True if shards have each element of a tensor of this shape once, and one has the shape of this rank's.
 
-    Shards that overlap have more elements.
+    >>> first_rows = ShardPosition.grid([[(0, 2)], [(0, 8)]])
+    >>> last_rows = ShardPosition.grid([[(2, 4)], [(0, 8)]])
+    >>> _are_shards_of((4, 8), [first_rows, last_rows], local_shape=(2, 8))
+    True
     """
-    have_all_elements = sum(shard.numel for shard in shards) == prod(whole_shape_of(param))
-    shapes = [shard.shape for shard in shards]
-    return have_all_elements and local_shape_of(param) in shapes
+    numel_of_shards = sum(shard.numel for shard in shards)
+    if numel_of_shards != prod(shape):  # more elements if they overlap
+        return False
+    return any(shard.shape == local_shape for shard in shards)
 
 
 def _widths_of_parts(metadata: dict[str, Any]) -> Sequence[Sequence[int]] | None:
