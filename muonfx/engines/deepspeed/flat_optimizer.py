@@ -17,6 +17,7 @@ from muonfx.optimizer.group_numbers import fitted
 from muonfx.optimizer.named_parameters import NamedTensors
 from muonfx.optimizer.state_entries import path_of
 from muonfx.optimizer.stepping import add_in_place
+from muonfx.sharding.layout import Layout
 from muonfx.sharding.shards.flat_shard import FlatShard
 from muonfx.sharding.transform import from_global, is_host_counter, sharded, to_global
 from muonfx.tree import PyTree, Spec
@@ -48,15 +49,19 @@ class FlatOptimizer:
 
     def __init__(self, tx: Transform, whole_params: NamedTensors, flat: FlatParams, states: States) -> None:
         self.flat = flat
+        """The flat tensor, and the positions of the parameters' shards in it."""
         self._tx = tx
+        """The transform with the hyperparameters from construction."""
         self._all_names = list(whole_params)
+        """The parameters of the model. All trees have these names, with None for parameters of other flat tensors."""
         self._numbers: dict[str, Any] | None = None
-        """The hyperparameters in the last step."""
-        self._current_tx = tx
-        """The transform with these hyperparameters."""
+        """The hyperparameters in the last step; None before the first step."""
+        self._placed_tx = _placed(tx, flat.layout)
+        """The transform with these hyperparameters, as it is applied to the shards of this rank."""
         params = flat.params()
-        new_state = self._transform().init(self._with_all_names(params))
+        new_state = self._placed_tx.init(self._with_all_names(params))
         self._treedef = tree.flatten(new_state)[1]
+        """The structure of the state."""
         self.state_paths = tree.paths(new_state)
         """The path of each leaf of the state."""
         self._state_leaves = _state_leaves_of(new_state, self._all_names, params)
@@ -67,12 +72,6 @@ class FlatOptimizer:
         }
         """The expected shape and dtype of each entry in ``optimizer.state``, by tensor and key."""
         _add_missing(new_entries_of, states)
-
-    def _transform(self) -> Transform:
-        """Return the transform with the current hyperparameters, sharded unless each rank has whole parameters."""
-        if self.flat.layout is None:
-            return self._current_tx
-        return sharded(self._current_tx, self.flat.layout)
 
     def _with_all_names(self, params: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return a dict with every parameter of the model, in which those that ``params`` lacks are None."""
@@ -204,7 +203,7 @@ class FlatOptimizer:
         grads = {name: self.flat.view(name, tensor.grad) for name, tensor in self.flat.tensor_of.items()}
         state = self._read(states)
         # A flat gradient may be overwritten, but not one of stage 0, which may be a parameter's own.
-        updates, new_state = self._transform().update(
+        updates, new_state = self._placed_tx.update(
             self._with_all_names(grads),
             state,
             self._with_all_names(params),
@@ -216,7 +215,7 @@ class FlatOptimizer:
     def _set_numbers(self, numbers: dict[str, Any]) -> None:
         """Build the transform again with new hyperparameters."""
         fitted_numbers = fitted(hyperparams(self._tx), numbers)
-        self._current_tx = prepared(with_hyperparams(self._tx, fitted_numbers))
+        self._placed_tx = _placed(prepared(with_hyperparams(self._tx, fitted_numbers)), self.flat.layout)
         self._numbers = numbers
 
     def global_leaves(self, states: States, with_position: WithPosition) -> list[Any]:
@@ -228,7 +227,7 @@ class FlatOptimizer:
         # 1. With a layout, the leaves that the transform shards become `FlatShard`.
         state = self._read(states)
         if self.flat.layout is not None:
-            state = to_global(self._transform(), state, self._with_all_names(self.flat.params()))
+            state = to_global(self._placed_tx, state, self._with_all_names(self.flat.params()))
         # 2. Plain tensors are shards of the state of a parameter, or belong to none, as a step count does.
         leaves: list[Any] = []
         for (_, name), leaf in zip(self._state_leaves, tree.leaves(state), strict=True):
@@ -267,7 +266,7 @@ class FlatOptimizer:
                 new_leaves.append(self._loaded_leaf(loaded_leaf))
         new_state = tree.unflatten(self._treedef, new_leaves)
         if self.flat.layout is not None:
-            new_state = from_global(self._transform(), new_state, self._with_all_names(self.flat.params()))
+            new_state = from_global(self._placed_tx, new_state, self._with_all_names(self.flat.params()))
         self._write(stored_state, new_state, states)
 
     def _loaded_leaf(self, leaf: Tensor | FlatShard) -> Any:
@@ -278,6 +277,13 @@ class FlatOptimizer:
         if is_sharded:
             return leaf  # a `FlatShard`, which `from_global` replaces by its values
         return leaf.whole
+
+
+def _placed(tx: Transform, layout: Layout | None) -> Transform:
+    """Return a transform for the shards of a rank, or the transform itself if each rank has whole parameters."""
+    if layout is None:
+        return tx
+    return sharded(tx, layout)
 
 
 def _add_missing(new_entries_of: States, states: States) -> None:
