@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,17 +53,6 @@ _REQUESTED_RATE = "requested_lr"
 """The key in a saved group with its learning rate at construction, which DeepSpeed's schedulers overwrite in "lr"."""
 _CHECKPOINT = "load_state_dict: DeepSpeed's checkpoint"
 """Begins the warnings of a load, as in "load_state_dict: DeepSpeed's checkpoint was saved with other numbers"."""
-
-
-class _GroupStep(NamedTuple):
-    """The step of a flat tensor; at stage 0, of all parameters of a group."""
-
-    group: Group
-    """The param group of its parameters."""
-    optimizer: FlatOptimizer
-    """The optimizer of the flat tensor."""
-    numbers: dict[str, Any]
-    """The hyperparameters, such as ``{"lr": 0.02, "momentum": 0.95}``."""
 
 
 class ZeroOptimizer(Optimizer):
@@ -153,9 +142,9 @@ class ZeroOptimizer(Optimizer):
         flat_optimizers = dict(self._flat_optimizers)
         try:
             with raising_on_all_ranks("a step", self._step_group) as facts:
-                group_steps = self._prepare_step()
+                group_of_optimizer = self._optimizers_to_step()
                 if self._step_group is not None:
-                    facts.update(self._facts_of_step(group_steps))
+                    facts.update(self._facts_of_step(group_of_optimizer))
         except Exception:
             self.param_groups = self._all_groups  # DeepSpeed would leave the one group of this call there
             # An error may have left some ranks without the new ones: the next call makes them on all ranks together.
@@ -171,8 +160,8 @@ class ZeroOptimizer(Optimizer):
             self.state.clear()
             return loss
         # 3. The step of each flat tensor.
-        for _, optimizer, numbers in group_steps:
-            optimizer.step(numbers, self.state)
+        for optimizer, group in group_of_optimizer.items():
+            optimizer.step(self._numbers_of(group).read(group), self.state)
         return loss
 
     @cached_property
@@ -180,8 +169,11 @@ class ZeroOptimizer(Optimizer):
         """All ranks that step the same parameters, or shards of them; None for a single rank."""
         return ranks_of_step(self.model)
 
-    def _prepare_step(self) -> list[_GroupStep]:
-        """Return the steps of the flat tensors in ``param_groups``; raise before any of them is taken."""
+    def _optimizers_to_step(self) -> dict[FlatOptimizer, Group]:
+        """Return the flat optimizers that take this step, each with the param group of its parameters.
+
+        Any error in them is raised here, before the first of them steps.
+        """
         # 1. All groups are read, because DeepSpeed steps them one after another: a wrong hyperparameter of the last one
         # must raise before the first is stepped. The ranks make flat optimizers together, so none of them may begin
         # while another one has an error.
@@ -191,19 +183,20 @@ class ZeroOptimizer(Optimizer):
             for group in self._all_groups:
                 self._numbers_of(group).read(group)
             self._rates.check(self._all_groups)
-        # 2. The steps of this call. A state that DeepSpeed has loaded may be of another transform.
-        group_steps: list[_GroupStep] = []
+        # 2. The flat optimizers of this call. The ranks create all of them together, before one rank may raise.
+        group_of_optimizer: dict[FlatOptimizer, Group] = {}
         for group in self.param_groups:
-            numbers = self._numbers_of(group).read(group)
+            self._numbers_of(group).read(group)
             for tensor in self._tensors_to_step(group):
-                group_steps.append(_GroupStep(group, self._flat_optimizer(tensor, group), numbers))
-        for _, optimizer, _ in group_steps:
+                group_of_optimizer[self._flat_optimizer(tensor, group)] = group
+        # 3. A state that DeepSpeed has loaded may be of another transform.
+        for optimizer in group_of_optimizer:
             optimizer.check_and_cast(self.state)
             written_params = self._params_written_since_last_step(optimizer.flat)
             self._warn_if_overwritten(optimizer.flat, written_params)
-        return group_steps
+        return group_of_optimizer
 
-    def _facts_of_step(self, group_steps: Sequence[_GroupStep]) -> Facts:
+    def _facts_of_step(self, group_of_optimizer: Mapping[FlatOptimizer, Group]) -> Facts:
         """Return what must be equal on all ranks that step the same parameters, by the subject of an error.
 
         For example, "numbers in param_groups[0] ('muon')" is ``{"lr": 0.02, "momentum": 0.95}``.
@@ -214,7 +207,7 @@ class ZeroOptimizer(Optimizer):
             title = f"param_groups[{index}] ({group['label']!r})"
             title_of[tuple(group["param_names"])] = title
             facts[f"numbers in {title}"] = _comparable_entries(group, self._numbers_of(group).keys)
-        for group, optimizer, _ in group_steps:
+        for optimizer, group in group_of_optimizer.items():
             title = title_of[tuple(group["param_names"])]
             facts[f"step counts of {title}"] = optimizer.step_counts(self.state)
         return facts
@@ -295,10 +288,8 @@ class ZeroOptimizer(Optimizer):
             self._require_same_trained()
         optimizers: list[FlatOptimizer] = []
         for group in self.param_groups:
-            tensors = self._stepped_tensors(group)
-            if self._has_unflattened_tensors(group):  # at stage 0, its first tensor has the optimizer of the group
-                tensors = tensors[:1]
-            optimizers += [self._flat_optimizer(tensor, group) for tensor in tensors]
+            for tensor in self._tensors_with_optimizer(group):
+                optimizers.append(self._flat_optimizer(tensor, group))
         return optimizers
 
     @contextmanager
@@ -317,14 +308,6 @@ class ZeroOptimizer(Optimizer):
                     del self._flat_optimizers[first_tensor]
             for tensor in self.state.keys() - tensors_with_state:
                 del self.state[tensor]
-
-    def _stepped_tensors(self, group: Group) -> list[Tensor]:
-        """Return the tensors of a param group on which DeepSpeed steps: flat tensors, or at stage 0 parameters."""
-        params = self._params_of(group).values()
-        engine = stage_3_of(params)
-        if engine is None:
-            return group["params"]
-        return flats_of(engine, params)  # at stage 3, DeepSpeed puts its flat tensors into the group in a step only
 
     @torch.no_grad()
     def update_working_copy(self) -> None:
@@ -349,11 +332,18 @@ class ZeroOptimizer(Optimizer):
                     return True
         return False
 
-    def _tensors_to_step(self, group: Group) -> list[Tensor]:
-        """Return the tensors of a param group whose flat optimizers a step uses: flat tensors with a gradient.
+    def _tensors_with_optimizer(self, group: Group) -> list[Tensor]:
+        """Return the flat tensors of a param group; at stage 0, its first tensor, which has the optimizer of all."""
+        if self._has_unflattened_tensors(group):
+            return group["params"][:1]
+        params = self._params_of(group).values()
+        engine = stage_3_of(params)
+        if engine is None:
+            return group["params"]
+        return flats_of(engine, params)  # at stage 3, DeepSpeed puts its flat tensors into the group in a step only
 
-        At stage 0, the first tensor of the group has the optimizer of all of them.
-        """
+    def _tensors_to_step(self, group: Group) -> list[Tensor]:
+        """Return the flat tensors of a param group with a gradient in this step; at stage 0, its first tensor."""
         if self._has_unflattened_tensors(group):
             return group["params"][:1]
         return [tensor for tensor in group["params"] if tensor.grad is not None]
