@@ -179,10 +179,11 @@ def _options_of_parts(options: Mapping[str, Any], model_parts: Sequence[nn.Modul
         roles_of_others = all_roles - roles
         options_of_part = dict(options)
         for name in arguments:
-            number_of_role: Mapping[str, Any] = options[name]
-            options_of_part[name] = {
-                role: number for role, number in number_of_role.items() if role not in roles_of_others
-            }
+            number_of_role: dict[str, Any] = {}
+            for role, number in options[name].items():
+                if role not in roles_of_others:
+                    number_of_role[role] = number
+            options_of_part[name] = number_of_role
         options_of_parts.append(options_of_part)
     return options_of_parts
 

@@ -154,17 +154,27 @@ class Name:
         'xEmbedder.proj'
         """
         if rule.where == "path":
-            path = ".".join([self.words[component] for component in self.path])
-            match = re.search(rule.pattern, path)
-            if match is None or not self.is_of_layer:
-                return None
-            first = path.count(".", 0, match.start())  # the index of the first component of the match
-            last = path.count(".", 0, match.end())
-            return ".".join(self.path[first : last + 1])
+            return self._find_in_path(rule.pattern)
         for component in self._compared(rule.where):
             if re.search(rule.pattern, self.words[component]):
                 return component
         return None
+
+    def _find_in_path(self, pattern: str) -> str | None:
+        """Return the components of the path of a layer that a pattern matches; None if there are none.
+
+        For "embedder.proj", these are the components 1 and 2 of ``h.xEmbedder.proj``, whose words are
+        "h.x_embedder.proj".
+        """
+        if not self.is_of_layer:
+            return None
+        path_in_words = ".".join([self.words[component] for component in self.path])
+        match = re.search(pattern, path_in_words)
+        if match is None:
+            return None
+        first = path_in_words.count(".", 0, match.start())  # the index of the first component of the match
+        last = path_in_words.count(".", 0, match.end())
+        return ".".join(self.path[first : last + 1])
 
     def _compared(self, where: Where) -> list[str]:
         """Return the components that a rule for these components is compared with."""

@@ -274,8 +274,11 @@ def _is_in_gated_mlp(name: Name, gate: str, ndim: int, gated_mlps: GatedMlps) ->
     True
     """
     modules_around = name.components[: name.components.index(gate)]
-    is_in_expert = any(re.search(r"(^|_)experts?(_\d+)*$", name.words[module]) for module in modules_around)
-    return is_in_expert or (".".join(modules_around), ndim) in gated_mlps
+    for module in modules_around:
+        if re.search(r"(^|_)experts?(_\d+)*$", name.words[module]):
+            return True
+    path_of_mlp = ".".join(modules_around)
+    return (path_of_mlp, ndim) in gated_mlps
 
 
 def _gated_mlps(infos: Iterable[ParamInfo]) -> GatedMlps:

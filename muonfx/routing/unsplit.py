@@ -55,7 +55,16 @@ def _would_mix(tx: Transform, name: str) -> bool:
 
 
 def _mixed_matrices(tx: Transform, name: str, route: Route, shape: tuple[int, ...]) -> ValueError:
-    """Return the error of `check_shapes` for a parameter of this shape, with a remedy for each likely cause."""
+    """Return an error for a stack of matrices that a transform would update as one matrix.
+
+    The message has a remedy for each likely cause.
+
+    Args:
+        tx: the transform.
+        name: the name of the parameter.
+        route: its label, and the shape for which the label was chosen: (8, 4).
+        shape: the shape of the tensor, which has more dims: (3, 8, 4).
+    """
     return ValueError(
         f"partition: {name!r} has shape {shape}, expected {route.shape}, the shape when its label {route.label!r} was "
         f"chosen: {tx.name} would treat a stack of matrices as one matrix. If the tensor stacks several models "
@@ -131,8 +140,8 @@ def _warn_of_suggestions(view: MatrixView, used_routes: Mapping[str, Route], rou
     """Warn of parameters that may hold several matrices, unless the user has set how their transform divides them.
 
     The evidence is only a name such as "qkv", or the widths of layers, so that the parameter is not split without the
-    user. For a "qkv", the warning shows two arguments of Muon: ``view=MatrixView({"*.qkv": "(part=3 out) in -> part out
-    in"})``, and the pattern "whole ... -> whole (...)" that keeps it one matrix.
+    user. The warning has two patterns to copy. For a "qkv", these are "(part=3 out) in -> part out in", which splits
+    it, and "whole ... -> whole (...)", which keeps it one matrix.
 
     Args:
         view: the view of a transform, with the patterns that are set already.
@@ -176,8 +185,8 @@ def _text_of_suggestions(
         suggested: the pattern that splits each parameter, by name: {"attn.qkv": "(part=3 out) in -> part out in"}.
         splitting_patterns: the same by glob, and the patterns that the transform has for other parameters:
             {"*attn.qkv": "(part=3 out) in -> part out in"}.
-        whole_patterns: the patterns that keep each parameter one matrix, by glob: {"*attn.qkv": "whole ... -> whole
-            (...)"}.
+        whole_patterns: the patterns that keep each parameter one matrix, by glob:
+            {"*attn.qkv": "whole ... -> whole (...)"}.
     """
     # As text, because a pattern with placeholders is no valid `MatrixView`.
     argument = f"orthogonalize=muonfx.orthogonalize(view=muonfx.MatrixView({splitting_patterns!r}))"

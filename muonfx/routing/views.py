@@ -372,7 +372,8 @@ def _of_torch(param: _Param) -> Division | None:
 def _of_convolution(param: _Param) -> Division | None:
     """Return the matrices of a transposed convolution, or of one with groups; None for another parameter.
 
-    A convolution with two groups holds two matrices along its output channels, each of its own input channels.
+    A convolution with two groups holds two matrices along its output channels, each of its own input channels. Its view
+    is "(part=2 out) ... -> part out (...)".
     """
     if not is_convolution(param.info):
         return None
@@ -382,8 +383,9 @@ def _of_convolution(param: _Param) -> Division | None:
         if owner.groups > 1:
             note += f"; {owner.groups} groups, not split"
         return Division(MatrixView("in out ... -> out (in ...)"), note)
-    if isinstance(owner, _ConvNd) and owner.groups > 1:  # the rows of a group are next to each other
-        return Division(MatrixView(in_equal_parts(CONVOLUTION, owner.groups)), f"{owner.groups} groups")
+    if isinstance(owner, _ConvNd) and owner.groups > 1:
+        pattern = in_equal_parts(CONVOLUTION, owner.groups)  # the rows of a group are next to each other
+        return Division(MatrixView(pattern), f"{owner.groups} groups")
     return None
 
 
