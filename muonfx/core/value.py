@@ -337,11 +337,17 @@ def _filled(template: Any, parts: Iterator[object]) -> Any:
     if template is _BLANK:
         return next(parts)
     kind = type(template)
+    if kind not in _CONTAINERS:  # a fixed value, such as True
+        return template
+    items = template.values() if kind is dict else template
+    filled: list[Any] = []
+    for item in items:
+        if item is _BLANK or type(item) in _CONTAINERS:  # most items are fixed values
+            item = _filled(item, parts)
+        filled.append(item)
     if kind is dict:
-        return {key: _filled(item, parts) for key, item in template.items()}
-    if kind in (tuple, list):
-        return kind([_filled(item, parts) for item in template])
-    return template  # a fixed value, such as True
+        return dict(zip(template, filled, strict=True))
+    return kind(filled)
 
 
 def _names_of_blanks(template: Any, name: str) -> list[str]:
