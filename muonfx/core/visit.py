@@ -120,7 +120,7 @@ def _own_numbers(tx: Transform) -> list[str]:
         if isinstance(value, Transform):
             continue
         if isinstance(value, Recorded):  # a schedule
-            names += named_numbers(value, name)  # the keys
+            names += list(named_numbers(value, name))
         else:
             names.append(name)
     return names

@@ -125,6 +125,8 @@ class Binding:
     """The results of functions that `by_structure` decorates, by function, transform and names of parameters."""
     _expected_states: dict[Hashable, checks.ExpectedState] = field(default_factory=dict)
     """The structure, shapes and dtypes of a state, by the structures of transform and parameters, and their dtypes."""
+    dtype_digests: dict[tuple[torch.dtype | None, ...], str] = field(default_factory=dict)
+    """For the dtypes of parameters in the order of the tree, a hash of them, which the ranks compare."""
     plans: dict[Hashable, RunPlan] = field(default_factory=dict)
     """The results of `plan`, by names of parameters, transforms and device."""
     _warned: set[Hashable] = field(default_factory=set)
@@ -185,11 +187,12 @@ class Binding:
             with_dtypes: True to compare dtypes too.
         """
         leaves, structure = tree.flatten(like)
-        for name, leaf in zip(tree.names(like), leaves, strict=True):
-            if leaf is None and name in self.layout.specs:
-                return  # a gradient that is missing, so the shape of its parameter, and of its state, is unknown
-        # `init` is called on meta tensors, and once only for all steps with the same structure and dtypes.
         dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
+        if None in dtypes:  # seldom, so most steps need no names
+            for name, leaf in zip(tree.names(like), leaves, strict=True):
+                if leaf is None and name in self.layout.specs:
+                    return  # a gradient that is missing, so the shape of its parameter, and of its state, is unknown
+        # `init` is called on meta tensors, and once only for all steps with the same structure and dtypes.
         key = tx.treedef, structure, tuple(dtypes)
         if key not in self._expected_states:
             meta_state = self.init(tx, meta_like(like))

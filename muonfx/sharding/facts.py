@@ -1,7 +1,7 @@
 """Facts that must be equal on all ranks before the first step, such as the parameters, the layout and the transform.
 
 A fact has a subject, which an error names, and a value, or values by name. The ranks compare one digest of all facts.
-Those of each later step are in `muonfx.sharding.transform`.
+Those of every step, also of the first, are in `muonfx.sharding.transform`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from muonfx.sharding.shards.dtensors import local_tree, require_shards
 from muonfx.sharding.state import describe_state
 from muonfx.tree import PyTree
 
-# The subjects of some facts, as errors name them, with advice in parentheses.
+# The subjects of some facts, as errors name them. Some have advice in parentheses.
 NUMBERS = "numbers in their chains"
 _AUTO_DTYPES = 'dtypes for "auto" (give each such transform a dtype, for example dtype=torch.float32)'
 _LIBRARIES = 'libraries of symmetric products (polar.explain has the reason; give products="batched")'

@@ -375,7 +375,8 @@ def own_what_they_hold(layout: Layout, name: str, shards: Sequence[MatrixShard],
     has_entry_for_each_matrix = tuple(shape[:1]) == tuple(spec.shape[:1])
     if not has_entry_for_each_matrix:
         return False
-    # Each of the shards is a range of matrices, of which a rank computes one at most. "local": it alone holds them.
+    # A rank computes one of the shards at most, because a plan never gives it two ranges of a stack. "local": it alone
+    # holds its shard.
     return all(shard.route == "local" for shard in shards)
 
 

@@ -9,7 +9,6 @@ global form, for checkpoints, in which each leaf records its position in the who
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec
@@ -517,7 +516,7 @@ def _facts_of_step(binding: Binding, progress: Progress, tx: Transform, call: Ar
         _TRANSFORMS: prepared.transforms,
         _ORDER: f"number {progress.serial} of the group",
         _HAS_PARAMS: call.params is not None,
-        _DTYPES: _dtypes_in_order(call.params),
+        _DTYPES: _digest_of_dtypes(binding, call.params),
         _LOADS: f"{loaded} since the last step",
         _COMPLETED: progress.completed,
         # The numbers with which it computes this step.
@@ -558,18 +557,12 @@ def _prepare_facts(binding: Binding, tx: Transform, params: PyTree) -> _Prepared
     return _PreparedFacts(transforms, len(placements), counter_indices)
 
 
-def _dtypes_in_order(params: PyTree) -> str:
-    """Return the dtypes of parameters as a short text: how many neighbours have one dtype.
-
-    >>> _dtypes_in_order({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2, dtype=torch.bfloat16)})
-    '2 torch.float32, 1 torch.bfloat16'
-    """
-    dtypes = [getattr(leaf, "dtype", None) for leaf in tree.leaves(params)]
-    counts: list[str] = []
-    for dtype, neighbours in itertools.groupby(dtypes):
-        count = len(list(neighbours))
-        counts.append(f"{count} {dtype}")
-    return ", ".join(counts)
+def _digest_of_dtypes(binding: Binding, params: PyTree) -> str:
+    """Return a hash of the dtypes of parameters. The binding stores it, because most steps have the same dtypes."""
+    dtypes = tuple([getattr(leaf, "dtype", None) for leaf in tree.leaves(params)])
+    if dtypes not in binding.dtype_digests:
+        binding.dtype_digests[dtypes] = digest(dtypes)
+    return binding.dtype_digests[dtypes]
 
 
 def _leaves_without_parameter(prepared: _PreparedFacts, state: PyTree) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def cuts_on_meshes(
     if have_different_ranks:  # another rank may have a mesh that this rank does not have
         meshes_of_ranks = _meshes_of_all_ranks(specs, dtensors, ranks_of, coordinates_on, group)
         for mesh, corresponding in meshes_of_ranks.items():
+            # A rank that is not on this mesh is on its own one, and its coordinates there count.
             coordinates = [mesh_of_rank.coordinates for mesh_of_rank in corresponding]
             coordinates_on[mesh] = MeshCoordinates(tuple(mesh.shape), coordinates)
             digests = {mesh_of_rank.ranks for mesh_of_rank in corresponding}

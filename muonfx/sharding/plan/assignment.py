@@ -114,7 +114,7 @@ class RunPlan:
     _local_buckets: dict[frozenset[str], list[Bucket]] = field(default_factory=dict, repr=False, compare=False)
     """The last result of `local_buckets`, by the names of the parameters whose update was None. It has one entry."""
     _wire_dtypes: dict[torch.dtype, WireDtypes] = field(default_factory=dict, repr=False, compare=False)
-    """The results of `wire_dtypes`."""
+    """The results of `wire_dtypes`, by the dtype of the matrices."""
 
     def local_buckets(self, updates: Mapping[str, Any]) -> list[Bucket]:
         """Return the buckets of one step: the sets of matrices that are sent together, with the transfers of this rank.
@@ -235,7 +235,7 @@ def plan_run(run: Run, names: Sequence[str], layout: ShardTable, device: torch.d
     shards = _unassigned_shards(specs, matrix_of, layout, cost_of)
     machine = Machine.of(device.type, compute)
     owner_of = _owners(shards, layout.size, machine, settings)
-    for index, owner in owner_of.items():  # every rank computes the others
+    for index, owner in owner_of.items():  # a shard that is not in it is computed by every rank
         shards[index] = replace(shards[index], owner=owner)
     # 3. The parts that are sent together (buckets).
     limit = max(1, settings.bucket_bytes // BUFFERS_PER_BUCKET)
@@ -318,7 +318,8 @@ def _sets_to_split(shards: Sequence[MatrixShard], machine: Machine, replicas: Re
         return [none]
     if replicas == "split":
         return [all_replicated]
-    slower_to_compute: set[int] = set()  # than to send; every rank better computes the others
+    # Shards that take longer to compute than to send. Every rank better computes the others itself.
+    slower_to_compute: set[int] = set()
     for index in all_replicated:
         seconds_to_send = shards[index].nbytes / machine.bandwidth
         if _seconds_to_compute(shards[index], machine) > seconds_to_send:

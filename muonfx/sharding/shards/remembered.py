@@ -1,4 +1,4 @@
-"""`remembered`: a decorator for values that follow from a layout, a plan or a partition, and are computed once."""
+"""`remembered`: a decorator for values that follow from a layout or a partition, and are computed once."""
 
 from __future__ import annotations
 
