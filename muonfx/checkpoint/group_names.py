@@ -86,9 +86,9 @@ def new_params(leaf_names: Iterable[str], rename: Rename) -> Mapping[str, str]:
     {'a': 'x', 'b': 'b'}
     """
     plain_name_of = plain_names(leaf_names)
-    new_name_of, _ = new_names(plain_name_of, rename)  # mistakes in `rename` were raised before
+    new_name_of, _ = new_names(plain_name_of, rename)  # `match` reports mistakes in `rename`
     candidates: dict[str, set[str]] = {}
     for leaf_name, new_name in new_name_of.items():
         param = plain_name_of[leaf_name].rpartition("/")[2]
         candidates.setdefault(param, set()).add(new_name.rpartition("/")[2])
-    return {param: new_params.pop() for param, new_params in candidates.items() if len(new_params) == 1}
+    return {param: names.pop() for param, names in candidates.items() if len(names) == 1}

@@ -32,7 +32,7 @@ from muonfx.checkpoint.save import wait_for_save
 from muonfx.checkpoint.state_dicts import as_saved_optimizer
 from muonfx.checkpoint.together import Together, require_same
 from muonfx.core import Transform
-from muonfx.core.chain_differences import differ_only_by_names, differences_of_chains
+from muonfx.core.chain_differences import differences_of_chains
 from muonfx.core.checks import warn_caller
 from muonfx.core.precision import product_dtypes
 from muonfx.core.transform import require_transform
@@ -103,6 +103,7 @@ def load(
             levels of names, or a pattern. Each ``*`` in a pattern matches any text, which replaces the ``*`` at the
             same place in the value: ``{"*/encoder.*": "*/model.encoder.*"}``. If several entries match a name, the
             most specific one applies. It is an error if an entry matches no leaf, or if two leaves get the same name.
+            A chain that differs only by these names, such as in its labels, is no other chain.
         device: the device of all leaves; None for the devices of the leaves of ``like``.
         group: a process group, whose ranks must all call this function; if one rank fails, all raise. None: this
             process reads alone, or, if ``tx`` is sharded and ``like`` is not a `StateSpec`, the group of its layout.
@@ -640,7 +641,7 @@ class Target:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
     def _copy(self, name: str, leaf: Any) -> Any:
-        """Return a copy of a leaf of ``like`` that is missing in the checkpoint.
+        """Return a copy of a leaf of ``like`` that is missing in the checkpoint, or has fewer rows there.
 
         The result gets this copy, not the leaf itself: a change of one then leaves the other as it is.
         """
@@ -664,9 +665,12 @@ def _differs_only_by_names(index: Index, expected: StateSpec, rename: Rename) ->
     The labels of a chain have the names of parameters: ``{"fc.weight": "muon"}`` in the checkpoint may be
     ``{"net.fc.weight": "muon"}`` here, with ``rename={"*/fc.*": "*/net.fc.*"}``.
     """
-    if index.chain is None or expected.chain is None:  # saved or loaded without a transform
+    if index.fingerprint is None or expected.transform is None:  # saved or loaded without a transform
         return False
-    return differ_only_by_names(index.chain, expected.chain, new_params(index.leaves, rename))
+    if index.fingerprint == expected.fingerprint:
+        return False
+    old_name_of = {new: old for old, new in new_params(index.leaves, rename).items()}
+    return expected.transform.fingerprint_with_names(old_name_of) == index.fingerprint
 
 
 def _different_numbers(index: Index, expected: StateSpec) -> list[str]:

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -142,7 +143,7 @@ def save(
         )
     except Exception as error:
         if group is not None:  # the other ranks wait for this one
-            raise_on_all_ranks(error, path, group)
+            raise_on_all_ranks(error, _path_in_errors(path), group)
         raise
     is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
     write_checkpoint(request, shows_progress=is_first_rank)
@@ -214,8 +215,17 @@ def save_async(
         if group is None:
             raise
         # The other ranks wait for this one in their background threads.
-        return start(Path(str(path)).absolute(), partial(raise_on_all_ranks, error, path, group))
+        where = _path_in_errors(path)
+        without_frames = error.with_traceback(None)  # its frames would keep the state alive until the next save
+        return start(where, partial(raise_on_all_ranks, without_frames, where, group))
     return start(request.path, partial(write_checkpoint, replace(request, leaves=copies)))
+
+
+def _path_in_errors(path: StrPath) -> Path:
+    """Return the path of a save with invalid arguments: absolute, as on the other ranks, if it can name a folder."""
+    with suppress(Exception):
+        return folder_named(path)
+    return Path(str(path))
 
 
 def _transform_of(state: PyTree, tx: Transform | None) -> Transform | None:

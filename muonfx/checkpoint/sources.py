@@ -105,7 +105,7 @@ def _stored_transforms(states: States, stored_states: States) -> dict[str, str]:
     for transform, shapes in states.items():
         if transform in stored_states and _can_come_from(shapes, stored_states[transform]):
             stored_transform_of[transform] = transform
-    # 2. Each other state may have moved. It comes from the closest of the states that no unmoved one comes from.
+    # 2. Any other state may have moved. It then comes from the closest of the states that remain.
     free_states = {name: shapes for name, shapes in stored_states.items() if name not in stored_transform_of}
     moved_to: dict[str, list[str]] = {}  # by the transform in the checkpoint: those that may have its state now
     for transform, shapes in states.items():

@@ -53,8 +53,8 @@ def init_quantized(
     >>> state.codes["w"].dtype, state.scales["w"]  # a scale for each block of 2048 elements
     (torch.int8, tensor([0., 0., 0.]))
     """
-    # Both take a parameter, and return its codes and scales.
     codec = _codec(dtype, signed)
+    # Either function takes a parameter, and returns its codes and scales.
     encode = codec.zeros if start == "zeros" else codec.encode
     present = Present(params)
     leaves = present.pick(params)  # a list of the parameters that are not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from muonfx.core import Transform, checks
 from muonfx.core.schedules import ScalarOrSchedule
+from muonfx.internal.arguments import is_real_number
 from muonfx.transforms.leafwise import Leaf, Number, StepCount, leafwise
 from muonfx.tree import PyTree
 from muonfx.tree import elementwise as ew
@@ -32,20 +32,13 @@ class ReduceOnPlateauState(NamedTuple):
 def _check_extras(tx: Transform, extras: Mapping[str, Any]) -> None:
     """Raise an error unless the loss, ``update(..., value=loss)``, is a real number or a real tensor of one element."""
     value = extras.get("value", 0.0)
-    if not _is_real(value):
+    if not is_real_number(value):
         raise TypeError(f"reduce_on_plateau: found value={value!r}, expected the loss as a real number or real tensor")
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(
             f"reduce_on_plateau: found a value of shape {tuple(value.shape)}, expected one element: reduce the loss "
             "first, for example with .mean()"
         )
-
-
-def _is_real(value: object) -> bool:
-    """Return True for a real number or a tensor of real numbers. A bool is no number here."""
-    if isinstance(value, Tensor):
-        return not value.is_complex() and value.dtype != torch.bool
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @leafwise(check_extras=_check_extras)

@@ -159,8 +159,8 @@ def scale_by_soap(
         """Return Adam's update in the current bases, then average the factors and refresh the bases.
 
         The names are as in the docstring of `scale_by_soap`: bases p and q, moments m and v, factors left (L) and right
-        (R). For m by n gradients g, p and left have the shape (..., m, m), and q and right (..., n, n). A basis and a
-        factor are empty if the side is too long.
+        (R). For gradients g of shape (..., rows, columns), p and left have the shape (..., rows, rows), and q and right
+        (..., columns, columns). A basis and a factor are empty if the side is too long.
         """
         is_first = s.count == 0
         is_due = s.count.remainder(refresh) == 0

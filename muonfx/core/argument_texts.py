@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -71,17 +71,20 @@ def _name_of_script(module: str) -> str:
     return Path(path).stem
 
 
-def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
+def text_of(
+    value: Any, nested: Callable[[Any], str] | None = None, name_of: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Return an argument of a transform as text for its fingerprint in checkpoints. It is equal in every process.
 
     A ``repr`` is not: it has addresses of functions and the order of sets, and changes if a function is moved. Pickles
     also change between versions of Python. ``nested`` converts the items of containers; the default is this function.
+    ``name_of`` gives other names to keys of mappings, such as to the parameters in labels.
 
     >>> text_of((1, "auto")), text_of({"b", "a"}), text_of(torch.tensor(0.1)), text_of(mfx.momentum)
     ("(1,'auto')", "{'a','b'}", '*', 'muonfx.momentum')
     """
     if nested is None:
-        nested = text_of
+        nested = functools.partial(text_of, name_of=name_of)
     if isinstance(value, Tensor):  # numbers are not part of a fingerprint
         return "*"
     if isinstance(value, Enum):
@@ -89,7 +92,7 @@ def text_of(value: Any, nested: Callable[[Any], str] | None = None) -> str:
     if type(value) in (tuple, list):
         return "(" + ",".join(map(nested, value)) + ")"
     if isinstance(value, Mapping):
-        return _text_of_mapping(cast("Mapping[Any, Any]", value), nested)
+        return _text_of_mapping(cast("Mapping[Any, Any]", value), nested, name_of)
     if isinstance(value, Set):  # sorted, since the order of a set differs between processes
         return "{" + ",".join(sorted(map(nested, cast("Set[Any]", value)))) + "}"
     if _is_public_dataclass(value):
@@ -121,10 +124,10 @@ def _text_of_function(function: Any, convert: Callable[[Any], str]) -> str:
     return public_name(function)
 
 
-def _text_of_mapping(mapping: Mapping[Any, Any], convert: Callable[[Any], str]) -> str:
+def _text_of_mapping(mapping: Mapping[Any, Any], convert: Callable[[Any], str], name_of: Mapping[str, str]) -> str:
     """Return a mapping as text for the fingerprint: ``{"w": "muon"}`` as "{'w':'muon'}"."""
     items = zip(_plain_keys(mapping), mapping.values(), strict=True)
-    pairs = [f"{convert(key)}:{convert(value)}" for key, value in items]
+    pairs = [f"{convert(name_of.get(key, key))}:{convert(value)}" for key, value in items]
     # The order of a dict is kept, since it may matter, for example for patterns over parameter names.
     if not isinstance(mapping, dict):
         pairs.sort()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from muonfx.core.transform import unused_name
-from muonfx.internal.wrappers import unwrapped
 
 CHAINS = "chain_code"
 """The key of a param group, in the state dict of an optimizer, with the code of the transforms of its parameters."""
@@ -76,60 +75,6 @@ def differences_of_chains(saved_chain: str, chain: str) -> Differences:
     if not differences.structure:  # for example, the transforms are in another order
         differences.structure.append(_first_difference(saved_chain, chain))
     return differences
-
-
-def differ_only_by_names(saved_chain: str, chain: str, new_name_of: Mapping[str, str]) -> bool:
-    """Return True if two chains are equal after parameters were renamed in the saved one, as in its labels.
-
-    Numbers may differ, as they may between chains with equal fingerprints. Both are given as Python code.
-
-    Args:
-        saved_chain: the chain that saved a state.
-        chain: the chain that loads it.
-        new_name_of: the new name of each parameter that was renamed.
-
-    >>> saved_chain = "partition({'a': scale(0.5)}, {'fc.weight': 'a'})"
-    >>> chain = "partition({'a': scale(0.5)}, {'net.fc.weight': 'a'})"
-    >>> differ_only_by_names(saved_chain, chain, {"fc.weight": "net.fc.weight"})
-    True
-    """
-    if _OBJECT.search(chain):  # a function may have other code, which does not show here, but in the fingerprint
-        return False
-    try:
-        saved_code = ast.parse(saved_chain, mode="eval")
-        code = ast.parse(chain, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # code that Python cannot parse
-        return False
-    _rename_keys(saved_code, new_name_of)
-    _rename_keys(code, {})
-    saved_values = _values_at((), saved_code.body)
-    values = _values_at((), code.body)
-    differences = _differences_of_values(saved_values, values)
-    has_same_order = _paths_of_arguments(saved_values) == _paths_of_arguments(values)
-    return has_same_order and not differences.structure
-
-
-def _rename_keys(code: ast.Expression, new_name_of: Mapping[str, str]) -> None:
-    """Rename parameters in the keys of all dicts in parsed code, and remove the prefixes that wrappers add.
-
-    >>> code = ast.parse("Labels({'_orig_mod.fc.weight': 'muon'})", mode="eval")
-    >>> _rename_keys(code, {"fc.weight": "net.fc.weight"})
-    >>> ast.unparse(code)
-    "Labels({'net.fc.weight': 'muon'})"
-    """
-    for node in ast.walk(code):
-        if not isinstance(node, ast.Dict):
-            continue
-        keys = [key for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
-        plain_name_of = unwrapped(str(key.value) for key in keys)
-        for key in keys:
-            name = plain_name_of[str(key.value)]
-            key.value = new_name_of.get(name, name)
-
-
-def _paths_of_arguments(values: Mapping[ArgumentPath, _Value]) -> list[ArgumentPath]:
-    """Return the paths of all arguments in their order, without the items of dicts by name, such as labels."""
-    return [path for path in values if not path or not path[-1].endswith("]")]
 
 
 def _differences_of_values(

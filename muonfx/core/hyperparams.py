@@ -88,7 +88,7 @@ def _checked_number(name: str, number: Any) -> Any:
     Traceback (most recent call last):
     TypeError: with_hyperparams: scale.factor must be a number or a 0-d tensor, found '1e-3': convert the text ...
     """
-    if torch.compiler.is_compiling():  # numbers of a trace have no values
+    if type(number) is float or torch.compiler.is_compiling():  # the usual case; numbers of a trace have no values
         return number
     number = check_plain("with_hyperparams", name, number, frozenset({"float"}))
     if isinstance(number, int):

@@ -1,7 +1,8 @@
 """Checks of the order of a chain's transforms relative to its learning rate.
 
-Each transform may declare a `Position`, such as "before_learning_rate". `check_order` compares the positions when a
-chain is constructed. `signs` returns whether the updates of a transform have the sign of the gradient.
+Each transform may declare a `Position`, such as "before_learning_rate". `check_order` compares the positions when
+`chain` is called, not when a chain is rebuilt with other numbers. `signs` returns whether the updates of a transform
+have the sign of the gradient.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Definition:
     is_stand_in: bool
     """True if a value of this factory takes the place of its only part, as ``offload(tx)`` takes the place of ``tx``.
 
-    It adds nothing to the dotted names of the numbers in this part, and to its fingerprint.
+    It changes neither the dotted names of the numbers in this part nor its fingerprint.
     """
     is_ours: bool
     """True if the constructor belongs to muonfx, whose tests already check the results of ``init`` and ``update``."""
@@ -173,7 +173,7 @@ def checked_by(check: Callable[[Any], None]) -> Callable[[F], F]:
     """Decorate a factory, so that each call passes its result to a function, which may raise an error or warn.
 
     Unlike the constructor, the function does not run again for a copy with other numbers, which a schedule may make at
-    every step. So it can warn, and take its time.
+    every step. So it can warn, and take its time. It does not run while torch.compile traces.
     """
 
     def decorate(factory: F) -> F:
@@ -342,7 +342,9 @@ def _filled(template: Any, parts: Iterator[object]) -> Any:
     items = template.values() if kind is dict else template
     filled: list[Any] = []
     for item in items:
-        if item is _BLANK or type(item) in _CONTAINERS:  # most items are fixed values
+        if item is _BLANK:  # not by a call of this function, because most blanks are here
+            item = next(parts)
+        elif type(item) in _CONTAINERS:
             item = _filled(item, parts)
         filled.append(item)
     if kind is dict:
@@ -648,7 +650,14 @@ class Recorded:
         Transforms with equal fingerprints have states of the same meaning. Numeric arguments are ignored, so a run can
         resume with another learning rate. The digits are the same in every process, and if code is moved.
         """
-        return hashlib.sha256(_text_of_call(self).encode()).hexdigest()[:16]
+        return self.fingerprint_with_names({})
+
+    def fingerprint_with_names(self, name_of: Mapping[str, str]) -> str:
+        """Return the fingerprint of this transform if its parameters had other names, as in its labels.
+
+        ``name_of`` has the other name of each parameter that has one.
+        """
+        return hashlib.sha256(_text_of_call(self, name_of).encode()).hexdigest()[:16]
 
 
 def _unpickled(structure: Structure, parts: Sequence[object]) -> Recorded:
@@ -694,7 +703,7 @@ def named_numbers(recorded: Recorded, name: str = "") -> dict[str, Any]:
     for argument, value in zip(part_names(recorded), recorded.parts, strict=True):
         full_name = joined_name(name, argument)
         if isinstance(value, Recorded):  # an inner transform or a schedule, with numbers of its own
-            numbers |= named_numbers(value, full_name)
+            numbers.update(named_numbers(value, full_name))
         else:
             numbers[full_name] = value
     return numbers
@@ -788,7 +797,7 @@ def part_names(recorded: Recorded) -> tuple[str, ...]:
     return cache["part_names"]
 
 
-def _text_of_call(recorded: Recorded) -> str:
+def _text_of_call(recorded: Recorded, name_of: Mapping[str, str]) -> str:
     """Return the text whose hash is the fingerprint: public names and arguments, without numbers and defaults.
 
     For example, "muonfx.chain(transforms=(muonfx.momentum(nesterov=False),muonfx.scale()))". Defaults are left out, so
@@ -804,7 +813,7 @@ def _text_of_call(recorded: Recorded) -> str:
     arguments = _filled(recorded.structure.template, iter(parts))
     texts: list[str] = []
     for name, argument in arguments.items():
-        text = _text_of_argument(argument)
+        text = _text_of_argument(argument, name_of)
         # A number is "*" here and as a default, so it is left out too.
         if text != _text_of_default(recorded.factory.definition, name):
             texts.append(f"{name}={text}")
@@ -815,18 +824,18 @@ _NUMBER = repr(_BLANK)
 """The text of a number, and of an argument without a default: "*"."""
 
 
-def _text_of_argument(argument: object) -> str:
+def _text_of_argument(argument: object, name_of: Mapping[str, str]) -> str:
     """Return an argument, in which numbers are blanks, as text for the fingerprint: "(*,True)", for example.
 
     A fingerprint identifies a transform in checkpoints, also if a run resumes with another learning rate.
     """
     if isinstance(argument, Recorded):  # an inner transform or a schedule
-        return _text_of_call(argument)
+        return _text_of_call(argument, name_of)
     if type(argument) is dict:
         argument = dict(_items(argument))  # the items of a default are not sorted yet
     if type(argument) in _CONTAINERS:  # which may contain transforms
-        return text_of(argument, _text_of_argument)
-    return text_of(argument)  # a fixed value, such as "True", or a number, whose text is "*"
+        return text_of(argument, functools.partial(_text_of_argument, name_of=name_of), name_of)
+    return text_of(argument, name_of=name_of)  # a fixed value, such as "True", or a number, whose text is "*"
 
 
 def _text_of_default(definition: Definition, name: str) -> str:
@@ -843,4 +852,4 @@ def _text_of_default(definition: Definition, name: str) -> str:
     default = definition.as_float(name, parameter.default)
     if default is parameter.empty or isinstance(default, float):
         return _NUMBER
-    return _text_of_argument(default)
+    return _text_of_argument(default, {})

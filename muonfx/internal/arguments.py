@@ -278,12 +278,12 @@ def float_of(name: str, number: Any) -> float:
 
     >>> float_of("decay", 10**400)
     Traceback (most recent call last):
-    ValueError: decay must be finite, found a number above 1.8e+308
+    ValueError: decay must be finite, found a number beyond 1.8e+308 in size
     """
     try:
         return float(number)
     except OverflowError:
-        raise ValueError(f"{name} must be finite, found a number above {sys.float_info.max:.2g}") from None
+        raise ValueError(f"{name} must be finite, found a number beyond {sys.float_info.max:.2g} in size") from None
 
 
 def is_symbolic(value: object) -> bool:

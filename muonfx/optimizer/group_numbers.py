@@ -416,8 +416,8 @@ def with_python_numbers(value: Any) -> Any:
 def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: Numbers, defaults: Numbers) -> None:
     """Raise ValueError with the key of a number in a param group that is out of range, such as a negative "lr".
 
-    A transform rejects such a number with the name of its own argument. To find the key, each number is then put into
-    the transform alone.
+    A transform rejects such a number with the name of its own argument. To find the key, each number is put into it
+    alone if it rejects the numbers together.
 
     >>> lr = Hyperparam("lr", ("learning_rate",))
     >>> tx = mfx.scale_by_learning_rate(0.1)
@@ -431,7 +431,8 @@ def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: 
         numbers: the numbers of the group by dotted name. It may lack some.
         defaults: the numbers with which ``tx`` was constructed.
     """
-    if _message_of_transform(tx, numbers, defaults) is None:  # all at once, in the usual case
+    message_of_all = _message_of_transform(tx, numbers, defaults)
+    if message_of_all is None:  # the usual case
         return
     for hyperparam in hyperparams:
         for index, name in enumerate(hyperparam.names):
@@ -441,6 +442,7 @@ def require_in_range(tx: Transform, hyperparams: Iterable[Hyperparam], numbers: 
             if message is not None:
                 key = f"{hyperparam.key}[{index}]" if hyperparam.is_tuple else hyperparam.key  # such as "betas[1]"
                 raise ValueError(_refusal(key, name, message)) from None  # also within a handler
+    raise ValueError(f"numbers in a group: {message_of_all}") from None  # no single number is the cause
 
 
 def _message_of_transform(tx: Transform, numbers: Numbers, defaults: Numbers) -> str | None:

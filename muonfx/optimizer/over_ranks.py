@@ -48,7 +48,8 @@ SMALL_BUCKET_WITH_AMX = 1 << 26
 SMALL_BUCKET_ON_CUDA = 1 << 29
 """The smallest defaults of ``bucket_bytes``: for small parameters, larger buckets save calls and kernel launches.
 
-A CPU with AMX computes each bf16 product of a batch on one core, so a bucket must hold several matrices of a shape."""
+A CPU with AMX computes each bf16 product of a batch on one core, so a bucket must hold several matrices of a shape.
+"""
 
 
 def stepping_for(

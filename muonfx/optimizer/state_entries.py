@@ -115,10 +115,10 @@ class StateEntries:
             if value is leaf.value:
                 continue
             # The state has a new tensor object: write it into the entries of its parameter, or of all for a step count.
-            leaf.value = value
             leaf.shown = show(leaf.index, value)
             for name in leaf.names:
                 entries[self.named[name]][leaf.key] = leaf.shown
+            leaf.value = value  # last, so that an error above leaves the leaf to the next call
 
     def with_dtensors(self, state: PyTree) -> PyTree:
         """Return a state with DTensors in place of this rank's parts of sharded tensors.

@@ -409,7 +409,7 @@ class TrackedParameters:
     def moved(self, groups: Iterable[Group]) -> list[Tensor]:
         """Return the tensors in the models and the groups that have replaced parameters of another placement.
 
-        For example, the DTensors after ``fully_shard(model)``. This never raises, also if the groups are wrong.
+        For example, the DTensors after ``fully_shard(model)``. This does not check the groups.
         """
         pairs = list(self._replaced_in_models(self._put_in_groups).items())
         for group in groups:
@@ -417,7 +417,11 @@ class TrackedParameters:
         moved: list[Tensor] = []
         for name, param in pairs:
             tracked = self.tracked.get(name)
-            if tracked is not None and tracked.param is not param and tracked.placement != _placement(param):
+            if tracked is None:
+                continue
+            # As in `replaced`: `to_empty` changes the device of the same tensor object.
+            is_replaced = tracked.param is not param or tracked.device != param.device
+            if is_replaced and tracked.placement != _placement(param):
                 moved.append(param)
         return moved
 

@@ -360,7 +360,9 @@ class TransformOptimizer(Optimizer):
         """
         is_constructed = "state" in self._current
         if is_constructed:  # a user adds parameters
-            self._add_trained(param_group)
+            self.follow_model()  # first, so that the state that is kept is of the current parameters
+            with construction(lambda: group_of(self._tracked_groups.named, self._layout)):
+                self._add_trained(param_group)
             return
         # Otherwise torch's constructor calls this for each group of its argument.
         pairs = named_pairs(params_of(param_group))
@@ -372,7 +374,6 @@ class TransformOptimizer(Optimizer):
 
         Frozen parameters, and those with the label None, are put into no group.
         """
-        self.follow_model()  # first, so that the state that is kept is of the current parameters
         # 1. Find the parameters to train. Nothing is changed yet.
         named = self._named_params()
         name_of = self._parameters.names
@@ -736,14 +737,16 @@ class TransformOptimizer(Optimizer):
             self._use_tensors(current_params)
 
     def _ranks_that_move(self) -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that move the state together to tensors that have replaced parameters.
+        """Return the process group of the ranks that create or move state together before the next step.
 
-        Return None if the state stays where it is, or if this process moves it alone.
+        They do so for tensors that have replaced parameters, and for parameters that were put into the groups. Return
+        None if there are none, or if this process does it alone.
         """
-        moved = self._parameters.moved(self._groups)
-        if not moved:
+        added = self._parameters.added_in(self._groups)
+        changed = [*self._parameters.moved(self._groups), *added.values()]
+        if not changed:
             return None
-        return group_of(moved, self._layout)
+        return group_of([*self._tracked_groups.named.values(), *changed], self._layout)
 
     def _use_replacements_alone(self) -> None:
         """Use tensors that have replaced parameters, as far as this rank can do it without the others.
@@ -1047,8 +1050,9 @@ class TransformOptimizer(Optimizer):
                 dots instead of slashes between levels.
 
         Raises:
-            ValueError: the groups, parameters or hyperparameters differ, or a saved tensor is missing, unexpected, has
-                another shape or a wider dtype, or is the shard of another rank. The message names each of them.
+            ValueError: the groups, parameters or hyperparameters differ, a number is out of range, or a saved tensor is
+                missing, unexpected, has another shape or a wider dtype, or is the shard of another rank. The message
+                names each of them.
                 Nothing has been changed when an error is raised.
             TypeError: the state dict, its state or a group is no dict. Nothing has been changed.
             ShardingError: another rank raised an error, or did not call this.

@@ -56,7 +56,7 @@ def require_room(store: Store, state: PyTree, params: PyTree, donate: Donation) 
 class StateParameters:
     """Finds the parameter of each leaf of a transform's state, once for all steps.
 
-    Transforms that differ in numbers only share it, since it is one of their arguments.
+    It is an argument of the transform, so copies with other numbers or inner transforms share it.
     """
 
     def __init__(self) -> None:

@@ -516,7 +516,7 @@ class PlacedTransforms:
     def __init__(self, where: Where, global_like: Callable[[PyTree], PyTree] | None = None) -> None:
         self.where = where
         self._global_like = global_like
-        self._results: dict[Hashable, _PlacedFor] = {}
+        self._results: dict[Hashable, list[_PlacedFor]] = {}  # parameters of one structure may have several shapes
 
     def __call__(self, tx: Transform, params: PyTree, visited: Visit | None = None) -> Transform:
         """Return the transform that runs ``tx`` where its tensors are, such as on this rank's shards in ``params``.
@@ -525,14 +525,16 @@ class PlacedTransforms:
         """
         # The containers and names of both, without numbers and tensors.
         key = tx.treedef, tree.flatten(params)[1]
-        result = self._results.get(key)
-        if result is None or not self._has_shapes_of(params, result):
-            if len(self._results) >= self.LIMIT:
+        fitting = [result for result in self._results.get(key, []) if self._has_shapes_of(params, result)]
+        if fitting:
+            result = fitting[0]
+        else:
+            if sum(map(len, self._results.values())) >= self.LIMIT:
                 self._results.clear()
             global_like = self._global_like or meta_like
             meta_params = global_like(params)
             result = _PlacedFor(meta_params, tx, placed(tx, meta_params, self.where, visited=visited))
-            self._results[key] = result
+            self._results.setdefault(key, []).append(result)
         if result.tx is not tx:  # it has the numbers of an earlier call
             result.placed = with_numbers(result.placed, iter(numbers_of(tx)))
             result.tx = tx

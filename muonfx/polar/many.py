@@ -440,7 +440,7 @@ def _most_in_a_batch(job: _Job) -> int | None:
         return max(1, job.scratch // scratch_bytes(kind.short, kind.long, job.plan.dtype))
     limit = max(1, job.scratch // job.plan.scratch_bytes)
     limit = min(limit, job.plan.at_once or limit)  # None: no limit by the cache of a CPU
-    # With AMX, each thread takes whole matrices of a batch: for 2 threads, 3 matrices take as long as 4.
+    # A thread of a CPU, surely of one with AMX, takes whole matrices: for 2 threads, 3 matrices take as long as 4.
     threads = torch.get_num_threads()
     if kind.device.type == "cpu" and limit > threads:
         limit -= limit % threads

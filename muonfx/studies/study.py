@@ -16,7 +16,7 @@ from muonfx import checkpoint, tree
 from muonfx.core.checks import warn_caller
 from muonfx.core.transform import Transform
 from muonfx.core.value import walk
-from muonfx.internal.arguments import check_plain, plain_arguments
+from muonfx.internal.arguments import check_plain, float_of, plain_arguments
 from muonfx.internal.progress import Report, reporting
 from muonfx.studies.checks import (
     are_same_losses,
@@ -417,7 +417,7 @@ def _rates_by_name(
         rates_of_name: list[float] = []
         for rate in rates[name]:
             number = check_plain("study", "rates", rate, frozenset({"float"}))
-            rates_of_name.append(float(number))
+            rates_of_name.append(float_of("study: rates", number))
         if not rates_of_name or len(set(rates_of_name)) < len(rates_of_name):
             raise ValueError(f"rates: found {rates_of_name} for {name!r}, expected at least one rate, each once")
         rates_by_name[name] = rates_of_name

@@ -105,14 +105,18 @@ def _value_at(step: Tensor, extra: Extra) -> Tensor:
     return zero + value
 
 
+class WrittenExtra(ValueError):
+    """An update has written into its extra argument, which is a tensor of the caller."""
+
+
 def _require_unwritten(values: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if an update has written into an extra argument, which a caller may use again."""
+    """Raise `WrittenExtra` if an update has written into an extra argument, which a caller may use again."""
     if torch.compiler.is_compiling():
         return
     for name, value in values.items():
         was_written = not value.is_inference() and value._version > 0  # torch counts writes, but none in inference mode
         if was_written:
-            raise ValueError(
+            raise WrittenExtra(
                 f"the update has written into its extra argument {name!r}, which is a tensor of the caller: compute a "
                 "new tensor"
             )

@@ -378,6 +378,9 @@ def state_and_step(
         if not isinstance(item, types):
             type_names = " and ".join([expected.__name__ for expected in types])
             raise TypeError(f"{caller} constructor returns a state of {type_names}, found {item!r} at {name!r}")
+    names = tree.names(state)
+    if len(set(names)) < len(names):
+        raise ValueError(f"{caller} constructor returns a state with one name for two items, found {names}")
     if reads_params:
         _require_params(caller, step)
     else:

@@ -579,7 +579,7 @@ def _group_text(group: Group) -> str:
 
 def _dim_text(dim: Sequence[Group], sizes: Mapping[str, int]) -> str:
     """Return one dim of a pattern as text: ``in``, ``(heads=8 d)``, ``(k=3 + v=5)`` or ``(heads=8 (k=3 + v=5))``."""
-    if len(dim) > 1:
+    if len(dim) != 1:  # several axes, or () for a dim of size 1 without a name
         axis_texts = [_dim_text([axis], sizes) for axis in dim]
         return f"({' '.join(axis_texts)})"
     (axis,) = dim

@@ -469,3 +469,27 @@ def test_renaming_is_enough_for_a_chain_whose_labels_have_the_old_names(of: str,
     other = mfx.Muon(model, lr=0.02, weight_decay=0.1, lr_scaling="spectral")
     with pytest.raises(ck.MismatchError, match=r"chain: .*'spectral' here"):
         ck.load(path, other.transform_state, tx=other.transform, rename=rename)
+
+
+PATTERN_OF = {"*.q": "(q=3 + k=3) in -> q in, k in", "*": "(q=2 + k=4) in -> q in, k in"}
+
+
+def _split(*globs: str) -> mfx.Transform:
+    """A chain that divides fused matrices by the pattern of the first glob that matches their name."""
+    view = mfx.MatrixView({glob: PATTERN_OF[glob] for glob in globs})
+    return mfx.partition({"a": mfx.orthogonalize(view=view)}, {"x": "a"})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (_split("*.q", "*"), _split("*", "*.q")),
+        (mfx.masked(mfx.scale(1.0), {"x": True}), mfx.masked(mfx.scale(1.0), {"y": False})),
+    ],
+    ids=["another order of patterns", "another value"],
+)
+def test_renaming_excuses_no_other_difference_of_chains(before: mfx.Transform, after: mfx.Transform, tmp_path: Path):
+    state = {"m": {"x": torch.ones(6, 4)}}
+    path = ck.save(tmp_path, state, tx=before)
+    with pytest.raises(ck.MismatchError, match="chain"):
+        ck.load(path, {"m": {"y": torch.ones(6, 4)}}, tx=after, rename={"*/x": "*/y"})

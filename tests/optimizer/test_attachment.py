@@ -761,6 +761,56 @@ def test_an_error_of_one_rank_is_raised_on_all_where_the_state_moves_to_the_shar
         assert "rank 1: ValueError" in str(caught.value)
 
 
+@pytest.mark.parametrize("change", ["to_empty", "added"])
+@on_ranks(2)
+def test_an_error_of_one_rank_is_raised_on_all_where_all_create_state(here: Here, change: str):
+    """The state moves from the meta device, or is created for unfrozen parameters that were put into the groups."""
+    label_of_biases = "usual"
+
+    def labels(params: dict[str, torch.Tensor]) -> dict[str, str]:
+        return {name: label_of_biases if param.ndim == 1 else "usual" for name, param in params.items()}
+
+    tx = mfx.chain(mfx.momentum(), mfx.scale_by_learning_rate(0.1))
+    with torch.device("meta" if change == "to_empty" else "cpu"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    if change == "added":
+        model[0].requires_grad_(False)
+    fully_shard(model, mesh=here.mesh)
+    with quiet():
+        optimizer = mfx.TransformOptimizer(model, mfx.partition({"usual": tx, "other": tx}, labels))
+    group = optimizer.param_groups[0]
+    if change == "to_empty":
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.ones_(param)
+    else:
+        model[0].requires_grad_(True)
+        group["params"] = [*group["params"], *model[0].parameters()]
+    model(torch.ones(3, 4)).sum().backward()
+    if here.rank == 1:
+        label_of_biases = "other"
+        group["lr"] = -1.0
+    began = time.monotonic()
+    with pytest.raises(ValueError if here.rank == 1 else sharding.ShardingError) as caught, quiet():
+        optimizer.step()
+    assert time.monotonic() - began < 20
+    if here.rank == 0:
+        assert "rank 1: ValueError" in str(caught.value)
+
+
+@on_ranks(2)
+def test_an_error_of_one_rank_that_adds_a_group_is_raised_on_all(here: Here):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    model[0].requires_grad_(False)
+    fully_shard(model, mesh=here.mesh)
+    optimizer = mfx.TransformOptimizer(model, mfx.scale_by_learning_rate(0.1))
+    model[0].requires_grad_(True)
+    began = time.monotonic()
+    with pytest.raises(ValueError if here.rank == 1 else sharding.ShardingError):
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": -1.0 if here.rank == 1 else 0.1})
+    assert time.monotonic() - began < 20
+
+
 @pytest.mark.parametrize(
     "how",
     [

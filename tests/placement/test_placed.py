@@ -111,7 +111,21 @@ def test_a_chain_made_anew_at_each_step_is_not_remembered_for_ever() -> None:
         out, state = transforms(tx, params).run(params, state, params)
         wanted, expected = tx.update(params, expected, params)
         assert torch.equal(out["a"], wanted["a"])
-    assert len(transforms._results) <= PlacedTransforms.LIMIT
+    assert sum(map(len, transforms._results.values())) <= PlacedTransforms.LIMIT
+
+
+def test_a_transform_that_steps_on_two_shapes_in_turn_is_placed_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed_for: list[object] = []
+
+    def counted(tx: mfx.Transform, params: object, *args: object, **kwargs: object) -> mfx.Transform:
+        placed_for.append(params)
+        return placed(tx, params, *args, **kwargs)
+
+    monkeypatch.setattr("muonfx.placement.placed.placed", counted)
+    transforms, tx = PlacedTransforms(Where()), mfx.momentum()
+    for shape in [(2, 3), (4, 5)] * 3:
+        transforms(tx, {"weight": torch.ones(shape)})
+    assert len(placed_for) == 2
 
 
 MANY_SHAPES = {

@@ -151,6 +151,7 @@ def test_a_malformed_pattern_names_the_rule_that_it_breaks(text: str, problem: s
     ("text", "shape", "problem"),
     [
         ("(a=3 b) c -> a b c", (10, 4), r"a dim of size 10 does not divide into \(a=3 b\) of"),
+        ("() out in -> out in", (2, 3, 4), r"a dim of size 2 does not divide into \(\) of"),
         ("(q=5 + k) in -> q in, k in", (4, 3), r"a dim of size 4 does not divide into \(q=5 \+ k\) of"),
         ("a b -> b a", (1, 2, 3), "found 3 dims, expected 2 for the pattern 'a b -> b a'"),
     ],

@@ -180,13 +180,13 @@ class ZeroOptimizer(Optimizer):
         waiting_group = self._step_group if self._has_new_tensors() else None
         with raising_on_all_ranks("a step", waiting_group):
             self._require_same_trained()
-            for group in self._all_groups:
+            for group in (*self._all_groups, *self.param_groups):
                 self._numbers_of(group).read(group)
             self._rates.check(self._all_groups)
-        # 2. The flat optimizers of this call. The ranks create all of them together, before one rank may raise.
+        # 2. The flat optimizers of this call. The ranks create all of them together, before the checks of 3., which may
+        # raise on one rank.
         group_of_optimizer: dict[FlatOptimizer, Group] = {}
         for group in self.param_groups:
-            self._numbers_of(group).read(group)
             for tensor in self._tensors_to_step(group):
                 group_of_optimizer[self._flat_optimizer(tensor, group)] = group
         # 3. A state that DeepSpeed has loaded may be of another transform.
@@ -370,10 +370,13 @@ class ZeroOptimizer(Optimizer):
         For a weight of shape (2, 3), a tensor of this shape is unflattened, and one of shape (6,) is flat.
         """
         params = self._params_of(group).values()
-        if are_partitioned(params):  # a flat tensor may have the shape of a bias that is alone in its group
-            return False
         shapes = [tuple(tensor.shape) for tensor in group["params"]]
-        return shapes == [local_shape_of(param) for param in params]
+        if shapes != [local_shape_of(param) for param in params]:
+            return False
+        # The flat tensor of a bias that is alone in its group may have the shape of the bias. Only then is ZeRO's mark
+        # on the parameters read: they keep it when their engine is destroyed.
+        are_vectors = all(len(shape) == 1 for shape in shapes)
+        return not (are_vectors and are_partitioned(params))
 
     def _params_of(self, group: Group) -> dict[str, Tensor]:
         """Return the parameters of the model from which DeepSpeed made a group, by name."""

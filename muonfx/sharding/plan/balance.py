@@ -58,7 +58,8 @@ def assign(items: Sequence[Item], ranks: int) -> list[int]:
     by_cost = _descending(with_choice)
     owner_of |= _assign_to_least_loaded(by_cost, loads)
     # 3. This may end a third above the optimum. If all these items have the same candidates, as in most models, search
-    # for an assignment with a lower largest cost, that is, a shorter step. If there is one, it replaces the assignment of step 2.
+    # for an assignment with a lower largest cost, that is, a shorter step. If there is one, it replaces the assignment
+    # of step 2.
     different_candidates = {item.candidates for item in by_cost.values()}
     if len(different_candidates) == 1:
         candidates = different_candidates.pop()
