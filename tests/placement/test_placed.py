@@ -1,5 +1,7 @@
 """Placed transforms: steps in buckets are those on all leaves, bit for bit, and nothing is kept without bound."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, reject, settings
@@ -121,7 +123,7 @@ def test_a_transform_that_steps_on_two_shapes_in_turn_is_placed_once_for_each(mo
         placed_for.append(params)
         return placed(tx, params, *args, **kwargs)
 
-    monkeypatch.setattr("muonfx.placement.placed.placed", counted)
+    monkeypatch.setattr(sys.modules[PlacedTransforms.__module__], "placed", counted)
     transforms, tx = PlacedTransforms(Where()), mfx.momentum()
     for shape in [(2, 3), (4, 5)] * 3:
         transforms(tx, {"weight": torch.ones(shape)})
