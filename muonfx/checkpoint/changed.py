@@ -243,7 +243,10 @@ def _labels_of_params(groups: list[Group]) -> dict[str, Any]:
     >>> _labels_of_params([{"label": "muon", "param_names": ["_orig_mod.up"]}])
     {'up': 'muon'}
     """
-    return {name: group.get("label") for name, group in _groups_by_param(groups).items()}
+    label_of: dict[str, Any] = {}
+    for name, group in _groups_by_param(groups).items():
+        label_of[name] = group.get("label")
+    return label_of
 
 
 def _groups_by_param(groups: list[Group]) -> dict[str, Group]:
@@ -252,7 +255,8 @@ def _groups_by_param(groups: list[Group]) -> dict[str, Group]:
     for group in groups:
         group_of.update(dict.fromkeys(group["param_names"], group))
     # All names at once: "module." is the prefix of a wrapper only if all parameters of the model have it.
-    return {plain_name: group_of[name] for name, plain_name in unwrapped(group_of).items()}
+    plain_name_of = unwrapped(group_of)
+    return {plain_name_of[name]: group for name, group in group_of.items()}
 
 
 def _scheduler_text(step: int | None) -> str:

@@ -102,7 +102,7 @@ class GroupNumbers:
         self.requested_entries: Group = {}
         """Copies of the hyperparameters with which the user's code created the group, by key.
 
-        They are those of the former reader, and for all other keys the values at the first `read`.
+        The former reader has most of them. All other keys have their values at the first `read`.
         """
         if former is None:
             return
@@ -204,7 +204,7 @@ class GroupNumbers:
         # 2. Write a number that was changed under one key under its other keys, too.
         if self._has_common_numbers:
             self._write_into_all_keys(group, numbers)
-        # 3. Record the entries: the current ones, with which the next call compares, and those of the first read.
+        # 3. Record the current entries, with which the next call compares, and the entries of the first call.
         for key in self.keys:
             self._last_entries[key] = group[key]
             if key not in self.requested_entries:

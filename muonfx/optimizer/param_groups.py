@@ -236,7 +236,7 @@ def complete_entries(stepping: Stepping, rules: Sequence[UpdateRule], group: Gro
     completed = converter.complete(entries, defaults)
     numbers = {name: own_copy(number) for name, number in completed.items()}  # no other group has the same tensors
     has_numbers = any(key in group for key in converter.keys)
-    if has_numbers:  # else they are those of the transform, which has checked them
+    if has_numbers:  # else they come from the transform, which has checked them
         require_in_range(stepping.tx, converter.hyperparams, numbers, defaults)
     group.update(converter.entries(numbers))
     group.setdefault("lr", 0.0)  # PyTorch's schedulers require it, even if no transform reads it

@@ -729,14 +729,14 @@ class TransformOptimizer(Optimizer):
             self._adopt_state()
             return
         # An error of this rank is reported to the others, which would wait for it where they create the new state.
-        with construction(self._ranks_that_move):
+        with construction(self._ranks_that_create_state):
             self._adopt_state()  # first, so that tensors that the caller has assigned move with the state
             current_params = self._follow_groups()
             if is_in_step:
                 self._parameters.require_new_gradients(current_params)
             self._use_tensors(current_params)
 
-    def _ranks_that_move(self) -> dist.ProcessGroup | None:
+    def _ranks_that_create_state(self) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that create or move state together before the next step.
 
         They do so for tensors that have replaced parameters, and for parameters that were put into the groups. Return
@@ -749,10 +749,11 @@ class TransformOptimizer(Optimizer):
         return group_of([*self._tracked_groups.named.values(), *changed], self._layout)
 
     def _use_replacements_alone(self) -> None:
-        """Use tensors that have replaced parameters, as far as this rank can do it without the others.
+        """Read what the user has changed since the last step, as far as this rank can do it without the others.
 
-        Over ranks, errors and changes that need all ranks are left to the next step. Until then, only `param_groups`
-        shows new tensors to which the state has to move.
+        These are entries of ``optimizer.state``, tensors that have replaced parameters, and weights that were loaded
+        before the first step. Over ranks, errors and changes that need all ranks are left to the next step. Until then,
+        only `param_groups` shows new tensors to which the state has to move.
         """
         try:
             self._adopt_state()

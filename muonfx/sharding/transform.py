@@ -1,6 +1,6 @@
 """`sharded`: run a transform on this rank's shards, with the same update as on whole tensors.
 
-All steps, also those of optimizers, are run by `step_sharded`. It first calls `agreed_call`, in which all ranks check
+All steps, also an optimizer's, are run by `step_sharded`. It first calls `agreed_call`, in which all ranks check
 with one all-reduce that they make the same call.
 
 `to_global` and `from_global` convert the state of a sharded transform between the local form, for updates, and the

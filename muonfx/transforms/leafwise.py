@@ -516,10 +516,11 @@ class _Formula:
 
         if not torch.compiler.is_compiling():  # the signature was read when the transform was created
             signature = inspect.signature(update)
-            # All parameters but the last one, ``**extras``, and then the keyword-only parameters of the step.
-            *parameters, _extras = signature.parameters.values()
-            for name in self._extra_names:
-                parameters.append(inspect.signature(self._step, follow_wrapped=False).parameters[name])
+            *parameters, _extras = signature.parameters.values()  # all but the last one, ``**extras``
+            # Then the keyword-only parameters of the step, if it has any: a step need not be a Python function.
+            if self._extra_names:
+                parameters_of_step = inspect.signature(self._step, follow_wrapped=False).parameters
+                parameters += [parameters_of_step[name] for name in self._extra_names]
             update.__signature__ = signature.replace(parameters=parameters)
         return self.init, update
 

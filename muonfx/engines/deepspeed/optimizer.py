@@ -96,7 +96,7 @@ class ZeroOptimizer(Optimizer):
         self._params = params
         """The trained parameters of the model by name. DeepSpeed puts other tensors into the groups."""
         self._whole_params = whole_params
-        """The same parameters in full, as meta tensors. ZeRO and AutoTP may partition those of the model."""
+        """The same parameters in full, as meta tensors. ZeRO and AutoTP may partition the model's own."""
         self._all_groups = self.param_groups
         """All param groups. In a step of stages 1 and 2, DeepSpeed replaces ``param_groups`` by one group at a time."""
         self._numbers_of_names = {

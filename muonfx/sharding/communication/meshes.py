@@ -100,8 +100,9 @@ def _meshes_of_all_ranks(
     have one mesh, on which "w" is split, and ranks 1 and 3 have another. With the coordinates (0,), (0,), (1,) and (1,)
     of ranks 0 to 3, each on its own mesh, ranks 0 and 1 hold the same half of "w".
 
-    The arguments are those of `cuts_on_meshes`, and for each mesh the coordinates of all ranks on it. The result is
-    empty if the ranks have different parameters: the binding of a transform to the layout is then an error later.
+    `cuts_on_meshes` describes the arguments; ``coordinates_on`` has the coordinates of all ranks on each mesh. The
+    result is empty if the ranks have different parameters: the binding of a transform to the layout is then an error
+    later.
     """
     # 1. A digest of everything that must be equal on all ranks, and the meshes of this rank.
     description = digest(_description(specs, dtensors, coordinates_on))

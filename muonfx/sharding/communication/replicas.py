@@ -280,7 +280,7 @@ def _broadcast(params: T, layout: Layout, group: dist.ProcessGroup, *, donate: b
             return leaf.detach().clone()
         return leaf
 
-    # 1. The tensors to overwrite: those of the caller, or copies of them.
+    # 1. The tensors to overwrite: the caller's tensors, or copies of them.
     if not donate:
         params = map_named(copied_if_replicated, params)
     # 2. Which ranks hold them. ``copies`` is ``((0, 2), (1, 3))`` for a parameter if ranks 0 and 2 hold one of its
